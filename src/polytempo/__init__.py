@@ -1,0 +1,115 @@
+"""Polytempo: every distributed-training strategy, written once, run on real processes or under a virtual clock.
+
+Names load when they are first used, so that `import polytempo` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polytempo import aggregation, cluster, collectives, core, data, jobs, strategies, synchronization, torch, worlds
+    from polytempo.core import Bundle, Deadlock, Mismatch, PeerLost, PolytempoError, Port, Strategy, TimedOut, Transform
+    from polytempo.engines.init import init
+    from polytempo.engines.local import WorkerDied, launch
+    from polytempo.engines.run import compare, run
+    from polytempo.engines.simulate import simulate
+    from polytempo.torch.attach import Handle, attach, no_sync
+    from polytempo.torch.job import Data, Job
+    from polytempo.torch.options import RunOptions
+    from polytempo.torch.result import Result
+    from polytempo.torch.shard import shard
+    from polytempo.torch.trainer import Trainer
+    from polytempo.worlds import ProcessWorld, VirtualWorld
+
+__version__ = "0.1.0"
+
+_FOLDERS = (
+    "aggregation",
+    "cluster",
+    "collectives",
+    "core",
+    "data",
+    "jobs",
+    "strategies",
+    "synchronization",
+    "torch",
+    "worlds",
+)
+_HOMES = {
+    "polytempo.core": (
+        "Bundle",
+        "Deadlock",
+        "Mismatch",
+        "PeerLost",
+        "PolytempoError",
+        "Port",
+        "Strategy",
+        "TimedOut",
+        "Transform",
+    ),
+    "polytempo.engines.init": ("init",),
+    "polytempo.engines.local": ("WorkerDied", "launch"),
+    "polytempo.engines.run": ("compare", "run"),
+    "polytempo.engines.simulate": ("simulate",),
+    "polytempo.torch.attach": ("Handle", "attach", "no_sync"),
+    "polytempo.torch.job": ("Data", "Job"),
+    "polytempo.torch.options": ("RunOptions",),
+    "polytempo.torch.result": ("Result",),
+    "polytempo.torch.shard": ("shard",),
+    "polytempo.torch.trainer": ("Trainer",),
+    "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Bundle",
+    "Data",
+    "Deadlock",
+    "Handle",
+    "Job",
+    "Mismatch",
+    "PeerLost",
+    "PolytempoError",
+    "Port",
+    "ProcessWorld",
+    "Result",
+    "RunOptions",
+    "Strategy",
+    "TimedOut",
+    "Trainer",
+    "Transform",
+    "VirtualWorld",
+    "WorkerDied",
+    "aggregation",
+    "attach",
+    "cluster",
+    "collectives",
+    "compare",
+    "core",
+    "data",
+    "init",
+    "jobs",
+    "launch",
+    "no_sync",
+    "run",
+    "shard",
+    "simulate",
+    "strategies",
+    "synchronization",
+    "torch",
+    "worlds",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return import_module(f"polytempo.{name}")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'polytempo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,26 @@
+"""The mean over ranks, weighted by how many samples each one saw.
+
+Source: for gradients, synchronous SGD as in J. Chen et al., "Revisiting distributed synchronous
+SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradient descent", 2010.
+"""
+
+from __future__ import annotations
+
+from polytempo.core import Bundle, Port, Route, Transform, native, stateless
+
+
+def mean(route: Route = native) -> Transform:
+    """Σᵢ shareᵢ · xᵢ over all ranks i, travelling by `route`.
+
+    shareᵢ is rank i's samples over all ranks' samples (1/N where the bundle does not say). So the
+    mean of mean-gradients over uneven batches is exactly the gradient of the joined batch, and no
+    message carries the counts. Scaling before adding keeps 16-bit sums in range.
+
+    Cost: one pass over the buffer, then the route's.
+    """
+
+    async def apply(port: Port, bundle: Bundle) -> Bundle:
+        share = 1 / port.size if bundle.share is None else bundle.share
+        return bundle.with_flat(await route(port, bundle.flat.mul_(share)))
+
+    return stateless(apply)

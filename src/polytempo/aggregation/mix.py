@@ -1,0 +1,43 @@
+"""Gossip: each rank mixes with its neighbours of the step's graph, and no one talks to everyone.
+
+Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polytempo.aggregation.graphs import Graph, checked
+from polytempo.core import Bundle, Port, Transform
+
+
+class MixState(NamedTuple):
+    """How often a rank has mixed: graphs may change from step to step."""
+
+    step: int
+
+
+def mix(graph: Graph) -> Transform:
+    """xᵢ ← Σⱼ Wᵢⱼ xⱼ with the doubly stochastic W of `graph` at this step.
+
+    Neighbours are added in the order of ranks, so the result does not depend on who was faster.
+    Cost: K bytes to each neighbour, one step.
+    """
+
+    async def apply(port: Port, bundle: Bundle, state: MixState) -> tuple[Bundle | None, MixState]:
+        after = MixState(state.step + 1)
+        if port.size == 1:
+            return bundle, after
+        weights = checked(graph(state.step, port.size), port.size)
+        rank, flat = port.rank, bundle.flat
+        listeners = [i for i in range(port.size) if weights[i][rank] and i != rank]
+        sending = [await port.start(port.send(flat, to)) for to in listeners]
+        mixed = flat.new_zeros(flat.shape)
+        for j, weight in enumerate(weights[rank]):
+            if weight:
+                mixed.add_(flat if j == rank else await port.recv(flat, j), alpha=weight)
+        for work in sending:
+            await work
+        return bundle.with_flat(mixed), after
+
+    return Transform(lambda parameters: MixState(0), apply, idle_alone=True)

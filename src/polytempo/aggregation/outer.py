@@ -1,0 +1,63 @@
+"""An optimizer around the workers: what they moved in a round is its gradient.
+
+Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models",
+2023, Algorithm 1; with plain steps, J. Wang et al., "SlowMo", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polytempo.core import Bundle, Port, State, Transform
+
+
+class AnchorState(NamedTuple):
+    """The parameters at the last synchronisation, and the inner transform's state."""
+
+    anchor: Bundle
+    inner: State
+
+
+def from_anchor(transform: Transform) -> Transform:
+    """Let `transform` see Δ = anchor - θ, what this rank moved since the anchor; then θ ← anchor - its answer.
+
+    The result becomes the next anchor. Memory: one more copy of the parameters.
+    """
+
+    def init(parameters: Bundle) -> AnchorState:
+        return AnchorState(parameters.copy(), transform.init(parameters))
+
+    async def apply(port: Port, bundle: Bundle, state: AnchorState) -> tuple[Bundle | None, AnchorState]:
+        moved = bundle.with_flat(state.anchor.flat - bundle.flat)
+        moved.share = bundle.share
+        update, inner = await transform.apply(port, moved, state.inner)
+        if update is None:
+            return bundle, AnchorState(state.anchor, inner)
+        arrived = bundle.with_flat(state.anchor.flat - update.flat)
+        return arrived, AnchorState(arrived.copy(), inner)
+
+    return Transform(init, apply, separable=transform.separable)
+
+
+class NesterovState(NamedTuple):
+    """The outer momentum."""
+
+    velocity: Bundle
+
+
+def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
+    """v ← μv + Δ; the update is lr · (Δ + μv): Nesterov's momentum as torch.optim.SGD writes it.
+
+    With lr = 1 and μ = 0 it hands Δ on.
+    """
+    if not lr > 0 or not 0 <= momentum < 1:
+        raise ValueError(f"the outer optimizer needs lr > 0 and momentum in [0, 1), got {lr} and {momentum}")
+
+    def init(parameters: Bundle) -> NesterovState:
+        return NesterovState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
+
+    async def apply(port: Port, bundle: Bundle, state: NesterovState) -> tuple[Bundle | None, NesterovState]:
+        velocity = state.velocity.flat * momentum + bundle.flat
+        return bundle.with_flat(lr * (bundle.flat + momentum * velocity)), NesterovState(bundle.with_flat(velocity))
+
+    return Transform(init, apply)

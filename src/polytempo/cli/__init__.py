@@ -1,0 +1,1 @@
+"""The command line: `polytempo train`, `compare`, `simulate`, `doctor`, `strategies`."""

@@ -1,0 +1,97 @@
+"""What the command line can name: strategies, routes, graphs, merges, clusters, straggler distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from polytempo import aggregation, collectives, strategies
+from polytempo.cli.call import parse_call, split_calls
+from polytempo.cli.resolve import Factory, Function, resolve
+from polytempo.cluster import (
+    Cluster,
+    Stragglers,
+    constant,
+    ethernet,
+    exponential,
+    infiniband,
+    internet,
+    lognormal,
+    occasional,
+    one_host,
+    slow_host,
+    uniform,
+)
+from polytempo.core import Strategy
+
+COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
+"""The strategies of a `compare` that is not told which."""
+
+STRATEGIES: Mapping[str, Function] = {name: getattr(strategies, name) for name in sorted(strategies.__all__)}
+
+_ROUTES: Mapping[str, object] = {
+    "native": collectives.native,
+    "ring": collectives.ring,
+    "tree": collectives.tree,
+    "halving_doubling": collectives.halving_doubling,
+    "star": collectives.star,
+    "hierarchical": Factory(collectives.hierarchical),
+}
+_GRAPHS: Mapping[str, object] = {
+    "ring": aggregation.ring_graph,
+    "ring_graph": aggregation.ring_graph,
+    "exponential": aggregation.exponential,
+    "complete": aggregation.complete,
+    "random_pairs": Factory(aggregation.random_pairs),
+}
+_MERGES: Mapping[str, object] = {
+    "median": aggregation.median,
+    "trimmed_mean": Factory(aggregation.trimmed_mean),
+    "krum": Factory(aggregation.krum),
+}
+_CLUSTERS: Mapping[str, Function] = {
+    "ethernet": ethernet,
+    "infiniband": infiniband,
+    "internet": internet,
+    "one_host": one_host,
+}
+_STRAGGLERS: Mapping[str, Function] = {
+    "constant": constant,
+    "uniform": uniform,
+    "exponential": exponential,
+    "lognormal": lognormal,
+    "occasional": occasional,
+    "slow_host": slow_host,
+}
+_DISTRIBUTIONS = {name: Factory(function) for name, function in _STRAGGLERS.items()}
+_NAMES: Mapping[str, Mapping[str, object]] = {
+    "route": _ROUTES,
+    "between": _ROUTES,
+    "graph": _GRAPHS,
+    "merge": _MERGES,
+    "stragglers": _DISTRIBUTIONS,
+    "others": _DISTRIBUTIONS,
+}
+
+
+def strategy_from(text: str) -> Strategy:
+    """The strategy that `text` spells, such as `local_sgd(period=8, route=ring)`."""
+    strategy = resolve(parse_call(text), STRATEGIES, _NAMES, what="strategy")
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def strategies_from(text: str | None) -> list[Strategy]:
+    """The strategies of a list with commas, or the usual ones to compare."""
+    return [strategy_from(each) for each in split_calls(text or COMPARED)]
+
+
+def cluster_from(text: str, stragglers: str | None = None) -> Cluster:
+    """The cluster that `text` spells, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given."""
+    cluster = resolve(parse_call(text), _CLUSTERS, _NAMES, what="cluster")
+    assert isinstance(cluster, Cluster)
+    if stragglers is None:
+        return cluster
+    distribution = resolve(parse_call(stragglers), _STRAGGLERS, _NAMES, what="straggler distribution")
+    return replace(cluster, stragglers=cast(Stragglers, distribution), name=f"{cluster.name}, stragglers {stragglers}")

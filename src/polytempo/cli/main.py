@@ -1,0 +1,137 @@
+"""`polytempo`: the commands and their options. What a command does is imported when it is called: torch is slow."""
+
+from __future__ import annotations
+
+import typer
+
+from polytempo.cli import parameters as p
+from polytempo.cli.failure import exit_code
+
+app = typer.Typer(
+    name="polytempo",
+    help="Train PyTorch models with any distributed strategy, on real processes or under a virtual clock.",
+    epilog="Begin with: polytempo train digits --workers 2",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The entry point of `polytempo` and `python -m polytempo`."""
+    app()
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    job: p.Job = None,
+    strategy: p.Strategy = None,
+    workers: p.Workers = None,
+    data: p.Data = None,
+    epochs: p.Epochs = None,
+    until: p.Until = None,
+    steps: p.Steps = None,
+    batch_size: p.BatchSize = None,
+    lr: p.LearningRate = None,
+    seed: p.Seed = None,
+    threads: p.Threads = None,
+    checkpoint_every: p.CheckpointEvery = None,
+    timeout_s: p.Timeout = None,
+    out: p.Out = None,
+    resume: p.Resume = None,
+    json: p.Json = None,
+    dry_run: p.DryRun = None,
+    config: p.Config = None,
+) -> None:
+    """Train JOB with real worker processes.
+
+    They are started on this host; under torchrun, Slurm, Open MPI or Ray, this process is one of them.
+    """
+    with exit_code():
+        from polytempo.cli.train import train as command  # imports torch, which takes seconds
+
+        command(_given(context), config)
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    job: p.Job = None,
+    strategies: p.Strategies = None,
+    workers: p.Workers = None,
+    data: p.Data = None,
+    epochs: p.Epochs = None,
+    until: p.Until = None,
+    steps: p.Steps = None,
+    batch_size: p.BatchSize = None,
+    lr: p.LearningRate = None,
+    seed: p.Seed = None,
+    threads: p.Threads = None,
+    timeout_s: p.Timeout = None,
+    out: p.Out = None,
+    json: p.Json = None,
+    dry_run: p.DryRun = None,
+    config: p.Config = None,
+) -> None:
+    """Train JOB with several strategies; one report."""
+    with exit_code():
+        from polytempo.cli.compare import compare as command  # imports torch, which takes seconds
+
+        command(_given(context), config)
+
+
+@app.command()
+def simulate(
+    context: typer.Context,
+    job: p.Job = None,
+    strategy: p.Strategy = None,
+    workers: p.Workers = None,
+    cluster: p.Cluster = None,
+    stragglers: p.Stragglers = None,
+    meta: p.Meta = None,
+    data: p.Data = None,
+    epochs: p.Epochs = None,
+    until: p.Until = None,
+    steps: p.Steps = None,
+    batch_size: p.BatchSize = None,
+    lr: p.LearningRate = None,
+    seed: p.Seed = None,
+    threads: p.Threads = None,
+    out: p.Out = None,
+    json: p.Json = None,
+    dry_run: p.DryRun = None,
+    config: p.Config = None,
+) -> None:
+    """Train JOB with virtual workers on a described cluster.
+
+    The gradients are real, and the clock jumps. The same seed gives the same run, to the bit.
+    """
+    with exit_code():
+        from polytempo.cli.simulate import simulate as command  # imports torch, which takes seconds
+
+        command(_given(context), config)
+
+
+@app.command()
+def doctor(json: p.Json = None) -> None:
+    """Check this machine, with two workers that talk."""
+    with exit_code():
+        from polytempo.cli.doctor import doctor as command  # imports torch, which takes seconds
+
+        command(as_json=bool(json))
+
+
+@app.command()
+def strategies(json: p.Json = None) -> None:
+    """List the strategies, with the paper of each."""
+    with exit_code():
+        from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
+
+        command(as_json=bool(json))
+
+
+def _given(context: typer.Context) -> dict[str, object]:
+    """The options as the command line gives them; None where it does not."""
+    return {key: value for key, value in context.params.items() if key != "config"}

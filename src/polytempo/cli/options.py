@@ -1,0 +1,155 @@
+"""The options of a run: from the command line, and from a TOML or YAML file with the same names."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+MAX_FILE_BYTES = 1_000_000
+
+
+def parse_until(text: str) -> dict[str, float]:
+    """When to end: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` where it is neither."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        measure, equals, written = (piece.strip() for piece in part.partition("="))
+        try:
+            goal = float(written)
+        except ValueError:
+            goal = None
+        if not equals or goal is None:
+            raise ValueError("must be written accuracy=0.97 or loss=0.1")
+        if measure in found:
+            raise ValueError(f"gives {measure} twice")
+        found[measure] = goal
+    return found
+
+
+def _until(value: object) -> object:
+    goals = parse_until(value) if isinstance(value, str) else value
+    if not isinstance(goals, dict):
+        return goals
+    for measure, goal in goals.items():
+        if measure not in ("accuracy", "loss"):
+            raise ValueError(f"knows accuracy and loss, not {measure}")
+        if measure == "accuracy" and isinstance(goal, int | float) and not 0 < goal <= 1:
+            raise ValueError("takes accuracy as a share between 0 and 1: 97 % is accuracy=0.97")
+    return goals
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+def _one_or_several(value: object) -> object:
+    return ", ".join(value) if isinstance(value, list) and all(isinstance(each, str) for each in value) else value
+
+
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+
+
+class TrainOptions(BaseModel):
+    """Everything that the command line can be told, by the options' names with `_` for `-`. None: not given.
+
+    One file may serve `train`, `compare` and `simulate`: each takes what it needs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str | None = None
+    strategy: str = "sync_sgd"
+    strategies: Annotated[str | None, BeforeValidator(_one_or_several)] = None
+    workers: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = 2
+    cluster: str = "ethernet"
+    stragglers: str | None = None
+    meta: bool = False
+    data: Path | None = None
+    epochs: Positive | None = None
+    until: Annotated[dict[str, Finite], BeforeValidator(_until)] = Field(default_factory=dict)
+    steps: Count | None = None
+    batch_size: Count | None = None
+    lr: Positive | None = None
+    seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
+    threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
+    checkpoint_every: Count | None = None
+    timeout_s: Positive = 300.0
+    out: Path | None = None
+    resume: bool = False
+    as_json: bool = Field(default=False, alias="json")
+    dry_run: bool = False
+
+
+_KEYS = sorted(field.alias or name for name, field in TrainOptions.model_fields.items())
+
+
+def load_file(path: Path) -> dict[str, object]:
+    """The options in a `.toml`, `.yaml` or `.yml` file, checked. `ValueError` names file, key, value and remedy."""
+    given = {str(key).replace("-", "_"): value for key, value in _read(path).items()}
+    _validated(given, {key: f"{path}: {key} = {_shown(value)}" for key, value in given.items()})
+    return given
+
+
+def train_options(command_line: Mapping[str, object], config: Path | None = None) -> TrainOptions:
+    """The options in force: those of the command line that are not None over those of the file `config`."""
+    from_file = load_file(config) if config else {}
+    given = {key: value for key, value in command_line.items() if value is not None}
+    where = {key: f"{config}: {key} = {_shown(value)}" for key, value in from_file.items()}
+    where |= {key: f"--{key.replace('_', '-')} {value}" for key, value in given.items()}
+    options = _validated(from_file | given, where)
+    if options.data is not None and not options.data.exists():
+        raise ValueError(f"{where['data']}: there is no such file or folder")
+    return options
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    """The table that the file holds."""
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ValueError(f"{path}: options are read from .toml, .yaml and .yml files; rename it, or write one of these")
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path}: a file of options has at most {MAX_FILE_BYTES:,} bytes")
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: this is not {path.suffix[1:].upper()}: {error}") from None
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: expected lines like 'workers: 4', not {_shown(table)}")
+    return table
+
+
+def _validated(given: Mapping[str, object], where: Mapping[str, str]) -> TrainOptions:
+    try:
+        return TrainOptions.model_validate(given)
+    except ValidationError as error:
+        _explain(error, where)
+
+
+def _explain(error: ValidationError, where: Mapping[str, str]) -> NoReturn:
+    """The first complaint, in the words of where the value was written."""
+    first = error.errors()[0]
+    key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(key, _KEYS, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"{where[key]}: there is no option {key!r}{meant}; there are: {', '.join(_KEYS)}") from None
+    complaint = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+    raise ValueError(f"{where[key]}: {complaint}") from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

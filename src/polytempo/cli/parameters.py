@@ -1,0 +1,45 @@
+"""The options that several commands share: their spelling and their help. None means not given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Job = Annotated[
+    str | None,
+    typer.Argument(metavar="JOB", help="A job by name (digits, mnist, …), or your own: my_module:job, file.py:job."),
+]
+Strategy = Annotated[
+    str | None,
+    typer.Option(metavar="S", help="A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them."),
+]
+Strategies = Annotated[
+    str | None, typer.Option(metavar="A,B", help="Strategies with commas between them. Default: seven common ones.")
+]
+Workers = Annotated[int | None, typer.Option(metavar="N", help="Number of workers. Default: 2.")]
+Cluster = Annotated[
+    str | None, typer.Option(metavar="C", help="The simulated machines, such as 'ethernet(gbit_per_s=10)'.")
+]
+Stragglers = Annotated[
+    str | None, typer.Option(metavar="D", help="How computing times vary, such as 'lognormal(sigma=0.3)'.")
+]
+Meta = Annotated[bool | None, typer.Option("--meta", help="Count shapes and bytes only; compute no numbers.")]
+Data = Annotated[Path | None, typer.Option(metavar="PATH", help="The job's data: a folder or a file.")]
+Epochs = Annotated[float | None, typer.Option(metavar="E", help="Passes over the training data. Default: the job's.")]
+Until = Annotated[str | None, typer.Option(metavar="GOAL", help="End when reached: accuracy=0.97 or loss=0.1.")]
+Steps = Annotated[int | None, typer.Option(metavar="K", help="End after K steps.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="B", help="Samples per worker and step. Default: the job's.")]
+LearningRate = Annotated[float | None, typer.Option("--lr", metavar="R", help="Learning rate. Default: the job's.")]
+Seed = Annotated[int | None, typer.Option(metavar="S", help="Seed of weights, order and noise. Default: 0.")]
+Threads = Annotated[int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, shared.")]
+CheckpointEvery = Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints. Default: an epoch.")]
+Timeout = Annotated[float | None, typer.Option(metavar="S", help="Longest wait for another worker. Default: 300 s.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder. Default: a new one under runs/.")]
+Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint.")]
+Json = Annotated[bool | None, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print what would be run, and end.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A TOML or YAML file of these options; the command line goes first.")
+]

@@ -1,0 +1,68 @@
+"""From options to what is run: the parts that `train`, `compare` and `simulate` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from polytempo import jobs
+from polytempo.cli.folder import slug
+from polytempo.cli.options import TrainOptions
+from polytempo.cli.show import show_json, show_table
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+
+
+def job_of(options: TrainOptions) -> Job:
+    """The job that is named."""
+    if options.job is None:
+        raise ValueError(f"name a job: {', '.join(sorted(jobs.names()))}, my_module:job, or path/to/file.py:job")
+    return jobs.find(options.job)
+
+
+def run_name(options: TrainOptions, *further: str) -> str:
+    """The name of a run's folder: the job's, then what tells it from the job's other runs."""
+    return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
+
+
+def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
+    """The options as the engines take them, with the folder that was chosen."""
+    return RunOptions(
+        epochs=options.epochs,
+        steps=options.steps,
+        until=options.until,
+        batch_size=options.batch_size,
+        lr=options.lr,
+        seed=options.seed,
+        data=options.data,
+        out=out,
+        resume=options.resume,
+        threads=options.threads,
+        checkpoint_every=options.checkpoint_every,
+        timeout_s=options.timeout_s,
+    )
+
+
+def show_plan(
+    job: Job, strategies: Sequence[str], world: str, workers: int, options: RunOptions, *, as_json: bool
+) -> None:
+    """What would be run, with the job's own values where none are given."""
+    taken = asdict(options)
+    own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken[key] is None}
+    paths = {key: str(taken[key]) for key in ("data", "out") if taken[key] is not None}
+    plan: dict[str, object] = {
+        "job": job.name,
+        "strategies": list(strategies),
+        "world": world,
+        "workers": workers,
+        **taken,
+        **own,
+        **paths,
+    }
+    if as_json:
+        show_json(plan)
+    else:
+        said = {key: value for key, value in plan.items() if value not in (None, {})}
+        said["strategies"] = ", ".join(strategies)
+        show_table(("", ""), [(key, str(value)) for key, value in said.items()], header=False)

@@ -1,0 +1,71 @@
+"""Clusters to begin with. Every number is an argument; the defaults are declared, not measured."""
+
+from __future__ import annotations
+
+from polytempo.cluster.cluster import Cluster, Link, Stragglers
+from polytempo.cluster.stragglers import constant
+
+
+def ethernet(
+    gbit_per_s: float = 10.0,
+    latency_us: float = 50.0,
+    workers_per_host: int = 1,
+    gflops: float = 10.0,
+    stragglers: Stragglers | None = None,
+) -> Cluster:
+    """Hosts on switched Ethernet: `gbit_per_s` each way per host, `latency_us` from process to process."""
+    return Cluster(
+        network=Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8),
+        workers_per_host=workers_per_host,
+        flops_per_s=gflops * 1e9,
+        stragglers=stragglers or constant(),
+        name=f"ethernet(gbit_per_s={gbit_per_s:g})",
+    )
+
+
+def infiniband(
+    gbit_per_s: float = 200.0,
+    latency_us: float = 2.0,
+    workers_per_host: int = 8,
+    gflops: float = 100e3,
+    stragglers: Stragglers | None = None,
+) -> Cluster:
+    """Accelerator hosts on InfiniBand or RoCE: `workers_per_host` accelerators share the host's link."""
+    return Cluster(
+        network=Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8),
+        memory=Link(1e-6, 200e9),
+        workers_per_host=workers_per_host,
+        flops_per_s=gflops * 1e9,
+        stragglers=stragglers or constant(),
+        name=f"infiniband(gbit_per_s={gbit_per_s:g})",
+    )
+
+
+def internet(
+    mbit_per_s: float = 100.0,
+    latency_ms: float = 20.0,
+    gflops: float = 10.0,
+    stragglers: Stragglers | None = None,
+) -> Cluster:
+    """Volunteers or sites far apart: slow links, long delays, one worker each."""
+    return Cluster(
+        network=Link(latency_ms * 1e-3, mbit_per_s * 1e6 / 8),
+        flops_per_s=gflops * 1e9,
+        stragglers=stragglers or constant(),
+        name=f"internet(mbit_per_s={mbit_per_s:g})",
+    )
+
+
+def one_host(
+    workers: int = 64, gbyte_per_s: float = 10.0, gflops: float = 10.0, stragglers: Stragglers | None = None
+) -> Cluster:
+    """Up to `workers` workers on one host: messages move at `gbyte_per_s` through its memory."""
+    memory = Link(1e-6, gbyte_per_s * 1e9)
+    return Cluster(
+        network=memory,
+        memory=memory,
+        workers_per_host=workers,
+        flops_per_s=gflops * 1e9,
+        stragglers=stragglers or constant(),
+        name=f"one_host(gbyte_per_s={gbyte_per_s:g})",
+    )

@@ -1,0 +1,52 @@
+"""Ring all-reduce: every link busy all the time, the fewest bytes possible.
+
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009; A. Gibiansky, "Bringing HPC techniques to deep learning", 2017.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from polytempo.core import Port, Price
+
+
+async def ring(port: Port, buffer: Tensor) -> Tensor:
+    """The sum of all ranks' flat buffers; each element is added in the order of the ring.
+
+    The buffer is cut into N chunks whose sizes differ by at most one element. Rank r sends chunk r,
+    then always the chunk that it has just added to; after N-1 rounds it holds the finished chunk
+    r+1, and N-1 more rounds pass the finished chunks on:
+
+        round     rank 0        rank 1        rank 2
+        reduce 0  sends a       sends b       sends c
+        reduce 1  sends c+c'    sends a+a'    sends b+b'
+        gather 0  sends B       sends C       sends A        (finished chunks in capitals)
+        gather 1  sends A       sends B       sends C
+
+    Cost: 2(N-1) steps; 2K - c(r+1) - c(r+2) bytes from rank r, where c(i) is the size of chunk i:
+    2(N-1)/N · K where N divides K. Time 2(N-1)(α + K/(N·B)).
+    """
+    num_ranks, rank = port.size, port.rank
+    if num_ranks == 1:
+        return buffer
+    chunks = list(buffer.tensor_split(num_ranks))
+    after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    for k in range(num_ranks - 1):
+        sending = await port.start(port.send(chunks[(rank - k) % num_ranks], after))
+        mine = chunks[(rank - k - 1) % num_ranks]
+        mine.add_(await port.recv(mine, before))
+        await sending
+    for k in range(num_ranks - 1):
+        sending = await port.start(port.send(chunks[(rank + 1 - k) % num_ranks], after))
+        theirs = chunks[(rank - k) % num_ranks]
+        theirs.copy_(await port.recv(theirs, before))
+        await sending
+    return buffer
+
+
+def ring_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:
+    """2(N-1) rounds of K/N bytes."""
+    rounds = 2 * (num_ranks - 1)
+    chunk = num_bytes / num_ranks
+    return Price(rounds, rounds * chunk, rounds * (latency_s + chunk / bytes_per_s))

@@ -1,0 +1,37 @@
+"""The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
+
+from polytempo.core.bundle import Bundle
+from polytempo.core.errors import Deadlock, Mismatch, PeerLost, PolytempoError, TimedOut
+from polytempo.core.op import Op, Program, Work
+from polytempo.core.port import Port, world_port
+from polytempo.core.route import Price, Route, native
+from polytempo.core.state import Late
+from polytempo.core.strategy import Strategy, spelled
+from polytempo.core.transform import State, Transform, chain, identity, is_idle, split, stateless
+
+__all__ = [
+    "Bundle",
+    "Deadlock",
+    "Late",
+    "Mismatch",
+    "Op",
+    "PeerLost",
+    "PolytempoError",
+    "Port",
+    "Price",
+    "Program",
+    "Route",
+    "State",
+    "Strategy",
+    "TimedOut",
+    "Transform",
+    "Work",
+    "chain",
+    "identity",
+    "is_idle",
+    "native",
+    "spelled",
+    "split",
+    "stateless",
+    "world_port",
+]

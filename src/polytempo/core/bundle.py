@@ -1,0 +1,103 @@
+"""`Bundle`: named tensors that travel together, with one flat buffer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Bundle:
+    """Tensors of one dtype and device, by name, and a flat buffer with a view for each.
+
+    The flat buffer is packed when it is first asked for, so a transform that does nothing costs
+    nothing. From then on `views` are windows into it: elementwise work uses `flat` (one operation,
+    no copies), matrix work uses `views`.
+
+        flat   [ w1 w1 w1 w1 | b1 b1 | w2 w2 ... ]      shape (numel,)
+        views    "w1": (2, 2)  "b1": (2,)  ...
+
+    `share` is this rank's part of the whole: its samples over all ranks' samples, or None where
+    every rank counts the same. Ownership moves with a bundle: whoever is given one may overwrite
+    its flat buffer.
+    """
+
+    __slots__ = ("_flat", "_into", "_views", "share", "tensors")
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        share: float | None = None,
+        *,
+        flat: Tensor | None = None,
+        into: Bundle | None = None,
+    ) -> None:
+        """`tensors` give names, shapes and values; `flat` overrides the values; `into` lends memory to pack into."""
+        self.tensors = tensors
+        self.share = share
+        self._flat = flat
+        self._into = into
+        self._views: dict[str, Tensor] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names, in the order of the flat buffer."""
+        return list(self.tensors)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the flat buffer exists."""
+        return self._flat is not None
+
+    @property
+    def flat(self) -> Tensor:
+        """All values in one buffer, shape (numel,). Packs them on first use."""
+        if self._flat is None:
+            self._flat = pack(list(self.tensors.values()), None if self._into is None else self._into.flat)
+            self._views = None if self._into is None else self._into.views
+        return self._flat
+
+    @property
+    def views(self) -> dict[str, Tensor]:
+        """Windows into `flat`, shaped like the tensors."""
+        if self._views is None:
+            tensors = self.tensors
+            pieces = self.flat.split([t.numel() for t in tensors.values()])
+            self._views = {
+                name: piece.view(like.shape) for (name, like), piece in zip(tensors.items(), pieces, strict=True)
+            }
+        return self._views
+
+    def with_flat(self, flat: Tensor) -> Bundle:
+        """The same names and shapes over other values."""
+        other = Bundle(self.tensors, self.share, flat=flat)
+        if flat is self._flat:
+            other._views = self._views
+        return other
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Bundle:
+        """`function` of the flat buffer, as a bundle."""
+        return self.with_flat(function(self.flat))
+
+    def copy(self) -> Bundle:
+        """The same values in memory of their own."""
+        return self.with_flat(self.flat.clone())
+
+    def select(self, names: list[str]) -> Bundle:
+        """The named part, unpacked."""
+        source = self.views if self.packed else self.tensors
+        return Bundle({name: source[name] for name in names}, self.share)
+
+    def __repr__(self) -> str:
+        return f"Bundle({len(self.tensors)} tensors, share={self.share})"
+
+
+def pack(tensors: list[Tensor], into: Tensor | None = None) -> Tensor:
+    """The tensors' values in one flat buffer (`into`, where given): one pass over the memory."""
+    if not tensors:
+        return torch.empty(0) if into is None else into
+    flats = [t.reshape(-1) for t in tensors]
+    if into is None:
+        return torch.cat(flats)
+    return torch.cat(flats, out=into)

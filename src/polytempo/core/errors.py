@@ -1,0 +1,36 @@
+"""What can go wrong between ranks, in either world."""
+
+from __future__ import annotations
+
+
+class PolytempoError(RuntimeError):
+    """Base of the errors that come from running, not from wrong arguments (those are `ValueError`)."""
+
+
+class PeerLost(PolytempoError):
+    """A rank that this one needs is gone. Raised at the `await` of the operation that needed it.
+
+    `peer` is the lost rank, or None where the transport cannot tell which member of a group it was.
+    """
+
+    def __init__(self, rank: int, step: int, operation: str, peer: int | None, reason: str = "") -> None:
+        self.rank, self.step, self.operation, self.peer = rank, step, operation, peer
+        who = f"rank {peer}" if peer is not None else "a peer"
+        detail = f" ({reason})" if reason else ""
+        super().__init__(f"rank {rank}, step {step}: {operation} cannot finish, {who} is lost{detail}")
+
+
+class TimedOut(PolytempoError):
+    """An operation did not finish before its deadline. Raised at its `await`."""
+
+    def __init__(self, rank: int, step: int, operation: str, timeout_s: float) -> None:
+        self.rank, self.step, self.operation, self.timeout_s = rank, step, operation, timeout_s
+        super().__init__(f"rank {rank}, step {step}: {operation} did not finish within {timeout_s:g} s")
+
+
+class Deadlock(PolytempoError):
+    """Every rank of a virtual world waits for something that nobody will do."""
+
+
+class Mismatch(PolytempoError):
+    """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""

@@ -1,0 +1,157 @@
+"""Operations: requests as plain data. An `Op` performs nothing; a world performs it.
+
+A strategy is a coroutine. `await port.recv(...)` suspends it with an `Op` in hand; the world that
+drives the coroutine performs the request and resumes it with the answer:
+
+    strategy  ── yields Op ──▶  world (virtual clock, or processes)
+              ◀── answer ────
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+Program = Coroutine["Op[Any]", Any, T]
+"""A coroutine whose suspensions are operations: what every world can drive."""
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Generic[T]):
+    """A request with an answer of type `T`. Ranks in its fields are world ranks."""
+
+    timeout_s: float | None = field(default=None, kw_only=True)
+    """Seconds until `TimedOut` is raised at the `await`; None means the world's own deadline."""
+
+    def __await__(self) -> Generator[Op[Any], Any, T]:
+        return (yield self)
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True, eq=False)
+class Send(Op[None]):
+    """Hand `buffer` to rank `to`. It must stay unchanged until the operation is finished."""
+
+    buffer: Tensor
+    to: int
+    tag: int = 0
+    channel: int = 0
+
+    def __str__(self) -> str:
+        return f"send to rank {self.to} (tag {self.tag})"
+
+
+@dataclass(frozen=True, eq=False)
+class Recv(Op[Tensor]):
+    """A tensor of the shape and dtype of `like` from rank `source`."""
+
+    like: Tensor
+    source: int
+    tag: int = 0
+    channel: int = 0
+
+    def __str__(self) -> str:
+        return f"recv from rank {self.source} (tag {self.tag})"
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Op[T]):
+    """An operation that every one of `members` (world ranks, in order) takes part in."""
+
+    members: tuple[int, ...] = field(kw_only=True)
+    channel: int = field(default=0, kw_only=True)
+
+    def __str__(self) -> str:
+        return f"{self.kind} among {len(self.members)} ranks"
+
+    @property
+    def kind(self) -> str:
+        """The operation's name as traces show it."""
+        return _KINDS[type(self)]
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce(Collective[Tensor]):
+    """The sum of `buffer` over the members. `buffer` is given away: the answer may live in it."""
+
+    buffer: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather(Collective[list[Tensor]]):
+    """Every member's `buffer` (equal shapes), in the members' order."""
+
+    buffer: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReduceScatter(Collective[Tensor]):
+    """This member's equal slice of the sum of `buffer` (numel a multiple of the members)."""
+
+    buffer: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Collective[Tensor]):
+    """`buffer` of the world rank `source`. `buffer` is given away: the answer may live in it."""
+
+    buffer: Tensor
+    source: int
+
+
+@dataclass(frozen=True, eq=False)
+class Barrier(Collective[None]):
+    """Wait until every member is here."""
+
+
+_KINDS: dict[type, str] = {
+    AllReduce: "all_reduce",
+    AllGather: "all_gather",
+    ReduceScatter: "reduce_scatter",
+    Broadcast: "broadcast",
+    Barrier: "barrier",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Compute(Op[T]):
+    """Run `work()`. A virtual world charges `flops` at the rank's speed; a real one takes the time it takes."""
+
+    work: Callable[[], T]
+    flops: float
+
+
+@dataclass(frozen=True, eq=False)
+class Now(Op[float]):
+    """The world's clock, in seconds since the run began."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mark(Op[None]):
+    """This rank begins step `step`: what traces, errors and injected faults are keyed by."""
+
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Start(Op["Work[T]"], Generic[T]):
+    """Begin `what` (an operation, or a whole coroutine) without waiting for it."""
+
+    what: Op[T] | Program[T]
+
+
+@dataclass(frozen=True, eq=False)
+class Work(Op[T]):
+    """Something begun. `await work` waits for its answer; it may be awaited more than once."""
+
+    handle: Any
+
+    def __str__(self) -> str:
+        return f"unfinished {self.handle}"

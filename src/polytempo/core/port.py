@@ -1,0 +1,148 @@
+"""`Port`: one rank's only door to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import Tensor
+
+from polytempo.core.op import (
+    AllGather,
+    AllReduce,
+    Barrier,
+    Broadcast,
+    Compute,
+    Mark,
+    Now,
+    Op,
+    Program,
+    Recv,
+    ReduceScatter,
+    Send,
+    Start,
+    T,
+    Work,
+)
+
+_CHANNELS = 1024
+
+
+@dataclass(frozen=True)
+class Port:
+    """A group of ranks as one of them sees it. Builds operations; performs nothing.
+
+    Ranks given to its methods are positions in the group, `0 … size-1`. `members[i]` is the world
+    rank of position `i`, and `hosts[i]` the host it runs on. Messages match by (sender, receiver,
+    channel, tag) in the order of sending; collectives match by (members, channel) in the order of
+    calling, which must be the same on every member.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    hosts: tuple[int, ...]
+    channel: int = 0
+    timeout_s: float | None = None
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in this group."""
+        return len(self.members)
+
+    def send(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
+        """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished."""
+        return Send(buffer, self.members[to], tag, self.channel, timeout_s=self.timeout_s)
+
+    def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
+        """A tensor shaped like `like` from position `source`."""
+        return Recv(like, self.members[source], tag, self.channel, timeout_s=self.timeout_s)
+
+    def all_reduce(self, buffer: Tensor) -> Op[Tensor]:
+        """The sum over the group, by whatever the world offers. `buffer` is given away."""
+        return AllReduce(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
+    def all_gather(self, buffer: Tensor) -> Op[list[Tensor]]:
+        """Every rank's `buffer`, in the order of positions."""
+        return AllGather(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
+    def reduce_scatter(self, buffer: Tensor) -> Op[Tensor]:
+        """This rank's slice of the sum: `buffer` is flat, its numel a multiple of `size`."""
+        if buffer.numel() % self.size:
+            raise ValueError(
+                f"reduce_scatter needs a multiple of {self.size} elements, got {buffer.numel()}; pad the buffer"
+            )
+        return ReduceScatter(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Op[Tensor]:
+        """`buffer` of position `source`. `buffer` is given away."""
+        return Broadcast(
+            buffer, self.members[source], members=self.members, channel=self.channel, timeout_s=self.timeout_s
+        )
+
+    def barrier(self) -> Op[None]:
+        """Wait for the whole group."""
+        return Barrier(members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
+    def compute(self, work: Callable[[], T], flops: float) -> Op[T]:
+        """Run `work()`; a virtual world charges `flops` floating-point operations for it."""
+        return Compute(work, flops)
+
+    def now(self) -> Op[float]:
+        """The world's clock in seconds, virtual or real."""
+        return Now()
+
+    def mark(self, step: int) -> Op[None]:
+        """Say that this rank begins `step`."""
+        return Mark(step)
+
+    def start(self, what: Op[T] | Program[T]) -> Op[Work[T]]:
+        """Begin an operation or a coroutine; await the `Work` that comes back when its answer is needed."""
+        return Start(what)
+
+    def along(self, axis: str) -> Port:
+        """The group of ranks that differ from this one only along `axis` of the mesh (see `meshed`)."""
+        names = [name for name, _ in self.axes]
+        if axis not in names:
+            raise ValueError(f"no axis {axis!r} in the mesh {dict(self.axes)}; make one with port.meshed({axis}=…)")
+        position = names.index(axis)
+        stride = prod(length for _, length in self.axes[position + 1 :])
+        length = self.axes[position][1]
+        first = self.rank - (self.rank // stride % length) * stride
+        return self.among([first + i * stride for i in range(length)])
+
+    def meshed(self, **axes: int) -> Port:
+        """This group laid out as a mesh, the last axis varying fastest: `meshed(data=4, stage=2)`."""
+        if prod(axes.values()) != self.size:
+            raise ValueError(f"a mesh {axes} has {prod(axes.values())} places, but the group has {self.size} ranks")
+        return replace(self, axes=tuple(axes.items()))
+
+    def among(self, positions: Sequence[int]) -> Port:
+        """The sub-group of `positions`, renumbered in that order; this rank must be one of them."""
+        if self.rank not in positions or len(set(positions)) != len(positions):
+            raise ValueError(f"rank {self.rank} can only join a group that names it once, not {list(positions)}")
+        return Port(
+            rank=list(positions).index(self.rank),
+            members=tuple(self.members[p] for p in positions),
+            hosts=tuple(self.hosts[p] for p in positions),
+            channel=self.channel,
+            timeout_s=self.timeout_s,
+        )
+
+    def on_channel(self, number: int) -> Port:
+        """The same group with messages of its own, for coroutines that run at the same time."""
+        if not 0 <= number < _CHANNELS - 1:
+            raise ValueError(f"a port has {_CHANNELS - 1} channels, got number {number}")
+        return replace(self, channel=self.channel * _CHANNELS + number + 1)
+
+    def within(self, timeout_s: float) -> Port:
+        """The same group with a deadline on every operation."""
+        if not timeout_s > 0:
+            raise ValueError(f"a deadline must be a positive number of seconds, got {timeout_s}")
+        return replace(self, timeout_s=timeout_s)
+
+
+def world_port(rank: int, hosts: Sequence[int]) -> Port:
+    """The port of world rank `rank` in a world whose rank `r` runs on host `hosts[r]`."""
+    return Port(rank=rank, members=tuple(range(len(hosts))), hosts=tuple(hosts))

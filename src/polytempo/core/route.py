@@ -1,0 +1,30 @@
+"""`Route`: how a sum over all ranks travels. `native` leaves it to the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from polytempo.core.op import Program
+from polytempo.core.port import Port
+
+Route = Callable[[Port, Tensor], Program[Tensor]]
+"""Takes a flat buffer (which it may overwrite) and returns the sum of all ranks' buffers."""
+
+
+class Price(NamedTuple):
+    """What one exchange costs: α–β model, full-duplex links."""
+
+    steps: int
+    """Rounds of messages that follow each other."""
+    busiest_bytes: float
+    """Bytes that the busiest rank sends."""
+    seconds: float
+    """Wall time when all ranks begin at once."""
+
+
+async def native(port: Port, buffer: Tensor) -> Tensor:
+    """The sum by the world's own all-reduce: gloo, NCCL, or a ring's closed form under the virtual clock."""
+    return await port.all_reduce(buffer)

@@ -1,0 +1,98 @@
+"""A transform's state as something that can be saved: tensors by path and parameter, and plain numbers.
+
+State is a tree of tuples, NamedTuples and dicts. Its leaves are `Bundle`s (saved one tensor per
+parameter, so the layout of buckets may change between runs), tensors, numbers, strings and None.
+A leaf may also be `Late`: the answer of something still under way, which `settled` waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from polytempo.core.bundle import Bundle
+from polytempo.core.op import Work
+
+Scalar = int | float | str | bool | None
+
+
+class Late(NamedTuple):
+    """Part `index` of the tuple that `work` will answer."""
+
+    work: Work[Any]
+    index: int
+
+
+class Saved(NamedTuple):
+    """A state's leaves by path."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Scalar]
+
+
+async def settled(state: Any) -> Any:
+    """`state` with everything under way finished. Ranks that exchange messages must all call it."""
+    if isinstance(state, Late):
+        return (await state.work)[state.index]
+    if isinstance(state, dict):
+        return {key: await settled(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return _tuple_like(state, [await settled(value) for value in state])
+    return state
+
+
+def saved(state: Any, path: str) -> Saved:
+    """The leaves of a settled `state`, each named `path/…`."""
+    found = Saved({}, {})
+    _collect(state, path, found)
+    return found
+
+
+def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
+    """A state shaped as `like` (what `init` made) with the leaves of `source`.
+
+    A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved.
+    """
+    if isinstance(like, Bundle):
+        return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
+    if isinstance(like, Tensor):
+        return source.tensors[path].to(like)
+    if isinstance(like, dict):
+        return {key: restored(value, source, f"{path}/{key}", layout) for key, value in like.items()}
+    if isinstance(like, tuple):
+        return _tuple_like(like, [restored(v, source, f"{path}/{i}", layout) for i, v in enumerate(like)])
+    if like is None and f"{path}/{layout.names[0]}" in source.tensors:
+        return Bundle(_tensors(layout.names, source, path))
+    if path not in source.scalars:
+        raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
+    return source.scalars[path]
+
+
+def _tensors(names: list[str], source: Saved, path: str) -> Mapping[str, Tensor]:
+    missing = [name for name in names if f"{path}/{name}" not in source.tensors]
+    if missing:
+        raise ValueError(f"the saved state has no {path}/{missing[0]}; was it saved for another model or strategy?")
+    return {name: source.tensors[f"{path}/{name}"] for name in names}
+
+
+def _collect(state: Any, path: str, found: Saved) -> None:
+    if isinstance(state, Bundle):
+        found.tensors.update({f"{path}/{name}": view for name, view in state.views.items()})
+    elif isinstance(state, Tensor):
+        found.tensors[path] = state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            _collect(value, f"{path}/{key}", found)
+    elif isinstance(state, tuple):
+        for i, value in enumerate(state):
+            _collect(value, f"{path}/{i}", found)
+    elif state is None or isinstance(state, Scalar):
+        found.scalars[path] = state
+    else:
+        raise TypeError(f"{path}: a state may hold tensors, bundles and numbers, not {type(state).__name__}")
+
+
+def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)

@@ -1,0 +1,42 @@
+"""`Strategy`: the two places where workers meet, and what a strategy promises about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polytempo.core.transform import Transform, identity
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What happens between `backward()` and the next `forward()`.
+
+    `gradients` runs before `optimizer.step`, `parameters` after it. `name` is how the strategy is
+    written on the command line; ranks compare it before they begin.
+
+    `in_step`: all ranks hold equal parameters after every step. Where it is False, a model that is
+    evaluated or handed out is the mean of the ranks' models.
+    `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
+    """
+
+    name: str
+    gradients: Transform = identity()
+    parameters: Transform = identity()
+    in_step: bool = True
+    carries_optimizer: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def spelled(function: str, **arguments: object) -> str:
+    """A call as a person would write it: `spelled("local_sgd", period=8)` is `local_sgd(period=8)`.
+
+    Functions among the arguments stand for themselves by name: `sync_sgd(route=ring)`.
+    """
+    inside = ", ".join(f"{key}={_spelled_value(value)}" for key, value in arguments.items())
+    return f"{function}({inside})"
+
+
+def _spelled_value(value: object) -> str:
+    return str(value.__name__) if callable(value) and hasattr(value, "__name__") else repr(value)

@@ -1,0 +1,128 @@
+"""`Transform`: what happens to gradients before a step, or to parameters after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from polytempo.core.bundle import Bundle
+from polytempo.core.op import Program
+from polytempo.core.port import Port
+
+State = Any
+"""A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
+
+Applied = Program[tuple[Bundle | None, State]]
+
+
+class Transform(NamedTuple):
+    """A pair of functions, after optax, whose second may communicate.
+
+    `init(parameters) -> state`, and `await apply(port, bundle, state) -> (bundle, state)`.
+    `apply` owns the bundle that it is given and may overwrite it. It returns that same object when
+    it did nothing, and None in its place when this step must have no update at all.
+
+    `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
+    part may be exchanged while the rest is still being computed.
+    `idle_alone`: with one rank it does nothing.
+    """
+
+    init: Callable[[Bundle], State]
+    apply: Callable[[Port, Bundle, State], Applied]
+    separable: bool = True
+    idle_alone: bool = False
+
+
+def stateless(apply: Callable[[Port, Bundle], Program[Bundle]], *, separable: bool = True) -> Transform:
+    """A transform that remembers nothing and, with one rank, does nothing."""
+
+    async def with_state(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
+        return (bundle if port.size == 1 else await apply(port, bundle)), state
+
+    return Transform(lambda parameters: None, with_state, separable=separable, idle_alone=True)
+
+
+def identity() -> Transform:
+    """Nothing happens: the one transform that is always idle."""
+    return _IDENTITY
+
+
+async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
+    return bundle, state
+
+
+_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True)
+
+
+def is_idle(transform: Transform, num_ranks: int) -> bool:
+    """Whether `transform` can be left out in a world of `num_ranks`."""
+    return transform.apply is _nothing or (num_ranks == 1 and transform.idle_alone)
+
+
+def chain(*transforms: Transform) -> Transform:
+    """One after the other. A step without an update (None) ends the chain for that step."""
+
+    def init(parameters: Bundle) -> State:
+        return tuple(t.init(parameters) for t in transforms)
+
+    async def apply(port: Port, bundle: Bundle | None, state: State) -> tuple[Bundle | None, State]:
+        states = list(state)
+        for i, transform in enumerate(transforms):
+            if bundle is None:
+                break
+            bundle, states[i] = await transform.apply(port, bundle, states[i])
+        return bundle, tuple(states)
+
+    return Transform(
+        init,
+        apply,
+        separable=all(t.separable for t in transforms),
+        idle_alone=all(t.idle_alone for t in transforms),
+    )
+
+
+def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]) -> Transform:
+    """Each tensor goes through the branch that `label(name, tensor)` names, in the branches' order.
+
+    Branches must update on the same steps: a None from one of them drops the step of its tensors
+    only if every branch returns None.
+    """
+
+    def parts(bundle: Bundle) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {branch: [] for branch in branches}
+        for name, tensor in bundle.tensors.items():
+            branch = label(name, tensor)
+            if branch not in found:
+                raise ValueError(f"split sends {name!r} to branch {branch!r}, but there are only {sorted(found)}")
+            found[branch].append(name)
+        return {branch: names for branch, names in found.items() if names}
+
+    def init(parameters: Bundle) -> State:
+        return {branch: branches[branch].init(parameters.select(names)) for branch, names in parts(parameters).items()}
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
+        pieces: dict[str, Tensor] = {}
+        states: dict[str, State] = {}
+        untouched = True
+        for branch, names in parts(bundle).items():
+            given = bundle.select(names)
+            piece, states[branch] = await branches[branch].apply(port, given, state[branch])
+            untouched = untouched and piece is given
+            if piece is not None:
+                pieces.update(piece.views if piece.packed else piece.tensors)
+        if untouched:
+            return bundle, states
+        if not pieces:
+            return None, states
+        if len(pieces) != len(bundle.tensors):
+            raise ValueError("the branches of a split must update on the same steps; use the same period in each")
+        return Bundle({name: pieces[name] for name in bundle.names}, bundle.share), states
+
+    return Transform(
+        init,
+        apply,
+        separable=all(t.separable for t in branches.values()),
+        idle_alone=all(t.idle_alone for t in branches.values()),
+    )

@@ -1,0 +1,26 @@
+"""Data: readers, and `Shard`, which deals a data set to workers."""
+
+from polytempo.data.csv_regression import csv_regression
+from polytempo.data.digits import digits
+from polytempo.data.idx import mnist, read_idx
+from polytempo.data.libsvm import libsvm
+from polytempo.data.plan import Pick, permutation, plan, slices
+from polytempo.data.shard import Shard
+from polytempo.data.split import Split
+from polytempo.data.text import characters, read_characters
+
+__all__ = [
+    "Pick",
+    "Shard",
+    "Split",
+    "characters",
+    "csv_regression",
+    "digits",
+    "libsvm",
+    "mnist",
+    "permutation",
+    "plan",
+    "read_characters",
+    "read_idx",
+    "slices",
+]

@@ -1,0 +1,103 @@
+"""Which samples make up which batch: pure arithmetic, the same on every rank.
+
+    the epoch's order   0 1 2 3 4 5 6 7 8 9 10          11 samples, 2 ranks, batch_size 2
+    global batches     [0 1 2 3][4 5 6 7][8 9 10]
+    rank 0              0 1      4 5      8 9
+    rank 1                  2 3      6 7      10
+
+The remainder rule. A global batch has `size * batch_size` samples. What is left at the end of an epoch
+forms one last, smaller global batch, spread as evenly as possible (sizes differ by at most one, the
+lower ranks have more). If fewer samples than ranks are left they join the batch before instead, so that
+every rank has at least one sample in every step and all ranks make the same number of steps.
+
+One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those
+samples goes to one rank, and every other rank is handed a copy of the first one that counts nothing
+(`Pick.local_samples` is 0, so its share of the step is 0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pick(NamedTuple):
+    """One rank's part of one step: the places `start` to `stop` (exclusive) of the epoch's order."""
+
+    start: int
+    stop: int
+    local_samples: int
+    """Samples that count on this rank: `stop - start`, or 0 for a stand-in."""
+    global_samples: int
+    """Samples of the step over all ranks."""
+
+
+def plan(num_samples: int, consumed: int, size: int, batch_size: int) -> list[int]:
+    """Sizes of the global batches of the rest of an epoch, `consumed` samples of which are used up.
+
+    >>> plan(11, 0, size=2, batch_size=2)
+    [4, 4, 3]
+    >>> plan(9, 0, size=2, batch_size=2)
+    [4, 5]
+    """
+    full, remainder = divmod(num_samples - consumed, size * batch_size)
+    batches = [size * batch_size] * full
+    if remainder == 0:
+        return batches
+    if remainder < size and batches:
+        batches[-1] += remainder
+        return batches
+    return [*batches, remainder]
+
+
+def part(num_samples: int, size: int, rank: int) -> tuple[int, int]:
+    """Where `rank`'s slice of a global batch of `num_samples` begins and ends (exclusive)."""
+    each, extra = divmod(num_samples, size)
+    start = rank * each + min(rank, extra)
+    return start, start + each + (rank < extra)
+
+
+def slices(num_samples: int, size: int) -> list[tuple[int, int]]:
+    """Every rank's `part` of a global batch, in the order of ranks.
+
+    >>> slices(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    return [part(num_samples, size, rank) for rank in range(size)]
+
+
+def pick(start: int, global_samples: int, size: int, rank: int) -> Pick:
+    """`rank`'s part of the global batch of `global_samples` that begins at `start` of the epoch's order."""
+    first, last = part(global_samples, size, rank)
+    if first == last:
+        return Pick(start, start + 1, 0, global_samples)
+    return Pick(start + first, start + last, last - first, global_samples)
+
+
+def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int) -> Iterator[Pick]:
+    """`rank`'s part of every step of the rest of an epoch."""
+    for global_samples in plan(num_samples, consumed, size, batch_size):
+        yield pick(consumed, global_samples, size, rank)
+        consumed += global_samples
+
+
+@lru_cache(maxsize=4)
+def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """The order of an epoch's samples, shape (num_samples,), int64: a function of its arguments alone.
+
+    Kept for the last few epochs, so that many ranks in one process share it. Do not write to it.
+    """
+    digest = hashlib.sha256(f"polytempo,{seed},{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def check_enough(num_samples: int, size: int) -> None:
+    """Refuses data with fewer samples than there are workers."""
+    if num_samples < size:
+        raise ValueError(f"{num_samples} samples cannot be dealt to {size} workers; use at most {num_samples} workers")

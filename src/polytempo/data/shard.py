@@ -1,0 +1,146 @@
+"""`Shard`: one rank's part of a data set, epoch after epoch, whose position can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from polytempo.data.plan import Pick, check_enough, permutation, picks, plan
+from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, tensors_of
+from polytempo.data.stream import from_stream
+
+
+@final
+class Shard:
+    """Deals a data set to `size` ranks: every sample once an epoch, in one order whatever `size` is.
+
+    The order of an epoch is a permutation drawn from (seed, epoch). Step t takes its next
+    `size * batch_size` samples, of which rank r has the r-th contiguous slice. How the end of an epoch is
+    dealt is written in `polytempo.data.plan`; all ranks always make the same number of steps.
+
+    Iterating yields this rank's batches for the rest of the current epoch and then moves on to the next
+    epoch. Batches are counted when they are handed out, so a state saved after the step on a batch is
+    exact, with prefetching worker processes too. Use one iterator at a time.
+
+    `source` is a map-style data set, a stream (`IterableDataset`: every rank reads all of it and keeps its
+    part; a position is found again by skipping), or a `DataLoader`. Of a loader, the batch size is taken
+    per rank, shuffling is recognized by its sampler, and `collate_fn` and the worker processes' settings
+    are kept; its `drop_last` is not, because the last batch is dealt to all ranks. (On a stream, memory is
+    pinned a sample at a time, before collating.) Tensors in memory are indexed a batch at a time.
+
+        for x, y in Shard(dataset, rank=0, size=2, batch_size=32):
+            ...
+
+    Raises ValueError for a data set with fewer samples than ranks, and for a loader with a sampler or
+    batch sampler of its own.
+    """
+
+    def __init__(
+        self,
+        source: Dataset[Any] | DataLoader[Any],
+        *,
+        rank: int,
+        size: int,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+    ) -> None:
+        """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's."""
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank} of {size}; ranks count from 0 to size - 1")
+        self._source = read_source(source, batch_size, shuffle)
+        self._given = source
+        self._tensors = tensors_of(self._source)
+        self._chosen = Chosen()
+        self._loader: DataLoader[Any] | None = None
+        self.rank, self.size, self.seed = rank, size, seed
+        self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
+        self.num_samples = _count(self._source.dataset)
+        """Samples of an epoch, over all ranks; None for a stream."""
+        if self.num_samples is not None:
+            check_enough(self.num_samples, size)
+        self.epoch = 0
+        self.consumed = 0
+        """Samples of this epoch that have been handed out, over all ranks."""
+        self.local_samples = 0
+        self.global_samples = 0
+
+    @property
+    def share(self) -> float | None:
+        """This rank's part of the last step: its samples over all ranks' samples. None before the first."""
+        return self.local_samples / self.global_samples if self.global_samples else None
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, the same on all ranks. A stream has none (TypeError)."""
+        if self.num_samples is None:
+            raise TypeError("a stream (IterableDataset) has no length; it ends where it ends")
+        return len(plan(self.num_samples, 0, self.size, self.batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches for the rest of the epoch; then the next epoch begins."""
+        for step, batch in self._batches():
+            self.consumed += step.global_samples
+            self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            yield batch
+        self.epoch += 1
+        self.consumed = 0
+
+    def at(self, *, rank: int, size: int) -> Shard:
+        """The same data at the same position, as `rank` of `size` sees it."""
+        other = Shard(
+            self._given, rank=rank, size=size, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
+        )
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The position, the same on all ranks; plain numbers."""
+        return {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Goes on from a saved position, also one saved with another number of ranks.
+
+        Raises ValueError where the state is not of this data and seed.
+        """
+        for key, mine in (("seed", self.seed), ("num_samples", self.num_samples)):
+            if state[key] != mine:
+                raise ValueError(
+                    f"the saved position has {key}={state[key]}, this run has {key}={mine}; "
+                    "go on with the same data and seed, or begin anew"
+                )
+        epoch, consumed = state["epoch"], state["consumed"]
+        end = float("inf") if self.num_samples is None else self.num_samples
+        if epoch is None or epoch < 0 or consumed is None or not 0 <= consumed <= end:
+            raise ValueError(
+                f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged"
+            )
+        self.epoch, self.consumed = epoch, consumed
+        self.local_samples = self.global_samples = 0
+
+    def _batches(self) -> Iterator[tuple[Pick, Any]]:
+        if self.num_samples is None:
+            return from_stream(self._source, self.consumed, self.size, self.rank)
+        steps = list(picks(self.num_samples, self.consumed, self.size, self.rank, self.batch_size))
+        order = self._order(self.num_samples)
+        if self._tensors is not None:
+            tensors, rows = self._tensors
+            return from_tensors(tensors, order if rows is None else rows[order], steps)
+        if self._loader is None:
+            self._loader = chosen_loader(self._source, self._chosen)
+        self._chosen.batches = [order[step.start : step.stop].tolist() for step in steps]
+        return zip(steps, self._loader, strict=True)
+
+    def _order(self, num_samples: int) -> Tensor:
+        return permutation(num_samples, self.seed, self.epoch) if self.shuffle else torch.arange(num_samples)
+
+
+def _count(dataset: Dataset[Any]) -> int | None:
+    if isinstance(dataset, IterableDataset):
+        return None
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(f"{type(dataset).__name__} has no __len__; give it one, or make it an IterableDataset")
+    return len(dataset)

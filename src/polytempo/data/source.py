@@ -1,0 +1,129 @@
+"""What a shard was given, and batches of it by index: from tensors in memory, or through a `DataLoader`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from polytempo.data.plan import Pick
+
+
+class Source(NamedTuple):
+    """What `pt.shard` was given, read: a data set, the loader around it where there is one, and two settings."""
+
+    dataset: Dataset[Any]
+    loader: DataLoader[Any] | None
+    batch_size: int
+    shuffle: bool
+
+
+def read_source(given: Dataset[Any] | DataLoader[Any], batch_size: int | None, shuffle: bool | None) -> Source:
+    """The settings of a data set or loader. `batch_size` and `shuffle` override the loader's, where given."""
+    if not isinstance(given, DataLoader):
+        if batch_size is None:
+            raise ValueError(
+                "a data set needs a batch_size (samples per worker and step): shard(dataset, batch_size=32)"
+            )
+        streams = isinstance(given, IterableDataset)
+        return _checked(Source(given, None, batch_size, (not streams) if shuffle is None else shuffle))
+    if type(given.batch_sampler) not in (BatchSampler, type(None)):
+        raise ValueError(_remedy("batch_sampler", given.batch_sampler))
+    batch_size = given.batch_size if batch_size is None else batch_size
+    if batch_size is None:
+        raise ValueError("the DataLoader has batch_size=None; give it a batch size, or shard(loader, batch_size=32)")
+    found = False if isinstance(given.dataset, IterableDataset) else _shuffles(given)
+    return _checked(Source(given.dataset, given, batch_size, found if shuffle is None else shuffle))
+
+
+def _checked(source: Source) -> Source:
+    if source.batch_size < 1:
+        raise ValueError(f"batch_size is {source.batch_size}; it must be at least 1")
+    if source.shuffle and isinstance(source.dataset, IterableDataset):
+        raise ValueError("a stream (IterableDataset) cannot be shuffled here; shuffle inside it, or leave shuffle out")
+    return source
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return True
+    raise ValueError(_remedy("sampler", sampler))
+
+
+def _remedy(what: str, found: object) -> str:
+    return (
+        f"the DataLoader's {what} is a {type(found).__name__}, whose order cannot be dealt to workers; every sample "
+        "must come once an epoch. Make the DataLoader with shuffle=True or shuffle=False instead, "
+        "or give the data set itself: shard(loader.dataset, batch_size=...)"
+    )
+
+
+def tensors_of(source: Source) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """The tensors of a `TensorDataset` (and the rows that a `Subset` has of it), where plain collating will do."""
+    loader = source.loader
+    if loader is not None and (loader.collate_fn is not default_collate or loader.pin_memory):
+        return None
+    dataset, rows = source.dataset, None
+    while type(dataset) is Subset:
+        outer = torch.as_tensor(dataset.indices)
+        rows = outer if rows is None else outer[rows]
+        dataset = dataset.dataset
+    return (dataset.tensors, rows) if type(dataset) is TensorDataset else None
+
+
+def from_tensors(
+    tensors: tuple[Tensor, ...], order: Tensor, steps: Iterable[Pick]
+) -> Iterator[tuple[Pick, list[Tensor]]]:
+    """Whole batches by index: one operation a tensor. `order` (num_samples,) holds rows of the tensors."""
+    order = order.to(tensors[0].device)
+    for step in steps:
+        rows = order[step.start : step.stop]
+        yield step, [tensor.index_select(0, rows) for tensor in tensors]
+
+
+class Chosen:
+    """The batch sampler of our loader: the lists of indices that it is told. Set `batches` before iterating."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def chosen_loader(source: Source, chosen: Chosen) -> DataLoader[Any]:
+    """A loader like the source's that reads the chosen batches in order; a plain one where there is none."""
+    like = source.loader
+    if like is None:
+        return DataLoader(source.dataset, batch_sampler=chosen)
+    return DataLoader(source.dataset, batch_sampler=chosen, collate_fn=like.collate_fn, **worker_settings(like))
+
+
+def worker_settings(like: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader says about its worker processes and memory, to make another like it."""
+    return {
+        "num_workers": like.num_workers,
+        "pin_memory": like.pin_memory,
+        "timeout": like.timeout,
+        "worker_init_fn": like.worker_init_fn,
+        "multiprocessing_context": like.multiprocessing_context,
+        "generator": like.generator,
+        "prefetch_factor": like.prefetch_factor,
+        "persistent_workers": like.persistent_workers,
+    }

@@ -1,0 +1,78 @@
+"""Forking: a child process that shares the launcher's memory and none of its endings."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# macOS has no prctl: there the janitor alone ends the workers of a launcher that was killed.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+_PR_SET_PDEATHSIG = 1
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def fork(child: Callable[[], None]) -> int:
+    """Run `child` in a new process and return its process id.
+
+    The new process begins with the ending signals held back (see `held_signals`), and ends with
+    `child`: no exit handler, `finally` or test runner of this process runs in it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with held_signals():
+        process = _fork()
+        if process == 0:
+            try:
+                child()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+    return process
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns wherever threads run; `local.launch` looks at them itself.
+        warnings.filterwarnings("ignore", message=r".*use of fork\(\) may lead to", category=DeprecationWarning)
+        return os.fork()
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold Ctrl-C and its like back for a moment, so that no process is started and then forgotten."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def default_signals() -> None:
+    """Forget the Python handlers that were inherited, and let held signals through."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def ignore_ending_signals() -> None:
+    """Outlive Ctrl-C and its like."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, however that happens."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)

@@ -1,0 +1,103 @@
+"""`init`: join the world that this process was started in."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from polytempo.core import world_port
+from polytempo.engines.environment import Place, recognise
+from polytempo.worlds import ProcessWorld, current, set_current
+
+
+def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = False) -> ProcessWorld:
+    """Join the world that torchrun, Slurm, Open MPI, Ray or Polytempo's own engine has set up around this process.
+
+    Says on rank 0's standard error which it recognised. Without any of them it is a world of one. A process
+    group that exists already is used as it is. Calling it again returns the same world.
+
+    `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by
+    default gloo for tensors on CPU and NCCL for tensors on CUDA, where there is one.
+    """
+    world = current()
+    if world.size > 1:
+        return world
+    place = recognise(os.environ)
+    if not dist.is_initialized():
+        if place.size == 1:
+            _say(place, 1, quiet)
+            return world
+        _join(place, timeout_s, backend)
+    world = ProcessWorld(dist.get_rank(), _hosts())
+    set_current(world)
+    if world.rank == 0:
+        _say(place, len(set(world.port.hosts)), quiet)
+    return world
+
+
+def _join(place: Place, timeout_s: float, backend: str | None) -> None:
+    if place.local_size == place.size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond loopback
+    timeout = timedelta(seconds=timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
+        store=dist.PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+    )
+    atexit.register(_leave)
+
+
+def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> dist.Store:
+    """Where ranks find each other: a file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
+    if place.rendezvous is not None:
+        store: dist.Store = dist.FileStore(str(place.rendezvous / "store"), place.size)
+        store.set_timeout(timeout)
+        return store
+    assert place.master_address is not None
+    assert place.master_port is not None
+    agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        place.master_address,
+        place.master_port,
+        is_master=place.rank == 0 and not agent_holds_it,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+
+
+def _hosts() -> list[int]:
+    """Each rank's host as a small number: ranks with one host name are on one host."""
+    name = torch.zeros(256, dtype=torch.uint8)
+    encoded = socket.gethostname().encode()[:256]
+    name[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())
+
+    async def everyone() -> list[torch.Tensor]:
+        return await world_port(alone.rank, [0] * alone.size).all_gather(name)
+
+    names = [bytes(n.tolist()) for n in alone.drive(everyone())]
+    order = list(dict.fromkeys(names))
+    return [order.index(n) for n in names]
+
+
+def _say(place: Place, num_hosts: int, quiet: bool) -> None:
+    if not quiet:
+        where = f"{place.size} ranks on {num_hosts} host{'s' * (num_hosts > 1)}" if place.size > 1 else "a world of one"
+        by = "" if place.launcher == "none" else f"{place.launcher}, "
+        print(f"polytempo: {by}{where}", file=sys.stderr)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

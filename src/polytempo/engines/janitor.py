@@ -1,0 +1,95 @@
+"""The janitor: a small process that cleans up after a run, even where the launcher is killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from polytempo.engines.fork import fork, ignore_ending_signals
+
+_PATIENCE_S = 5.0
+_PAUSE_S = 0.05
+
+
+@contextmanager
+def swept(home: Path) -> Iterator[int]:
+    """Make the private folder `home`; afterwards no process group that was noted, nor the folder, is left.
+
+        launcher ──┐ "-pid"  this group is gone;  "."  the run is over
+                   ├──────▶ pipe ──▶ janitor: at "." or the pipe's end, kills the groups, removes the folder
+        worker   ──┘ "+pid"  I lead this group
+
+    Yields the pipe's write end. A worker closes its copy after its note, so that the pipe ends when
+    the launcher dies. The janitor exists before the folder does: no moment at which the launcher is
+    killed leaves one behind.
+    """
+    read_end, write_end = os.pipe()
+    janitor = fork(lambda: _watch(read_end, home))
+    os.close(read_end)
+    try:
+        home.mkdir(mode=0o700)
+        yield write_end
+    finally:
+        _note(write_end, b".\n")
+        os.close(write_end)
+        with suppress(ChildProcessError):  # where the caller ignores SIGCHLD, the kernel has collected it
+            os.waitpid(janitor, 0)
+        shutil.rmtree(home, ignore_errors=True)  # only where somebody killed the janitor
+
+
+def begin(notes: int) -> None:
+    """Called by a worker that leads its own process group: put it under the janitor's care."""
+    _note(notes, b"+%d\n" % os.getpid())
+    os.close(notes)
+
+
+def gone(notes: int, group: int) -> None:
+    """Called by the launcher when nothing of `group` is left: its number may soon be another's."""
+    _note(notes, b"-%d\n" % group)
+
+
+def _note(notes: int, line: bytes) -> None:
+    with suppress(BrokenPipeError):  # somebody killed the janitor: the launcher still cleans up itself
+        os.write(notes, line)
+
+
+def _watch(notes: int, home: Path) -> None:
+    os.setsid()
+    ignore_ending_signals()
+    gc.disable()  # objects of the launcher must not be finalized here
+    _keep_only(notes)
+    groups: set[int] = set()
+    for line in os.fdopen(notes, "rb"):
+        if line == b".\n":
+            break
+        (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    _remove(home)
+    os._exit(0)
+
+
+def _keep_only(descriptor: int) -> None:
+    """Close everything else: a janitor must not hold the launcher's pipes and sockets open."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    highest = max(descriptor + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, highest)
+
+
+def _remove(folder: Path) -> None:
+    """Remove `folder`; a process that is just dying may still write into it, so try again for a while."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(_PAUSE_S)

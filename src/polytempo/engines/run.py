@@ -1,0 +1,165 @@
+"""`run`, `compare` and `join`: a job on real worker processes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polytempo.core import Strategy
+from polytempo.engines.init import init
+from polytempo.engines.local import launch
+from polytempo.engines.worker import Seat
+from polytempo.report.metrics import read_metrics
+from polytempo.report.page import write_report
+from polytempo.report.picture import write_picture
+from polytempo.report.progress import Progress
+from polytempo.report.runs import load_run
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result
+from polytempo.torch.trainer import Trainer
+
+
+def run(
+    job: Job,
+    strategy: Strategy,
+    workers: int = 2,
+    options: RunOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **more: Any,
+) -> Result:
+    """Train `job` by `strategy` with `workers` processes of this host.
+
+        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
+
+    Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
+    `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
+
+    Errors: `WorkerDied` names the first worker that failed and quotes its log.
+    """
+    options = replace(options or RunOptions(), **more)
+    temporary: AbstractContextManager[str] = (
+        tempfile.TemporaryDirectory(prefix="polytempo-") if options.out is None else nullcontext(str(options.out))
+    )
+    with temporary as folder:
+        out = Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        given = replace(options, out=options.out and out.resolve())
+        metrics = out / "metrics.jsonl"
+        if not options.resume:
+            metrics.unlink(missing_ok=True)
+        def work(seat: Seat) -> dict[str, Any] | None:
+            world = init(timeout_s=options.timeout_s, quiet=True)
+            result = Trainer(job, strategy, given, world=world).fit()
+            return result.as_json() if seat.rank == 0 else None
+
+        with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
+            follower = _Follower(metrics, show)
+            results = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)
+            follower.look()
+        answer = results[0]
+        assert isinstance(answer, dict)
+        result = Result(**answer)
+        return result if options.out is None else reported(result, out)
+
+
+def join(
+    job: Job, strategy: Strategy, options: RunOptions | None = None, *, progress: Progress | None = None, **more: Any
+) -> Result:
+    """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
+    options = replace(options or RunOptions(), **more)
+    world = init(timeout_s=options.timeout_s)
+    shown = progress if world.rank == 0 else None
+    with show_rows(shown, options, f"{job.name}, {strategy}, {world.size} workers") as show:
+        result = Trainer(job, strategy, options, world=world).fit(on_row=show)
+    return reported(result, options.out) if options.out is not None and world.rank == 0 else result
+
+
+def compare(
+    job: Job,
+    strategies: Sequence[Strategy],
+    workers: int = 2,
+    options: RunOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **more: Any,
+) -> list[Result]:
+    """Train `job` with one strategy after the other, and report them side by side in `out`."""
+    options = replace(options or RunOptions(), **more)
+    results, folders = [], []
+    for number, strategy in enumerate(strategies, start=1):
+        folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
+        folders.append(folder)
+        results.append(run(job, strategy, workers, replace(options, out=folder), progress=progress))
+    if options.out is not None:
+        report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
+    return results
+
+
+def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result], title: str) -> None:
+    """One page, one picture and one JSON list over several runs."""
+    runs = [load_run(folder) for folder in folders]
+    write_report(out / "report.html", runs, title=title)
+    write_picture(out / "compare.png", runs)
+    listed = json.dumps([result.as_json() for result in results], indent=2)
+    (out / "compare.json").write_text(listed + "\n", encoding="utf-8")
+
+
+def reported(result: Result, out: Path) -> Result:
+    """Write the run's `report.html`; the result names it."""
+    named = replace(result, report=str(out / "report.html"))
+    named.write(out)
+    write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
+    return named
+
+
+def slug(text: str) -> str:
+    """`local_sgd(period=8)` as a name for a folder: `local_sgd-period-8`."""
+    kept = "".join(c if c.isalnum() or c in "_." else "-" for c in text)
+    return "-".join(part for part in kept.split("-") if part)[:80]
+
+
+@contextmanager
+def show_rows(
+    progress: Progress | None, options: RunOptions, description: str
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that shows rows of metrics as progress, where there is one to show."""
+    if progress is None:
+        yield lambda row: None
+        return
+    accuracy: list[float | None] = [None]
+
+    def show(row: dict[str, Any]) -> None:
+        if row["kind"] == "test":
+            accuracy[0] = row["accuracy"]
+        else:
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
+
+    progress.start(options.steps, description)
+    try:
+        yield show
+    finally:
+        progress.finish()
+
+
+class _Follower:
+    """Reads the metrics that rank 0 writes while the run goes on."""
+
+    def __init__(self, metrics: Path, show: Callable[[dict[str, Any]], None]) -> None:
+        self._metrics, self._show = metrics, show
+        self._seen = 0
+
+    def look(self) -> None:
+        """Show the rows that have come since the last look."""
+        if not self._metrics.exists():
+            return
+        rows = read_metrics(self._metrics)
+        for row in rows[self._seen :]:
+            self._show(row)
+        self._seen = len(rows)

@@ -1,0 +1,165 @@
+"""`simulate`: a job in a virtual world, with as many workers as you like, on the cluster that you describe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.cluster import Cluster, ethernet
+from polytempo.core import Port, Strategy
+from polytempo.data.shard import Shard
+from polytempo.engines.run import reported, show_rows
+from polytempo.report.metrics import MetricsWriter
+from polytempo.report.progress import Progress
+from polytempo.torch.flops import flops_per_sample
+from polytempo.torch.job import Data, Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.priced import meta_step, priced_step
+from polytempo.torch.replica import Replica
+from polytempo.torch.result import Result
+from polytempo.torch.trainer import result_of
+from polytempo.torch.training import Course, Summary, train
+from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+
+
+def simulate(
+    job: Job,
+    strategy: Strategy,
+    workers: int = 8,
+    cluster: Cluster | None = None,
+    options: RunOptions | None = None,
+    *,
+    meta: bool = False,
+    progress: Progress | None = None,
+    **more: Any,
+) -> Result:
+    """Train `job` by `strategy` with `workers` virtual workers on `cluster` (default `ethernet()`).
+
+        pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
+
+    Gradients are real: each worker has a model of its own, and loss and accuracy are what they would be.
+    Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
+    its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
+    only the time is told; it needs `steps` (default 10).
+
+    Memory: one model and one optimizer state for each worker.
+    """
+    options = replace(options or RunOptions(), **more)
+    cluster = cluster or ethernet()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads or 1)
+    try:
+        if meta:
+            return _priced(job, strategy, workers, cluster, options)
+        return _trained(job, strategy, workers, cluster, options, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trained(
+    job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
+) -> Result:
+    world = VirtualWorld(cluster, workers, seed=options.seed)
+    data = job.data(options.data)
+    model = _model(job, options.seed)
+    flops = flops_per_sample(model, job.loss, _one_batch(data, options))
+    courses = [_course(job, strategy, options, data, flops, rank, workers) for rank in range(workers)]
+    writer = None
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        writer = MetricsWriter(options.out / "metrics.jsonl")
+    with show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers") as show:
+
+        def record(row: dict[str, Any]) -> None:
+            show(row)
+            if writer is not None:
+                writer.write(row)
+
+        courses[0].record = record
+        outcome = world.run(lambda port: train(port, courses[port.rank]))
+    if writer is not None:
+        writer.close()
+    summary = outcome.results[0]
+    assert summary is not None
+    return _finish(courses[0], summary, outcome, options.out)
+
+
+def _course(
+    job: Job, strategy: Strategy, options: RunOptions, data: Data, flops: float, rank: int, workers: int
+) -> Course:
+    model = _model(job, options.seed)
+    optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
+    replica = Replica(model, optimizer, strategy, workers)
+    batch_size = options.batch_size or job.batch_size
+    shard = Shard(data.train, rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
+    return Course(
+        job=job,
+        options=options,
+        replica=replica,
+        shard=shard,
+        data=data,
+        take_step=priced_step(replica, job, flops),
+        flops_per_sample=flops,
+        scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+    )
+
+
+def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> Result:
+    """Only the time: models on the meta device."""
+    steps = options.steps or 10
+    batch_size = options.batch_size or job.batch_size
+    data = job.data(options.data)
+    flops = batch_size * flops_per_sample(_model(job, options.seed), job.loss, _one_batch(data, options))
+    with torch.device("meta"):
+        models = [job.model() for _ in range(workers)]
+    replicas = [Replica(m, job.optimizer(m.parameters(), options.lr or job.lr), strategy, workers) for m in models]
+
+    async def program(port: Port) -> None:
+        for step in range(steps):
+            await port.mark(step)
+            await meta_step(port, replicas[port.rank], flops)
+        await replicas[port.rank].settle()
+
+    outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
+    shard = Shard(data.train, rank=0, size=workers, batch_size=batch_size, seed=options.seed)
+    course = Course(job, options, replicas[0], shard, data, _no_step)
+    samples = steps * batch_size * workers
+    summary = Summary(steps, samples / len(data.train), samples, samples, outcome.seconds, None, None, None, {})  # type: ignore[arg-type]
+    return _finish(course, summary, outcome, options.out)
+
+
+def _finish(course: Course, summary: Summary, outcome: Outcome[Any], out: Path | None) -> Result:
+    workers, trace = len(outcome.results), outcome.trace
+    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
+    result = result_of(
+        course,
+        summary,
+        world="virtual",
+        num_ranks=workers,
+        num_bytes=sum(trace.bytes_sent.values()),
+        communication_share=1 - computing_s / (workers * outcome.seconds) if outcome.seconds else 0.0,
+        trace_hash=trace.hash,
+    )
+    if out is None:
+        return result
+    out.mkdir(parents=True, exist_ok=True)
+    write_chrome_trace(out / "trace.json", trace.events, title=f"{result.job}, {result.strategy}, simulated")
+    result.write(out)
+    return reported(result, out)
+
+
+def _model(job: Job, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return job.model()
+
+
+def _one_batch(data: Data, options: RunOptions) -> Any:
+    return next(iter(Shard(data.train, rank=0, size=1, batch_size=2, seed=options.seed)))
+
+
+async def _no_step(port: Port, batch: Any) -> Any:
+    raise AssertionError("a priced run takes no steps on data")

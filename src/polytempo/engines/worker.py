@@ -1,0 +1,128 @@
+"""A worker process of the local engine, from its first instruction to its last."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
+
+import torch
+
+from polytempo.core.errors import PeerLost, TimedOut
+from polytempo.engines import janitor
+from polytempo.engines.fork import default_signals, die_with
+
+Result = Mapping[str, Any] | Sequence[Any] | float | None
+"""What a worker hands back: anything that JSON can say."""
+
+MAX_RESULT_BYTES = 64 << 20
+
+
+class Seat(NamedTuple):
+    """What a worker is told."""
+
+    rank: int
+    size: int
+    rendezvous: Path
+    """A private folder (mode 0700) that ends with the run; the workers' `FileStore` is the file `store` in it."""
+    threads: int
+    generation: int = 0
+    """How many times these workers were started before."""
+
+
+class Failure(NamedTuple):
+    """Why a worker raised: the exception's name, and whether it only tells of another rank's end."""
+
+    error: str
+    symptom: bool
+
+
+def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
+    """Do `work` in this freshly forked process, leave its result or failure in a file, and exit."""
+    die_with(launcher)
+    os.setsid()  # Ctrl-C reaches the launcher alone; what this worker starts ends with its group
+    janitor.begin(notes)
+    _redirect(log)
+    default_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    os.environ.update(_environment(seat))
+    tempfile.tempdir = str(seat.rendezvous)
+    torch.set_num_threads(seat.threads)
+    code = _attempt(work, seat)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
+    try:
+        _write(result_path(seat.rendezvous, seat.rank), work(seat))
+    except BaseException as error:
+        traceback.print_exc()
+        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut))
+        _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    return 0
+
+
+def _environment(seat: Seat) -> dict[str, str]:
+    """What `environment.recognise` and the libraries read."""
+    return {
+        "POLYTEMPO_RANK": str(seat.rank),
+        "POLYTEMPO_SIZE": str(seat.size),
+        "POLYTEMPO_RENDEZVOUS": str(seat.rendezvous),
+        "POLYTEMPO_GENERATION": str(seat.generation),
+        "TMPDIR": str(seat.rendezvous),  # what a killed worker leaves (multiprocessing: sockets) goes with the run
+        "OMP_NUM_THREADS": str(seat.threads),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+
+
+def _redirect(log: Path) -> None:
+    """Read from nothing, write to `log`, and report errors as Python does, not as a test runner would."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    for standard, descriptor in enumerate((nothing, written, written)):
+        os.dup2(descriptor, standard)
+    os.close(nothing)
+    os.close(written)
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+
+
+def _stream(descriptor: int, mode: Literal["r", "w"]) -> TextIO:
+    return open(descriptor, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def result_path(home: Path, rank: int) -> Path:
+    """Where the worker of `rank` leaves its result."""
+    return home / f"result-{rank}.json"
+
+
+def failure_path(home: Path, rank: int) -> Path:
+    """Where the worker of `rank` says why it failed."""
+    return home / f"failure-{rank}.json"
+
+
+def _write(path: Path, value: Result) -> None:
+    """Complete or not at all."""
+    text = json.dumps(value).encode()
+    if len(text) > MAX_RESULT_BYTES:
+        raise ValueError(
+            f"a worker's result may have at most {MAX_RESULT_BYTES} bytes as JSON, and this one has {len(text)}; "
+            "write large results to a file and return its path"
+        )
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(text)
+    unfinished.replace(path)

@@ -1,0 +1,93 @@
+"""The jobs that ship, and how a job is found by what a person writes on the command line.
+
+Torch is imported when a job is found, not when this module is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polytempo.torch.job import Job
+
+SHIPPED = {
+    "digits": "polytempo.jobs.digits:job",
+    "mnist": "polytempo.jobs.mnist:job",
+    "mnist_cnn": "polytempo.jobs.mnist:cnn",
+    "chars": "polytempo.jobs.chars:job",
+    "housing": "polytempo.jobs.housing:job",
+    "a9a": "polytempo.jobs.a9a:job",
+}
+FORMS = "my_module:job or path/to/file.py:job"
+
+__all__ = ["find", "names"]
+
+
+def names() -> list[str]:
+    """The names of the jobs that ship."""
+    return list(SHIPPED)
+
+
+def find(text: str) -> Job:
+    """The job that `text` means: a name of `names()`, `my_module:job` or `path/to/file.py:job`.
+
+    Modules are looked for in the current directory too. Raises ValueError, listing what there is.
+    """
+    where, colon, name = SHIPPED.get(text, text).rpartition(":")
+    if not (colon and where and name):
+        raise ValueError(f"there is no job {text!r}; there are {', '.join(SHIPPED)}, and your own as {FORMS}")
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_module(where, text)
+    return _job_of(module, name, where)
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} (looked in {Path.cwd()}); a job is written {FORMS}")
+    _look_in(path.resolve().parent)
+    name = f"polytempo_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and worker processes look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_module(name: str, text: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but one that it imports is not
+        raise ValueError(
+            f"job {text!r}: there is no module {error.name!r} (looked in {Path.cwd()} and the installed packages); "
+            f"there are {', '.join(SHIPPED)}, and your own as {FORMS}"
+        ) from error
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _job_of(module: ModuleType, name: str, where: str) -> Job:
+    from polytempo.torch.job import Job  # here, because it imports torch, which `names()` must not
+
+    found = getattr(module, name, None)
+    if isinstance(found, Job):
+        return found
+    have = [key for key, value in vars(module).items() if isinstance(value, Job)]
+    wrong = f"{name!r} of {where} is a {type(found).__name__}" if found is not None else f"{where} has no {name!r}"
+    there = f"its jobs are {', '.join(have)}" if have else f"it has no jobs; write {name} = pt.Job(...) in it"
+    raise ValueError(f"{wrong}, not a job; {there}")

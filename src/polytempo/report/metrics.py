@@ -1,0 +1,72 @@
+"""Metrics as JSON lines: one row for every report of a run's progress."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
+
+    A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
+    beyond it, which it will write again.
+
+        with MetricsWriter(folder / "metrics.jsonl") as metrics:
+            metrics.write({"kind": "train", "step": 1, "loss": 2.3})
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
+        kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)
+        temporary.replace(path)
+        self._stream = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row. Numbers that are not finite become null: JSON has no others."""
+        self._stream.write(_line(row))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._stream.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of `path`. A last line that a crash cut short is left out; a broken line before it is an error."""
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: {error}; remove that line to read the others") from error
+        rows.append(row)
+    return rows
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"

@@ -1,0 +1,117 @@
+"""Progress of long work on standard error: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+PLAIN_INTERVAL_S = 3.0
+"""Plain lines come no faster than this; the last state is always told."""
+
+
+class Progress:
+    """Shows how far a run has come. It writes to standard error, never to standard output.
+
+    One object may show several runs in turn, each between `start` and `finish`.
+
+        with Progress() as progress:
+            progress.start(400, "local_sgd(period=8)")
+            progress.update(1, loss=2.3, accuracy=None, samples_per_s=21_000.0)
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._total_steps: int | None = None
+        self._description = ""
+        self._told_s = clock()
+        self._untold = ""
+
+    def start(self, total_steps: int | None, description: str) -> None:
+        """Begin a run of `total_steps` (None: unknown), named `description`."""
+        self.finish()
+        self._total_steps, self._description = total_steps, description
+        if _is_terminal(self._stream):
+            self._bar = _bar(self._stream)
+            self._task = self._bar.add_task(description, total=total_steps, status="")
+            self._bar.start()
+        else:
+            self._tell(f"{description}: started")
+
+    def update(self, step: int, loss: float | None, accuracy: float | None, samples_per_s: float | None) -> None:
+        """The run has done `step` steps. What is None is not shown."""
+        if self._bar is not None:
+            status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
+            self._bar.update(self._task, completed=step, status=status)
+            return
+        line = f"{self._description}: {status_line(step, self._total_steps, loss, accuracy, samples_per_s)}"
+        if self._clock() - self._told_s >= PLAIN_INTERVAL_S:
+            self._tell(line)
+        else:
+            self._untold = line
+
+    def note(self, text: str) -> None:
+        """Say `text` on a line of its own, at once."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            self._tell(text)
+
+    def finish(self) -> None:
+        """End the run that was started, if there is one; the last state stays to be read."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._untold:
+            self._tell(self._untold)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def _tell(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+        self._told_s, self._untold = self._clock(), ""
+
+
+def status_line(
+    step: int, total_steps: int | None, loss: float | None, accuracy: float | None, samples_per_s: float | None
+) -> str:
+    """One moment of a run in words: `step 120/440, loss 0.213, accuracy 95.1%, 38,200 samples/s`."""
+    parts = [f"step {step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")]
+    if loss is not None:
+        parts.append(f"loss {loss:.4g}")
+    if accuracy is not None:
+        parts.append(f"accuracy {accuracy:.1%}")
+    if samples_per_s is not None:
+        parts.append(f"{samples_per_s:,.0f} samples/s")
+    return ", ".join(parts)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "") != "dumb"
+
+
+def _bar(stream: TextIO) -> Bar:
+    return Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(file=stream, force_terminal=True),
+        refresh_per_second=5,
+    )

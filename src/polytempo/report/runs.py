@@ -1,0 +1,58 @@
+"""`RunRecord`: everything a report needs to know about one run, read back from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polytempo.report.metrics import read_metrics
+from polytempo.worlds.trace import Event
+
+
+class RunRecord(NamedTuple):
+    """One run: its `result.json`, the rows of its `metrics.jsonl` and the events of its `trace.json`."""
+
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    events: list[Event]
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its seconds are those of a virtual clock."""
+        return bool(self.result.get("world") == "virtual")
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """The metrics of one kind, "train" or "test"."""
+        return [row for row in self.metrics if row.get("kind") == kind]
+
+
+def load_run(folder: Path) -> RunRecord:
+    """Read the run that left `folder`. Metrics and trace may be missing, the result may not."""
+    result = folder / "result.json"
+    if not result.is_file():
+        raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
+    metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
+    return RunRecord(
+        json.loads(result.read_text(encoding="utf-8")),
+        read_metrics(metrics) if metrics.is_file() else [],
+        read_events(trace) if trace.is_file() else [],
+    )
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a Chrome trace that `worlds.trace` has written."""
+    lines = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [
+        Event(
+            rank=line["pid"],
+            step=line["args"]["step"],
+            op=line["name"],
+            bytes=line["args"]["bytes"],
+            start_s=line["ts"] / 1e6,
+            end_s=(line["ts"] + line["dur"]) / 1e6,
+            peer=line["args"]["peer"],
+        )
+        for line in lines
+        if line["ph"] == "X"
+    ]

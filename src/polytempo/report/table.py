@@ -1,0 +1,170 @@
+"""The page's numbers as HTML: the tiles on top, the summary, and what is needed to repeat a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from polytempo.report.runs import RunRecord
+from polytempo.report.style import Look, look
+from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, labels, plural, summaries
+
+
+class Column(NamedTuple):
+    """A column of the summary: its two-line heading, its text for a run, and what makes the best run bold."""
+
+    heading: str
+    unit: str
+    text: Callable[[Summary], str]
+    merit: Callable[[Summary], float | None] = lambda line: None
+    timed: bool = False
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+COLUMNS = (
+    Column("Workers", "", lambda line: f"{line.workers:,}"),
+    Column("Steps", "", lambda line: f"{line.steps:,}"),
+    Column("Samples", "all workers", lambda line: f"{line.samples:,}"),
+    Column("Time", "", lambda line: human_seconds(line.seconds)),
+    Column(
+        "Throughput",
+        "samples/s",
+        lambda line: f"{line.samples_per_s:,.0f}",
+        lambda line: line.samples_per_s,
+        timed=True,
+    ),
+    Column(
+        "Speed-up", f"{TIMES} baseline", lambda line: "n/a" if line.speed_up is None else f"{line.speed_up:.2f}{TIMES}"
+    ),
+    Column(
+        "Loss",
+        "final",
+        lambda line: "not finite" if line.loss == math.inf else _or_nothing(line.loss, ".4g"),
+        lambda line: _negative(line.loss),
+    ),
+    Column("Accuracy", "test", lambda line: _or_nothing(line.accuracy, ".2%"), lambda line: line.accuracy),
+    Column(
+        "Sent",
+        "per rank",
+        lambda line: human_bytes(line.bytes_sent),
+        lambda line: -line.bytes_sent if line.workers > 1 else None,
+    ),
+    Column("Communication", "share of time", lambda line: _or_nothing(line.communication_share, ".1%")),
+)
+
+
+def summary_table(runs: Sequence[RunRecord]) -> str:
+    """A row a run; the best throughput, loss, accuracy and bytes are bold where there is something to compare."""
+    lines = summaries(runs)
+    headings = "".join(f"<th>{escape(column.heading)}<small>{escape(column.unit)}</small></th>" for column in COLUMNS)
+    best = [_best(column, lines) for column in COLUMNS]
+    rows = []
+    for number, line in enumerate(lines):
+        cells = "".join(
+            f"<td{' class=best' if number in best[place] else ''}>{escape(column.text(line))}</td>"
+            for place, column in enumerate(COLUMNS)
+        )
+        name = f'<span class="run">{swatch(look(number))}<span>{breakable(line.label)}</span></span>'
+        rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
+    return (
+        '<div class="scroll"><table id="summary"><thead><tr><th>Strategy<small></small></th>'
+        f"{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def tiles(runs: Sequence[RunRecord]) -> str:
+    """The headline numbers: who is most accurate (or has the least loss), who is fastest, who sends least."""
+    lines = summaries(runs)
+    quality = [line for line in lines if line.accuracy is not None]
+    found: list[tuple[str, str, Summary]] = []
+    if quality:
+        best = max(quality, key=lambda line: line.accuracy or 0.0)
+        found.append(("Highest test accuracy", f"{best.accuracy:.2%}", best))
+    elif losses := [line for line in lines if line.loss is not None and line.loss < math.inf]:
+        best = min(losses, key=lambda line: line.loss or 0.0)
+        found.append(("Lowest loss", f"{best.loss:.4g}", best))
+    fastest = max(_comparable(lines), key=lambda line: line.samples_per_s)
+    found.append(("Highest throughput", f"{fastest.samples_per_s:,.0f} samples/s", fastest))
+    if sending := [line for line in lines if line.workers > 1]:
+        frugal = min(sending, key=lambda line: line.bytes_sent)
+        found.append(("Least sent per rank", human_bytes(frugal.bytes_sent), frugal))
+    items = "".join(
+        f"<div><dt>{escape(name if len(lines) > 1 else name.split(' ', 1)[1].capitalize())}</dt>"
+        f"<dd><strong>{escape(value)}</strong>{escape(line.label)}</dd></div>"
+        for name, value, line in found
+    )
+    return f'<dl class="tiles">{items}</dl>'
+
+
+def facts(runs: Sequence[RunRecord]) -> str:
+    """One line of what all runs have in common."""
+    words = [plural(len(runs), "run")]
+    for key, words_for in (
+        ("job", "job {}".format),
+        ("workers", lambda value: plural(value, "worker")),
+        ("epochs", lambda value: f"{value:g} epoch{'' if value == 1 else 's'}"),
+        ("batch_size", "batch size {} per worker".format),
+        ("threads", lambda value: f"{plural(value, 'thread')} per worker"),
+        ("seed", "seed {}".format),
+    ):
+        values = {run.result.get(key) for run in runs}
+        if len(values) == 1 and None not in values:
+            words += [words_for(value) for value in values]
+    return " · ".join(words)
+
+
+def details_table(runs: Sequence[RunRecord]) -> str:
+    """What is needed to repeat a run and to know that it was repeated, folded away."""
+    keys = ("world", "job", "epochs", "batch_size", "seed", "threads", "parameters_sha256", "trace_hash")
+    headings = "".join(f"<th>{escape(key.replace('_', ' '))}</th>" for key in ("strategy", *keys))
+    rows = "".join(
+        f"<tr><td>{escape(label)}</td>"
+        + "".join(f'<td class="text"><code>{escape(_short(run.result.get(key)))}</code></td>' for key in keys)
+        + "</tr>"
+        for run, label in zip(runs, labels(runs), strict=True)
+    )
+    return (
+        "<details><summary>Seeds and hashes: to repeat these runs</summary>"
+        f'<div class="scroll"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
+
+
+def breakable(label: str) -> str:
+    """A label as HTML that may break into lines before its parenthesis and after commas."""
+    return escape(label).replace("(", "<wbr>(")
+
+
+def swatch(style: Look) -> str:
+    """A short piece of a run's line with its marker, as SVG."""
+    dash = f' stroke-dasharray="{style.dash.svg}"' if style.dash.svg else ""
+    marker = f'<polygon points="{style.symbol.outline}"/>' if style.symbol.outline else '<circle r="4.5"/>'
+    return (
+        f'<svg class="swatch" viewBox="-15 -6 30 12" aria-hidden="true" fill="{style.color}">'
+        f'<path d="M-15 0H15" stroke="{style.color}" stroke-width="2" fill="none"{dash}/>{marker}</svg>'
+    )
+
+
+def _best(column: Column, lines: Sequence[Summary]) -> set[int]:
+    rivals = _comparable(lines) if column.timed else lines
+    merits = [column.merit(line) if line in rivals else None for line in lines]
+    known = {merit for merit in merits if merit is not None}
+    return {number for number, merit in enumerate(merits) if merit == max(known)} if len(known) > 1 else set()
+
+
+def _comparable(lines: Sequence[Summary]) -> list[Summary]:
+    """Those whose times may be compared: virtual seconds never with real ones."""
+    return [line for line in lines if not line.simulated] or list(lines)
+
+
+def _short(value: object) -> str:
+    text = "n/a" if value is None else str(value)
+    return text[:16] + "…" if len(text) == 64 else text

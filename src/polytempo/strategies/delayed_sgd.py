@@ -1,0 +1,20 @@
+"""Delayed SGD: the averaged gradient arrives d steps late, behind the computation of the next."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import mean
+from polytempo.core import Route, Strategy, native, spelled
+from polytempo.synchronization import delayed
+
+
+def delayed_sgd(delay: int = 1, route: Route = native) -> Strategy:
+    """Step t applies the mean gradient of step t - `delay`, whose exchange overlaps the steps between.
+
+    θ_{t+1} = θ_t - η · mean(gᵢ(θ_{t-d})). The first d steps apply nothing. The learning rate that is
+    stable shrinks with the delay.
+
+    Cost: synchronous SGD's bytes; its time hides behind d steps of computation. Memory for d more gradients.
+
+    Source: J. Langford, A. Smola and M. Zinkevich, "Slow learners are fast", 2009; Y. Li et al., "Pipe-SGD", 2018.
+    """
+    return Strategy(spelled("delayed_sgd", delay=delay, route=route), gradients=delayed(delay, mean(route)))

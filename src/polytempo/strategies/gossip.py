@@ -1,0 +1,20 @@
+"""Gossip (D-PSGD): each worker averages with a few neighbours; nobody talks to everybody."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import Graph, mix, ring_graph
+from polytempo.core import Strategy, spelled
+from polytempo.synchronization import every
+
+
+def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
+    """After every `period` steps, mix the model with the neighbours' in the graph.
+
+    θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential`, `complete` or `random_pairs()`.
+
+    Cost: K bytes to each neighbour, one message long, whatever the number of workers.
+    Deviation: the mix follows the local step; the paper computes the gradient at the unmixed model meanwhile.
+
+    Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
+    """
+    return Strategy(spelled("gossip", graph=graph, period=period), parameters=every(period, mix(graph)), in_step=False)

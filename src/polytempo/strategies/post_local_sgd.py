@@ -1,0 +1,24 @@
+"""Post-local SGD: synchronous at first, local steps once the model has settled."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import mean
+from polytempo.core import Route, Strategy, native, spelled
+from polytempo.synchronization import after, every, until
+
+
+def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = native) -> Strategy:
+    """Synchronous SGD for `switch_step` steps, then local SGD with `period`.
+
+    The paper switches at the first decay of the learning rate.
+
+    Cost: synchronous SGD's until the switch, 1/H of it afterwards.
+
+    Source: T. Lin, S. U. Stich, K. K. Patel and M. Jaggi, "Don't use large mini-batches, use local SGD", 2020.
+    """
+    return Strategy(
+        spelled("post_local_sgd", switch_step=switch_step, period=period, route=route),
+        gradients=until(switch_step, mean(route)),
+        parameters=after(switch_step, every(period, mean(route))),
+        in_step=period == 1,
+    )

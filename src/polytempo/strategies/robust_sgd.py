@@ -1,0 +1,19 @@
+"""Byzantine-robust SGD: a minority of wrong gradients cannot steer the model."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import Merge, median, merged
+from polytempo.core import Strategy, spelled
+
+
+def robust_sgd(merge: Merge = median) -> Strategy:
+    """Merge gradients by a rule that outvotes wrong workers: `median`, `trimmed_mean(cut)` or `krum(wrong)`.
+
+    Every worker gathers all gradients and applies the same rule, so no server has to be trusted.
+
+    Cost: (N-1)·K bytes and N·K of memory per worker. The median of few workers is noisier than their mean.
+
+    Source: P. Blanchard et al., "Machine learning with adversaries", 2017; D. Yin et al., "Byzantine-robust
+    distributed learning: towards optimal statistical rates", 2018.
+    """
+    return Strategy(spelled("robust_sgd", merge=merge), gradients=merged(merge))

@@ -1,0 +1,52 @@
+"""Gradients that are d steps late, so that their exchange has d steps of computation to hide behind.
+
+Source: the delayed update of J. Langford, A. Smola and M. Zinkevich, "Slow learners are fast", 2009;
+with one step, Y. Li et al., "Pipe-SGD", 2018.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from polytempo.core import Bundle, Late, Port, State, Transform
+
+
+class DelayedState(NamedTuple):
+    """Answers on their way, oldest first (None before the first), and the inner transform's state."""
+
+    step: int
+    queue: tuple[Late | Bundle | None, ...]
+    inner: Late | State
+
+
+def delayed(delay: int, transform: Transform) -> Transform:
+    """Begin `transform` now, and hand out what it began `delay` steps ago.
+
+        step        0      1      2      3
+        begins     t(g0)  t(g1)  t(g2)  t(g3)
+        hands out   -      -     t(g0)  t(g1)      for delay 2
+
+    On the first `delay` steps there is no update at all, so weight decay and momentum do not act.
+    An answer is waited for only when it is handed out. Memory: `delay` more bundles.
+    """
+    if delay < 1:
+        raise ValueError(f"delay must be at least 1 step, got {delay}; without a delay use the transform itself")
+
+    def init(parameters: Bundle) -> DelayedState:
+        return DelayedState(0, (None,) * delay, transform.init(parameters))
+
+    async def begin(port: Port, bundle: Bundle, inner: Late | State) -> tuple[Bundle | None, State]:
+        return await transform.apply(port, bundle, await _answer(inner))
+
+    async def apply(port: Port, bundle: Bundle, state: DelayedState) -> tuple[Bundle | None, DelayedState]:
+        own_messages = port.on_channel(state.step % (delay + 1))
+        work = await port.start(begin(own_messages, bundle, state.inner))
+        oldest, *others = state.queue
+        queue = (*others, Late(work, 0))
+        return await _answer(oldest), DelayedState(state.step + 1, queue, Late(work, 1))
+
+    return Transform(init, apply, separable=transform.separable)
+
+
+async def _answer(value: Late | Any) -> Any:
+    return (await value.work)[value.index] if isinstance(value, Late) else value

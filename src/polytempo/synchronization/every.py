@@ -1,0 +1,50 @@
+"""Talk every H steps; talk only until, or only after, a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from polytempo.core import Bundle, Port, State, Transform
+
+
+class Counted(NamedTuple):
+    """Steps so far, and the inner transform's state."""
+
+    step: int
+    inner: State
+
+
+def every(period: int, transform: Transform) -> Transform:
+    """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
+    if period < 1:
+        raise ValueError(f"period must be at least 1 step, got {period}")
+    return _when(lambda step: step % period == 0, transform)
+
+
+def until(step: int, transform: Transform) -> Transform:
+    """`transform` on the first `step` steps; nothing afterwards."""
+    if step < 0:
+        raise ValueError(f"until needs a step >= 0, got {step}")
+    return _when(lambda now: now <= step, transform)
+
+
+def after(step: int, transform: Transform) -> Transform:
+    """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
+    if step < 0:
+        raise ValueError(f"after needs a step >= 0, got {step}")
+    return _when(lambda now: now > step, transform)
+
+
+def _when(condition: Callable[[int], bool], transform: Transform) -> Transform:
+    def init(parameters: Bundle) -> Counted:
+        return Counted(0, transform.init(parameters))
+
+    async def apply(port: Port, bundle: Bundle, state: Counted) -> tuple[Bundle | None, Counted]:
+        step, inner = state.step + 1, state.inner
+        out: Bundle | None = bundle
+        if condition(step):
+            out, inner = await transform.apply(port, bundle, inner)
+        return out, Counted(step, inner)
+
+    return Transform(init, apply, separable=transform.separable, idle_alone=transform.idle_alone)

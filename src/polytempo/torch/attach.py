@@ -1,0 +1,289 @@
+"""`attach`: one line makes an ordinary training loop distributed.
+
+    loss.backward()      each bucket's transform starts as soon as its last gradient is there;
+                         when backward returns, every `.grad` is the strategy's answer
+    optimizer.step()     afterwards the parameters' transform runs, then buffers meet
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import polytempo
+from polytempo.collectives import tree
+from polytempo.core import Port, Strategy
+from polytempo.core.state import Saved
+from polytempo.strategies import sync_sgd
+from polytempo.torch.agree import agree
+from polytempo.torch.bucket import Bucket
+from polytempo.torch.optimizer_state import broadcast_optimizer
+from polytempo.torch.replica import BufferRule, Replica, take_over
+from polytempo.worlds import ProcessWorld, current
+
+_handles: WeakKeyDictionary[nn.Module, Handle] = WeakKeyDictionary()
+
+
+class Handle:
+    """What `attach` returns: the replica, the hooks, and the ways to pause, join, save and end."""
+
+    def __init__(self, world: ProcessWorld, replica: Replica, *, find_unused: bool) -> None:
+        self.world, self.replica = world, replica
+        self._find_unused = find_unused
+        self._silent = False
+        self._joining = False
+        self._exchanged = False
+        self._in_backward = False
+        self._missing = [len(bucket.parameters) for bucket in replica.buckets]
+        self._launched: list[Any] = []
+        self._mark_s = world.now_s()
+        optimizer = replica.optimizer
+        self._hooks: list[Any] = []
+        self._idle = not (replica.exchanges_gradients or replica.exchanges_parameters)
+        if not self._idle:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        for bucket in replica.buckets:
+            for parameter in bucket.parameters.values():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(bucket)))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the start (of the first run, where one was resumed)."""
+        return self.replica.step
+
+    # ------------------------------------------------------------------ gradients
+
+    def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        index = bucket.index
+
+        def arrived(_: Tensor) -> None:
+            if self._silent:
+                return
+            if not self._in_backward:
+                self._in_backward = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)  # type: ignore[attr-defined]
+            self._missing[index] -= 1
+            if self._missing[index] == 0 and not self._joining and index == len(self._launched):
+                self._launch_ready()
+
+        return arrived
+
+    def _launch_ready(self) -> None:
+        """Start the buckets that are complete, in their order, which is the same on every rank."""
+        self.replica.share = self.world.share
+        while len(self._launched) < len(self._missing) and self._missing[len(self._launched)] <= 0:
+            self._launch(self.replica.buckets[len(self._launched)])
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._launched.append(self.world.launch(self.replica.exchange(self.world.port, bucket)))
+
+    def _finish_exchange(self) -> None:
+        """Start what has not been started, and wait for everything."""
+        if self.world.size > 1:
+            self.world.record("compute", self._mark_s)
+        if self._joining:
+            self._share_among_active(1.0)
+        else:
+            self.replica.share = self.world.share
+        used = self._used() if self._find_unused or self.world.size == 1 else None
+        for bucket in self.replica.buckets[len(self._launched) :]:
+            self._launch(bucket)
+        if used is not None:
+            self._keep_none(used)
+        try:
+            for strand in self._launched:
+                strand.wait()
+        finally:
+            self._launched = []
+            self._missing = [len(bucket.parameters) for bucket in self.replica.buckets]
+            self._in_backward = False
+        self._exchanged = True
+        self._mark_s = self.world.now_s()
+
+    def _used(self) -> list[Tensor]:
+        return [
+            torch.tensor([float(p.grad is not None) for p in bucket.parameters.values()])
+            for bucket in self.replica.buckets
+        ]
+
+    def _keep_none(self, used: list[Tensor]) -> None:
+        """Parameters that no rank used keep `.grad` None."""
+        total = self.world.drive(tree(self.world.port, torch.cat(used)))
+        for bucket, counts in zip(self.replica.buckets, total.split([len(u) for u in used]), strict=True):
+            names = zip(bucket.parameters, counts.tolist(), strict=True)
+            bucket.keep_none = frozenset(name for name, count in names if not count)
+
+    # ------------------------------------------------------------------ the step
+
+    def _before_step(self, *_: Any) -> None:
+        if self.replica.exchanges_gradients:
+            if not self._exchanged:
+                self._finish_exchange()
+        elif self._joining:
+            self._share_among_active(1.0)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._idle:
+            self.replica.step += 1
+            self.world.step = self.replica.step
+            return
+        if self.world.size > 1 and self.replica.exchanges_parameters:
+            self.world.record("compute", self._mark_s)
+        self.world.drive(self.replica.finish_step(self.world.port))
+        self.world.step = self.replica.step
+        self.world.share = None
+        self._exchanged = False
+        self._mark_s = self.world.now_s()
+
+    # ------------------------------------------------------------------ contexts
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Ranks may leave the loop inside after different numbers of steps; nobody hangs.
+
+        A rank that leaves goes on taking part with weight zero until all have left, so all end with the
+        same parameters. Each step costs one more all-reduce of one number, which counts the active ranks.
+        """
+        self._joining = self.world.size > 1
+        try:
+            yield
+            while self._joining and self._share_among_active(0.0):
+                self._shadow_step()
+        finally:
+            self._joining = False
+
+    def _share_among_active(self, active: float) -> bool:
+        count = float(self.world.drive(tree(self.world.port, torch.tensor([active]))))
+        if active == 0.0:
+            self.replica.share = 0.0
+        else:
+            self.replica.share = 1 / count
+        return count > 0
+
+    def _shadow_step(self) -> None:
+        joining, self._joining = self._joining, False
+        self.world.share = 0.0
+        if self.replica.exchanges_gradients:
+            self.replica.optimizer.zero_grad()
+            self._finish_exchange()
+            self.replica.optimizer.step()
+        else:
+            self._after_step()
+        self._joining = joining
+
+    # ------------------------------------------------------------------ saving and ending
+
+    def state_dict(self) -> dict[str, Any]:
+        """The strategy's state of this rank, by parameter: save it beside the model's and the optimizer's.
+
+        All ranks must call it, because exchanges that are under way are finished first.
+        """
+        self.world.drive(self.replica.settle())
+        tensors, scalars = self.replica.state()
+        return {
+            "strategy": str(self.replica.strategy),
+            "tensors": {k: t.clone() for k, t in tensors.items()},
+            "scalars": scalars,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank."""
+        if state["strategy"] != str(self.replica.strategy):
+            raise ValueError(f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached")
+        self.replica.restore(Saved(state["tensors"], state["scalars"]))
+        self.world.step = self.replica.step
+
+    def detach(self) -> None:
+        """Take the hooks off; the loop is an ordinary one again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _handles.pop(self.replica.model, None)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | None = None,
+    *,
+    world: ProcessWorld | None = None,
+    buffers: BufferRule = "average",
+    find_unused: bool = False,
+    bucket_bytes: int = 25 * 2**20,
+    seed: int | None = None,
+) -> Handle:
+    """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
+
+        handle = pt.attach(model, optimizer, pt.strategies.local_sgd(period=8))
+        for x, y in pt.shard(loader):
+            optimizer.zero_grad(); loss_fn(model(x), y).backward(); optimizer.step()
+
+    Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all
+    run the same strategy on the same model with the same versions (`Mismatch` names both values).
+
+    When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step.
+    A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
+    used keeps `.grad` None, for one more small all-reduce a step.
+
+    `buffers`: what happens to batch-norm statistics when ranks meet: their mean ("average"), rank 0's
+    ("broadcast"), or nothing ("leave"). `strategy` defaults to `sync_sgd()`; `world` to the one that
+    `pt.init()` joined, or a world of one. `seed`, where given, must be the same everywhere.
+
+    Cost alone: nothing but a counter a step for strategies that are idle with one rank. Memory: one flat
+    copy of the gradients, which `.grad` then points into.
+    """
+    world = world or current()
+    strategy = sync_sgd() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write sync_sgd()")
+    if model in _handles:
+        raise ValueError("this model is attached already; call detach() on its handle first")
+    world.drive(agree(world.port, _facts(model, strategy, seed)))
+    if world.size > 1:
+        world.drive(_begin(world.port, model, optimizer))
+    replica = Replica(model, optimizer, strategy, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
+    handle = _handles[model] = Handle(world, replica, find_unused=find_unused)
+    return handle
+
+
+async def _begin(port: Port, model: nn.Module, optimizer: Optimizer) -> None:
+    await take_over(port, model)
+    await broadcast_optimizer(port, optimizer)
+
+
+def _facts(model: nn.Module, strategy: Strategy, seed: int | None) -> dict[str, Any]:
+    return {
+        "polytempo": polytempo.__version__,
+        "torch": torch.__version__,
+        "strategy": str(strategy),
+        "seed": seed,
+        "model": {
+            name: json.dumps([list(p.shape), str(p.dtype), p.requires_grad]) for name, p in model.named_parameters()
+        },
+    }
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """`handle.no_sync()` of the handle that `attach(model, …)` returned: accumulate gradients without exchanging."""
+    if model not in _handles:
+        raise ValueError("this model is not attached; call pt.attach(model, optimizer, strategy) first")
+    with _handles[model].no_sync():
+        yield

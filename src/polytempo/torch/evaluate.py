@@ -1,0 +1,78 @@
+"""Loss and accuracy on a test set, each rank on its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from polytempo.collectives import tree
+from polytempo.core import Port
+
+_BATCH = 512
+
+
+class Score(NamedTuple):
+    """Means over the test set."""
+
+    loss: float
+    accuracy: float | None
+
+
+async def evaluate(
+    port: Port,
+    model: nn.Module,
+    parameters: dict[str, Tensor] | None,
+    test: Dataset[Any],
+    loss: Callable[[Any, Any], Tensor],
+    correct: Callable[[Any, Any], Tensor] | None,
+    flops_per_sample: float,
+) -> Score:
+    """Score `model`, with `parameters` in place of its own where given, on rank r's slice of `test`, and add up."""
+    length = len(test)  # type: ignore[arg-type]
+    start, stop = length * port.rank // port.size, length * (port.rank + 1) // port.size
+
+    def score() -> Tensor:
+        return _score(model, parameters, test, start, stop, loss, correct)
+
+    sums = await tree(port, await port.compute(score, flops_per_sample * (stop - start)))
+    samples, total_loss, num_correct, num_predictions = sums.tolist()
+    accuracy = num_correct / num_predictions if num_predictions else None
+    return Score(total_loss / max(samples, 1), accuracy)
+
+
+@torch.no_grad()
+def _score(
+    model: nn.Module,
+    parameters: dict[str, Tensor] | None,
+    test: Dataset[Any],
+    start: int,
+    stop: int,
+    loss: Callable[[Any, Any], Tensor],
+    correct: Callable[[Any, Any], Tensor] | None,
+) -> Tensor:
+    """[samples, summed loss, right predictions, predictions] as float64."""
+    training = model.training
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64)
+    for inputs, targets in _batches(test, start, stop):
+        outputs = model(inputs) if parameters is None else torch.func.functional_call(model, parameters, (inputs,))
+        samples = len(targets)
+        right = correct(outputs, targets) if correct else None
+        counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
+        sums += torch.tensor([samples, float(loss(outputs, targets)) * samples, *counts], dtype=torch.float64)
+    model.train(training)
+    return sums
+
+
+def _batches(test: Dataset[Any], start: int, stop: int) -> Iterator[tuple[Any, Any]]:
+    for first in range(start, stop, _BATCH):
+        last = min(first + _BATCH, stop)
+        if isinstance(test, TensorDataset):
+            inputs, targets = (tensor[first:last] for tensor in test.tensors)
+        else:
+            inputs, targets = default_collate([test[i] for i in range(first, last)])
+        yield inputs, targets

@@ -1,0 +1,42 @@
+"""How long, how fast and with what a job is run: everything apart from the job and its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run. What is None is taken from the job."""
+
+    epochs: float | None = None
+    steps: int | None = None
+    """End after this many steps in all, counted from the first step of the first run (not from a resume)."""
+    until: Mapping[str, float] = field(default_factory=dict)
+    """End when a measure on the test set is reached: `{"accuracy": 0.97}` or `{"loss": 0.1}`."""
+    batch_size: int | None = None
+    """Samples per worker and step."""
+    lr: float | None = None
+    seed: int = 0
+    data: Path | None = None
+    out: Path | None = None
+    """The run's folder; None leaves nothing behind."""
+    resume: bool = False
+    threads: int | None = None
+    """Threads per worker; None: the cores of this host, shared among its workers."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: at the end of every epoch."""
+    timeout_s: float = 300.0
+    """Deadline of every wait for another worker."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run could use."""
+        for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        unknown = set(self.until) - {"accuracy", "loss"}
+        if unknown:
+            raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")

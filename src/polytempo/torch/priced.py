@@ -1,0 +1,66 @@
+"""One training step as the virtual world sees it: real gradients, virtual time, communication that overlaps backward.
+
+    compute   | forward | backward of bucket 0 | backward of bucket 1 | ...        step |
+    network                                    | exchange bucket 0    | exchange bucket 1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port
+from polytempo.torch.job import Job
+from polytempo.torch.replica import Replica
+from polytempo.torch.training import TakeStep
+
+_UPDATE_FLOPS = 4.0
+"""Charged for each parameter in an optimizer step: SGD with momentum does two multiplications and two additions."""
+
+
+def priced_step(replica: Replica, job: Job, flops_per_sample: float) -> TakeStep:
+    """A step that computes for real and charges `flops_per_sample`: a third forward, two thirds backward."""
+
+    def forward_and_backward(batch: Any) -> Tensor:
+        inputs, targets = batch
+        replica.optimizer.zero_grad()
+        loss = job.loss(replica.model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    async def take_step(port: Port, batch: Any) -> Tensor:
+        samples = len(batch[1])
+        return await _step(port, replica, flops_per_sample * samples, lambda: forward_and_backward(batch), _update)
+
+    def _update() -> None:
+        replica.optimizer.step()
+
+    return take_step
+
+
+async def meta_step(port: Port, replica: Replica, flops: float) -> None:
+    """A step of a model on the meta device: nothing is computed, everything is charged."""
+
+    def gradients() -> None:
+        for parameter in replica.trainable.values():
+            parameter.grad = torch.empty_like(parameter)
+
+    await _step(port, replica, flops, gradients, lambda: None)
+
+
+async def _step(port: Port, replica: Replica, flops: float, gradients: Callable[[], Any], update: Callable[[], None]) -> Any:
+    size = sum(p.numel() for p in replica.trainable.values())
+    buckets = replica.buckets
+    answer = await port.compute(gradients, flops if not buckets else flops / 3)
+    exchanges = []
+    for bucket in buckets:
+        await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size)
+        exchanges.append(await port.start(replica.exchange(port, bucket)))
+    for exchange in exchanges:
+        await exchange
+    await port.compute(update, _UPDATE_FLOPS * size)
+    await replica.finish_step(port)
+    return answer

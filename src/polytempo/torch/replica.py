@@ -1,0 +1,195 @@
+"""`Replica`: a model, its optimizer and its strategy's state on one rank. What both worlds drive.
+
+    backward ──▶ gradients, in buckets ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step
+                                                                                │
+    next forward ◀── parameters ◀── strategy.parameters ◀──────────────────────┘
+
+A replica performs nothing itself: its exchanges are coroutines over a port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.aggregation import mean
+from polytempo.collectives import tree
+from polytempo.core import Bundle, Port, State, Strategy, is_idle
+from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.torch.bucket import Bucket, buckets
+
+BufferRule = Literal["average", "broadcast", "leave"]
+
+_PARAMETER_CHANNEL = 1000
+_BUFFER_CHANNEL = 1010
+
+
+class Replica:
+    """One rank's training state. `share` is its part of the present global batch (None: equal parts)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        num_ranks: int,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        buffer_rule: BufferRule = "average",
+    ) -> None:
+        if buffer_rule not in ("average", "broadcast", "leave"):
+            raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
+        self.model, self.optimizer, self.strategy = model, optimizer, strategy
+        self.step = 0
+        self.share: float | None = None
+        self.buffer_rule = buffer_rule
+        self.trainable = trainable(model, optimizer)
+        self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
+        self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
+        self.buckets: list[Bucket] = []
+        if self.exchanges_gradients:
+            separable = strategy.gradients.separable
+            self.buckets = buckets(self.trainable, bucket_bytes if separable else None)
+            for bucket in self.buckets:
+                bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
+        self.parameter_states: list[State] = []
+        if self.exchanges_parameters:
+            groups = self._parameter_groups()
+            if len(groups) > 1 and not strategy.parameters.separable:
+                raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(groups)} dtypes")
+            self.parameter_states = [strategy.parameters.init(Bundle(group)) for group in groups]
+
+    # ------------------------------------------------------------------ exchanges
+
+    async def exchange(self, port: Port, bucket: Bucket) -> None:
+        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer."""
+        bundle = bucket.gathered(self.share)
+        answer, bucket.state = await self.strategy.gradients.apply(
+            port.on_channel(bucket.index), bundle, bucket.state
+        )
+        if answer is not bundle or bundle.packed:
+            bucket.place(answer)
+
+    async def finish_step(self, port: Port) -> None:
+        """After `optimizer.step`: run the parameters' transform, and bring the buffers together."""
+        self.step += 1
+        met = self.exchanges_gradients
+        if self.exchanges_parameters:
+            met = await self._exchange_parameters(port) or met
+        if met and port.size > 1 and self.buffer_rule != "leave":
+            await self._meet_buffers(port.on_channel(_BUFFER_CHANNEL))
+
+    @torch.no_grad()
+    def _parameter_groups(self) -> list[dict[str, Tensor]]:
+        tensors = {name: parameter.detach() for name, parameter in self.trainable.items()}
+        if self.strategy.carries_optimizer:
+            tensors |= _moments(self.trainable, self.optimizer)
+        return list(_by_kind(tensors).values())
+
+    async def _exchange_parameters(self, port: Port) -> bool:
+        changed = False
+        for i, group in enumerate(self._parameter_groups()):
+            bundle = Bundle(group)
+            answer, self.parameter_states[i] = await self.strategy.parameters.apply(
+                port.on_channel(_PARAMETER_CHANNEL + i), bundle, self.parameter_states[i]
+            )
+            if answer is not None and answer is not bundle:
+                torch._foreach_copy_(list(group.values()), list(answer.views.values()))
+                changed = True
+        return changed
+
+    async def _meet_buffers(self, port: Port) -> None:
+        for kind, group in _by_kind(dict(self.model.named_buffers())).items():
+            bundle = Bundle(group)
+            if self.buffer_rule == "average" and kind[0].is_floating_point:
+                answer, _ = await mean(tree).apply(port, bundle, None)
+                assert answer is not None
+            else:
+                answer = bundle.with_flat(await port.broadcast(bundle.flat))
+            torch._foreach_copy_(list(group.values()), list(answer.views.values()))
+
+    async def consensus(self, port: Port) -> dict[str, Tensor]:
+        """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own."""
+        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        out: dict[str, Tensor] = {}
+        for group in _by_kind(tensors).values():
+            bundle = Bundle(group).copy()
+            if port.size > 1 and not self.strategy.in_step:
+                answer, _ = await mean(tree).apply(port.on_channel(_BUFFER_CHANNEL), bundle, None)
+                assert answer is not None
+                bundle = answer
+            out |= bundle.views
+        return {name: out[name] for name in tensors}
+
+    # ------------------------------------------------------------------ saving
+
+    async def settle(self) -> None:
+        """Wait for exchanges that are under way, so that the state can be saved. All ranks must call it."""
+        for bucket in self.buckets:
+            bucket.state = await settled(bucket.state)
+        self.parameter_states = [await settled(state) for state in self.parameter_states]
+
+    def state(self) -> Saved:
+        """The strategy's state by parameter, whatever the buckets; settle first."""
+        found = Saved({}, {"step": self.step})
+        states = [saved(bucket.state, "gradients") for bucket in self.buckets]
+        states += [saved(state, f"parameters/{i}") for i, state in enumerate(self.parameter_states)]
+        for tensors, scalars in states:
+            found.tensors.update(tensors)
+            found.scalars.update(scalars)
+        return found
+
+    def restore(self, source: Saved) -> None:
+        """Take over what `state` returned."""
+        for bucket in self.buckets:
+            layout = Bundle(bucket.parameters)
+            bucket.state = restored(self.strategy.gradients.init(layout), source, "gradients", layout)
+        for i, group in enumerate(_by_kind({n: p.detach() for n, p in self.trainable.items()}).values()):
+            if i < len(self.parameter_states):
+                layout = Bundle(group)
+                fresh = self.strategy.parameters.init(layout)
+                self.parameter_states[i] = restored(fresh, source, f"parameters/{i}", layout)
+        step = source.scalars["step"]
+        assert isinstance(step, int)
+        self.step = step
+
+
+async def take_over(port: Port, model: nn.Module) -> None:
+    """Give rank 0's parameters and buffers to all ranks."""
+    everything = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+    for group in _by_kind(everything).values():
+        bundle = Bundle(group)
+        flat = await port.broadcast(bundle.flat)
+        if port.rank:
+            torch._foreach_copy_(list(group.values()), list(bundle.with_flat(flat).views.values()))
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name: those that need gradients and that the optimizer holds."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in held}
+    if not found:
+        raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
+    return found
+
+
+def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state tensors that are shaped like their parameter, as `name|key`."""
+    return {
+        f"{name}|{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+    }
+
+
+def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]:
+    """Tensors grouped by dtype and device, each group in its first appearance's order."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return groups

@@ -1,0 +1,66 @@
+"""`Result`: what a run says of itself at its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """The one JSON object that `--json` prints. `seconds` are virtual where `world` is "virtual"."""
+
+    job: str
+    strategy: str
+    world: str
+    workers: int
+    steps: int
+    epochs: float
+    samples: int
+    """Samples trained on, over all workers."""
+    seconds: float
+    """Time spent training, without evaluation and start-up."""
+    samples_per_s: float
+    loss: float | None
+    """Mean loss on the test set; on the last batches where there is no test set."""
+    accuracy: float | None
+    train_loss: float | None
+    bytes_sent_per_rank: float
+    communication_share: float
+    """Part of the time that ranks spent waiting for each other, 0 to 1."""
+    batch_size: int
+    seed: int
+    threads: int
+    parameters_sha256: str | None
+    """Of the final parameters (the ranks' mean where they differ) as float32, in order."""
+    trace_hash: str
+    reached: bool | None = None
+    """Whether `until` was reached; None where nothing was asked for."""
+    report: str | None = None
+    checkpoint: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+    def write(self, folder: Path) -> None:
+        """Leave `result.json`, complete or not at all."""
+        temporary = folder / "result.json.tmp"
+        temporary.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(folder / "result.json")
+
+
+def parameters_sha256(parameters: Iterable[Tensor]) -> str:
+    """SHA-256 over the parameters' float32 values in order."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        flat = parameter.detach().to("cpu", torch.float32).contiguous().view(-1)
+        digest.update(memoryview(flat.numpy()).cast("B") if flat.numel() else b"")
+    return digest.hexdigest()

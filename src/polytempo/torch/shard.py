@@ -1,0 +1,61 @@
+"""`shard`: this rank's part of a data set, and its position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from polytempo.data.shard import Shard
+from polytempo.worlds import ProcessWorld, current
+
+
+class WorldShard:
+    """A `Shard` that tells its world each batch's share of the global batch, so uneven batches weigh right."""
+
+    def __init__(self, world: ProcessWorld, inner: Shard) -> None:
+        self._world = world
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches for the rest of the epoch."""
+        for batch in self.inner:
+            self._world.share = self.inner.share
+            yield batch
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, the same on all ranks."""
+        return len(self.inner)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are behind us."""
+        return self.inner.epoch
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The position, the same on all ranks; save it after the step on the last batch."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Go on from a saved position, also with another number of ranks."""
+        self.inner.load_state_dict(state)
+
+
+def shard(
+    source: Dataset[Any] | DataLoader[Any],
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    shuffle: bool | None = None,
+    world: ProcessWorld | None = None,
+) -> WorldShard:
+    """This rank's batches of `source`, an epoch for every iteration.
+
+    All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an
+    epoch whatever the number of workers; see `polytempo.data.Shard` for the remainder and for resuming.
+    `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers.
+    """
+    world = world or current()
+    inner = Shard(source, rank=world.rank, size=world.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
+    return WorldShard(world, inner)

@@ -1,0 +1,90 @@
+"""What a training run saves at a step, and how it goes on from there, also with another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Mismatch, Port
+from polytempo.core.state import Saved
+from polytempo.torch.agree import agree, gather_json
+from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
+from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.torch.training import Course
+
+V = TypeVar("V")
+
+async def save(port: Port, course: Course, root: Path) -> None:
+    """Every rank writes its part of a checkpoint in `root`; rank 0 then makes it the newest.
+
+    Where all ranks hold equal parameters, rank 0 writes them for all.
+    """
+    await course.replica.settle()
+    part = _part(course, whole=port.rank == 0 or not course.replica.strategy.in_step)
+    step = course.replica.step
+    hashes = await gather_json(port, write_part(root, step, port.rank, part))
+    if port.rank == 0:
+        about = {"ranks": port.size, "strategy": str(course.replica.strategy), "job": course.job.name}
+        commit(root, step, hashes, about)
+    await port.barrier()
+
+
+async def load(port: Port, course: Course, root: Path) -> int:
+    """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
+
+    With another number of ranks than saved, rank r takes the optimizer and the strategy's state of saved
+    rank r mod N; parameters are the saved ranks' mean where those differed.
+    """
+    folder = latest(root)
+    await agree(port, {"checkpoint": folder.name if folder else None})
+    if folder is None:
+        raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
+    manifest = read_manifest(folder)
+    strategy = str(course.replica.strategy)
+    if manifest.about["strategy"] != strategy:
+        raise Mismatch(f"{folder} was saved by {manifest.about['strategy']}, this run uses {strategy}; use the same")
+    saved_ranks = len(manifest.parts)
+    own = read_part(folder, port.rank % saved_ranks)
+    in_step = course.replica.strategy.in_step
+    whole = read_part(folder, 0) if in_step else own
+    model = _under(whole.tensors, "model/")
+    if not in_step and saved_ranks != port.size:
+        parts = [_under(read_part(folder, rank).tensors, "model/") for rank in range(saved_ranks)]
+        model = {name: _mean([part[name] for part in parts]) for name in model}
+    course.replica.model.load_state_dict(model)
+    optimizer_restore(course.replica.optimizer, Saved(whole.tensors, whole.scalars))
+    course.replica.restore(Saved(_under(own.tensors, "strategy/"), _under(own.scalars, "strategy/")))
+    course.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
+    if course.scheduler is not None:
+        course.scheduler.load_state_dict(json.loads(str(own.scalars["schedule"])))
+    return course.replica.step
+
+
+def _part(course: Course, *, whole: bool) -> Part:
+    strategy = course.replica.state()
+    tensors = {f"strategy/{name}": tensor for name, tensor in strategy.tensors.items()}
+    scalars = {f"strategy/{name}": value for name, value in strategy.scalars.items()}
+    scalars["shard"] = json.dumps(course.shard.state_dict())
+    if course.scheduler is not None:
+        scalars["schedule"] = json.dumps(course.scheduler.state_dict())
+    if whole:
+        optimizer = optimizer_saved(course.replica.optimizer)
+        tensors |= {f"model/{name}": tensor for name, tensor in course.replica.model.state_dict().items()}
+        tensors |= optimizer.tensors
+        scalars |= optimizer.scalars
+    return Part(tensors, scalars)
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    return torch.stack(tensors).mean(dim=0)
+
+
+def _under(entries: Mapping[str, V], prefix: str) -> dict[str, V]:
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}

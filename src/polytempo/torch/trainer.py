@@ -1,0 +1,196 @@
+"""`Trainer`: a job trained on real processes without a loop of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core import Port, Program, Strategy
+from polytempo.data.shard import Shard
+from polytempo.report.metrics import MetricsWriter
+from polytempo.strategies import sync_sgd
+from polytempo.torch.agree import agree, gather_json
+from polytempo.torch.attach import Handle, attach
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.snapshot import load, save
+from polytempo.torch.training import Course, Summary, TakeStep, train
+from polytempo.worlds import Event, ProcessWorld, combined_hash, current, write_chrome_trace
+
+_MAX_TRACED = 20_000
+
+
+class Trainer:
+    """Trains `job` by `strategy` in the world that `pt.init()` joined, or alone.
+
+        pt.init()
+        result = pt.Trainer(job, pt.strategies.local_sgd(period=8), epochs=3).fit()
+
+    Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
+    leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
+    Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy | None = None,
+        options: RunOptions | None = None,
+        *,
+        world: ProcessWorld | None = None,
+        **more: Any,
+    ) -> None:
+        self.job = job
+        self.options = replace(options or RunOptions(), **more)
+        self.world = world or current()
+        options = self.options
+        torch.manual_seed(options.seed)
+        self.model: nn.Module = job.model()
+        self.data = job.data(options.data)
+        lr = options.lr or job.lr
+        optimizer = job.optimizer(self.model.parameters(), lr)
+        self.batch_size = options.batch_size or job.batch_size
+        facts = {"job": job.name, "lr": lr, "batch_size": self.batch_size, "steps": options.steps}
+        self.world.drive(agree(self.world.port, facts | {"epochs": options.epochs, "until": dict(options.until)}))
+        self.handle: Handle = attach(self.model, optimizer, strategy or sync_sgd(), world=self.world, seed=options.seed)
+        shard = Shard(
+            self.data.train,
+            rank=self.world.rank,
+            size=self.world.size,
+            batch_size=self.batch_size,
+            seed=options.seed,
+        )
+        self.course = Course(
+            job=job,
+            options=options,
+            replica=self.handle.replica,
+            shard=shard,
+            data=self.data,
+            take_step=attached_step(self.handle, job),
+            scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+        )
+
+    def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
+        """Train to the end of the options, and say how it went. `on_row` sees rank 0's metrics as they come."""
+        out, world, course = self.options.out, self.world, self.course
+        resumed_at = None
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            if self.options.resume:
+                resumed_at = world.drive(load(world.port, course, out / "checkpoint"))
+            course.save = _saver(course, out / "checkpoint")
+        writer = MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at) if out and world.rank == 0 else None
+        course.record = _recorder(writer, on_row)
+        world.set_zero()
+        waited_s, begin_s = world.waited_s, world.now_s()
+        summary = world.drive(train(world.port, course))
+        elapsed_s = world.now_s() - begin_s
+        if writer is not None:
+            writer.close()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(summary.parameters[name])
+        return self._finish(summary, (world.waited_s - waited_s) / max(elapsed_s, 1e-9))
+
+    def _finish(self, summary: Summary, communication_share: float) -> Result:
+        """Bring all ranks' traces together, and leave them in the run's folder."""
+        world, out = self.world, self.options.out
+        mine = {
+            "events": [list(event) for event in world.trace.events[:_MAX_TRACED]],
+            "hash": world.trace.hash,
+            "bytes": world.trace.bytes_sent[world.rank],
+            "share": communication_share,
+        }
+        ranks = world.drive(gather_json(world.port, mine))
+        trace_hash = combined_hash(rank["hash"] for rank in ranks)
+        result = result_of(
+            self.course,
+            summary,
+            world="process",
+            num_ranks=world.size,
+            num_bytes=sum(rank["bytes"] for rank in ranks),
+            communication_share=sum(rank["share"] for rank in ranks) / world.size,
+            trace_hash=trace_hash,
+        )
+        if out is not None:
+            result = replace(result, checkpoint=str(out / "checkpoint"))
+            if world.rank == 0:
+                events = [Event(*event) for rank in ranks for event in rank["events"]]
+                write_chrome_trace(out / "trace.json", events, title=f"{result.job}, {result.strategy}")
+                result.write(out)
+        return result
+
+
+def attached_step(handle: Handle, job: Job) -> TakeStep:
+    """One step of the plain loop; the hooks that `attach` set do the rest."""
+    model, optimizer, world = handle.replica.model, handle.replica.optimizer, handle.world
+    replica = handle.replica
+
+    async def take_step(port: Port, batch: Any) -> Tensor:
+        inputs, targets = batch
+        world.share = replica.share
+        optimizer.zero_grad()
+        loss = job.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return take_step
+
+
+def result_of(
+    course: Course,
+    summary: Summary,
+    *,
+    world: str,
+    num_ranks: int,
+    num_bytes: float,
+    communication_share: float,
+    trace_hash: str,
+) -> Result:
+    """The result of a run from its summary and its totals over all ranks."""
+    score = summary.score
+    return Result(
+        job=course.job.name,
+        strategy=str(course.replica.strategy),
+        world=world,
+        workers=num_ranks,
+        steps=summary.steps,
+        epochs=summary.epochs,
+        samples=summary.samples,
+        seconds=summary.seconds,
+        samples_per_s=summary.trained / summary.seconds if summary.seconds else 0.0,
+        loss=summary.train_loss if score is None else score.loss,
+        accuracy=None if score is None else score.accuracy,
+        train_loss=summary.train_loss,
+        bytes_sent_per_rank=num_bytes / num_ranks,
+        communication_share=communication_share,
+        batch_size=course.options.batch_size or course.job.batch_size,
+        seed=course.options.seed,
+        threads=torch.get_num_threads(),
+        parameters_sha256=parameters_sha256(summary.parameters.values()) if summary.parameters else None,
+        trace_hash=trace_hash,
+        reached=summary.reached,
+    )
+
+
+def _saver(course: Course, root: Path) -> Callable[[Port], Program[None]]:
+    return lambda port: save(port, course, root)
+
+
+def _recorder(
+    writer: MetricsWriter | None, on_row: Callable[[dict[str, Any]], None] | None
+) -> Callable[[dict[str, Any]], None]:
+    def record(row: dict[str, Any]) -> None:
+        if writer is not None:
+            writer.write(row)
+        if on_row is not None:
+            on_row(row)
+
+    return record

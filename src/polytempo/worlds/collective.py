@@ -1,0 +1,79 @@
+"""Collectives that a world performs itself: their answers, and the closed forms of their cost.
+
+All-reduce is counted and priced as a ring, which is what gloo and NCCL use for large buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.collectives import ring_price
+from polytempo.core.op import AllGather, AllReduce, Barrier, Broadcast, Collective, ReduceScatter
+
+
+def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
+    """Each member's answer, from all members' operations in the members' order. Sums add in that order."""
+    match ops[0]:
+        case AllReduce():
+            total = _sum([op.buffer for op in ops if isinstance(op, AllReduce)])
+            return [total.clone() for _ in ops]
+        case ReduceScatter():
+            total = _sum([op.buffer for op in ops if isinstance(op, ReduceScatter)])
+            return [piece.clone() for piece in total.chunk(len(ops))]
+        case AllGather():
+            return [[op.buffer.clone() for op in ops if isinstance(op, AllGather)] for _ in ops]
+        case Broadcast(_, source):
+            given = next(op for op, member in zip(ops, ops[0].members, strict=True) if member == source)
+            assert isinstance(given, Broadcast)
+            return [given.buffer.clone() for _ in ops]
+        case Barrier():
+            return [None for _ in ops]
+    raise TypeError(f"{ops[0]!r} is no collective of a world")
+
+
+def member_bytes(op: Collective[Any], rank: int) -> int:
+    """Bytes that world rank `rank` sends for the operation."""
+    num_ranks = len(op.members)
+    match op:
+        case AllReduce(buffer):
+            return round(ring_price(num_ranks, num_bytes(buffer), 0.0, 1.0).busiest_bytes)
+        case ReduceScatter(buffer):
+            return num_bytes(buffer) * (num_ranks - 1) // num_ranks
+        case AllGather(buffer):
+            return num_bytes(buffer) * (num_ranks - 1)
+        case Broadcast(buffer, source):
+            return num_bytes(buffer) if rank == source and num_ranks > 1 else 0
+        case _:
+            return 0
+
+
+def member_seconds(op: Collective[Any], latency_s: float, bytes_per_s: float) -> float:
+    """Seconds from the last member's arrival to the end."""
+    num_ranks = len(op.members)
+    rounds = (num_ranks - 1).bit_length()
+    match op:
+        case AllReduce(buffer):
+            return ring_price(num_ranks, num_bytes(buffer), latency_s, bytes_per_s).seconds
+        case ReduceScatter(buffer):
+            return (num_ranks - 1) * (latency_s + num_bytes(buffer) / num_ranks / bytes_per_s)
+        case AllGather(buffer):
+            return (num_ranks - 1) * (latency_s + num_bytes(buffer) / bytes_per_s)
+        case Broadcast(buffer, _):
+            return rounds * (latency_s + num_bytes(buffer) / bytes_per_s)
+        case _:
+            return 2 * rounds * latency_s
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _sum(buffers: list[Tensor]) -> Tensor:
+    total = buffers[0].clone()
+    for buffer in buffers[1:]:
+        total.add_(buffer)
+    return total

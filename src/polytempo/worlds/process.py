@@ -1,0 +1,290 @@
+"""The process world: performs the operations of one real rank through torch.distributed.
+
+A coroutine advances only when it is launched or waited for, in the order of the program. Every rank
+runs the same program, so every rank issues its collectives in the same order, which the transports need.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from polytempo.core import PeerLost, Port, TimedOut, world_port
+from polytempo.core.op import (
+    AllGather,
+    AllReduce,
+    Barrier,
+    Broadcast,
+    Collective,
+    Compute,
+    Mark,
+    Now,
+    Op,
+    Program,
+    Recv,
+    ReduceScatter,
+    Send,
+    Start,
+    Work,
+)
+from polytempo.worlds.collective import member_bytes, num_bytes
+from polytempo.worlds.trace import Event, Trace
+
+T = TypeVar("T")
+
+_TAGS_PER_CHANNEL = 1024
+_LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
+_LATE = re.compile(r"timed? ?out", re.I)
+
+
+class _Pending:
+    """An operation under way, or finished."""
+
+    __slots__ = ("answer", "done", "error", "event", "op", "work", "world")
+
+    def __init__(self, world: ProcessWorld, op: Op[Any], event: Event, work: Any, answer: Callable[[], Any]) -> None:
+        self.world, self.op, self.event, self.work, self.answer = world, op, event, work, answer
+        self.done = work is None
+        self.error: BaseException | None = None
+        if self.done:
+            world.trace.add(event._replace(end_s=world.now_s()))
+
+    def wait(self) -> Any:
+        """The operation's answer, once it is finished."""
+        if not self.done:
+            self.done = True
+            since_s = self.world.now_s()
+            try:
+                if self.op.timeout_s is None:
+                    self.work.wait()
+                else:
+                    self.work.wait(timedelta(seconds=self.op.timeout_s))
+            except RuntimeError as error:
+                self.error = self.world.translated(self.op, self.event, error)
+            end_s = self.world.now_s()
+            self.world.waited_s += end_s - since_s
+            self.world.trace.add(self.event._replace(end_s=end_s))
+        if self.error is not None:
+            raise self.error
+        return self.answer()
+
+
+class _Strand:
+    """A coroutine under way, or finished."""
+
+    __slots__ = ("coroutine", "done", "error", "value", "waits_for", "world")
+
+    def __init__(self, world: ProcessWorld, coroutine: Program[Any]) -> None:
+        self.world, self.coroutine = world, coroutine
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.waits_for: _Pending | _Strand | None = None
+
+    def wait(self) -> Any:
+        """What the coroutine returns, once it has."""
+        self.advance(block=True)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def advance(self, *, block: bool) -> None:
+        """Run until finished, or, without `block`, until something has to be waited for."""
+        while not self.done:
+            value, error = None, None
+            if self.waits_for is not None:
+                if not block and not self.waits_for.done:
+                    return
+                try:
+                    value = self.waits_for.wait()
+                except Exception as raised:
+                    error = raised
+                self.waits_for = None
+            self._resume(value, error)
+
+    def _resume(self, value: Any, error: BaseException | None) -> None:
+        world = self.world
+        while True:
+            try:
+                op = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
+            except StopIteration as stop:
+                self.done, self.value = True, stop.value
+                return
+            except Exception as uncaught:
+                self.done, self.error = True, uncaught
+                return
+            error = None
+            match op:
+                case Compute(work, _):
+                    value, error = world.compute(work)
+                case Now():
+                    value = world.now_s()
+                case Mark(step):
+                    world.step, value = step, None
+                case Start(what):
+                    value = Work(world.issue(what) if isinstance(what, Op) else world.launch(what))
+                case Work(handle):
+                    self.waits_for = handle
+                    return
+                case _:
+                    self.waits_for = world.issue(op)
+                    return
+
+
+class ProcessWorld:
+    """One real rank. Needs an initialised default process group unless it is alone."""
+
+    def __init__(self, rank: int, hosts: Sequence[int], *, max_events: int = 50_000) -> None:
+        self.rank = rank
+        self.size = len(hosts)
+        self.port: Port = world_port(rank, hosts)
+        self.trace = Trace(timed=False, max_events=max_events)
+        self.step = 0
+        self.waited_s = 0.0
+        """Seconds spent waiting for other ranks."""
+        self.share: float | None = None
+        """This rank's part of the present global batch, as `pt.shard` says it; None: equal parts."""
+        self._zero_s = time.monotonic()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {self.port.members: None}
+
+    def now_s(self) -> float:
+        """Seconds since the world's zero."""
+        return time.monotonic() - self._zero_s
+
+    def set_zero(self) -> None:
+        """Begin the clock together with all ranks. On one host their times are the same clock's."""
+        zero = torch.tensor([time.monotonic()], dtype=torch.float64)
+
+        async def agree() -> float:
+            await self.port.barrier()
+            return float(await self.port.broadcast(zero))
+
+        same_host = len(set(self.port.hosts)) == 1
+        agreed_s = self.drive(agree())
+        self._zero_s = agreed_s if same_host else time.monotonic()
+
+    # ------------------------------------------------------------------ coroutines
+
+    def drive(self, coroutine: Program[T]) -> T:
+        """Run a coroutine to its end."""
+        value: T = _Strand(self, coroutine).wait()
+        return value
+
+    def launch(self, coroutine: Program[Any]) -> _Strand:
+        """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
+        strand = _Strand(self, coroutine)
+        strand.advance(block=False)
+        return strand
+
+    # ------------------------------------------------------------------ operations
+
+    def compute(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Run `work` and write its line in the trace."""
+        start_s = self.now_s()
+        try:
+            return work(), None
+        except Exception as error:
+            return None, error
+        finally:
+            self.record("compute", start_s)
+
+    def record(self, kind: str, start_s: float) -> None:
+        """Write the line of something that this rank did from `start_s` until now."""
+        self.trace.add(Event(self.rank, self.step, kind, 0, start_s, self.now_s()))
+
+    def issue(self, op: Op[Any]) -> _Pending:
+        """Begin an operation."""
+        start_s = self.now_s()
+        try:
+            if isinstance(op, Collective):
+                event = Event(self.rank, self.step, op.kind, member_bytes(op, self.rank), start_s, start_s)
+                return self._collective(op, event)
+            return self._message(op, start_s)
+        except RuntimeError as error:
+            event = Event(self.rank, self.step, str(op), 0, start_s, start_s)
+            raise self.translated(op, event, error) from error
+
+    def _message(self, op: Op[Any], start_s: float) -> _Pending:
+        match op:
+            case Send(buffer, to, tag, channel):
+                event = Event(self.rank, self.step, "send", num_bytes(buffer), start_s, start_s, to)
+                work = dist.isend(buffer.contiguous(), to, tag=_wire_tag(channel, tag)) if buffer.numel() else None
+                return _Pending(self, op, event, work, lambda: None)
+            case Recv(like, source, tag, channel):
+                event = Event(self.rank, self.step, "recv", 0, start_s, start_s, source)
+                into = torch.empty_like(like, memory_format=torch.contiguous_format)
+                work = dist.irecv(into, source, tag=_wire_tag(channel, tag)) if like.numel() else None
+                return _Pending(self, op, event, work, lambda: into)
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
+
+    def _collective(self, op: Collective[Any], event: Event) -> _Pending:
+        if len(op.members) == 1:
+            return _Pending(self, op, event, None, lambda: _alone(op))
+        group = self._group(op.members)
+        match op:
+            case AllReduce(buffer):
+                return _Pending(self, op, event, dist.all_reduce(buffer, group=group, async_op=True), lambda: buffer)
+            case Broadcast(buffer, source):
+                work = dist.broadcast(buffer, source, group=group, async_op=True)
+                return _Pending(self, op, event, work, lambda: buffer)
+            case AllGather(buffer):
+                gathered = [torch.empty_like(buffer) for _ in op.members]
+                work = dist.all_gather(gathered, buffer.contiguous(), group=group, async_op=True)
+                order = [sorted(op.members).index(member) for member in op.members]
+                return _Pending(self, op, event, work, lambda: [gathered[i] for i in order])
+            case ReduceScatter(buffer):
+                place = sorted(op.members).index(self.rank)
+                pieces = list(buffer.chunk(len(op.members)))
+                ordered = [pieces[op.members.index(member)] for member in sorted(op.members)]
+                mine = torch.empty_like(ordered[place])
+                return _Pending(
+                    self, op, event, dist.reduce_scatter(mine, ordered, group=group, async_op=True), lambda: mine
+                )
+            case Barrier():
+                return _Pending(self, op, event, dist.barrier(group=group, async_op=True), lambda: None)
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
+
+    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if members not in self._groups:
+            self._groups[members] = dist.new_group(sorted(members), use_local_synchronization=True)
+        return self._groups[members]
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in the words that both worlds use."""
+        text = str(error)
+        peer = event.peer if event.peer >= 0 else None
+        if _LATE.search(text):
+            return TimedOut(self.rank, event.step, str(op), op.timeout_s or _group_timeout_s())
+        if _LOST.search(text):
+            return PeerLost(self.rank, event.step, str(op), peer, text.splitlines()[0][:200])
+        return error
+
+
+def _wire_tag(channel: int, tag: int) -> int:
+    if not 0 <= tag < _TAGS_PER_CHANNEL or channel >= 2**21:
+        raise ValueError(
+            f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}"
+        )
+    return channel * _TAGS_PER_CHANNEL + tag
+
+
+def _alone(op: Collective[Any]) -> Any:
+    match op:
+        case AllGather(buffer):
+            return [buffer.clone()]
+        case Barrier():
+            return None
+        case AllReduce(buffer) | ReduceScatter(buffer) | Broadcast(buffer, _):
+            return buffer
+    raise TypeError(f"{op!r} is no collective of a world")
+
+
+def _group_timeout_s() -> float:
+    options = getattr(dist.group.WORLD, "_timeout", None)
+    return options.total_seconds() if isinstance(options, timedelta) else float("nan")

@@ -1,0 +1,146 @@
+"""The report as a reader sees it: opened in headless Chromium, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from polytempo.report.page import write_report
+from polytempo.report.runs import RunRecord
+from polytempo.worlds.trace import Event
+
+pytestmark = pytest.mark.browser
+
+SWITCHES = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+# strategy, workers, world, samples/s, share of time in communication, bytes per rank and step, steps between exchanges
+COMPARED = [
+    ("sync_sgd(route=native)", 1, "process", 21_000.0, 0.0, 0, 1),
+    ("sync_sgd(route=ring)", 2, "process", 29_500.0, 0.31, 151_592, 1),
+    ("local_sgd(period=8)", 2, "process", 38_200.0, 0.06, 151_592, 8),
+    ("post_local_sgd(switch=100, period=16)", 2, "process", 36_900.0, 0.09, 151_592, 4),
+    ("diloco(period=50, outer_lr=0.7, outer_momentum=0.9)", 2, "process", 39_800.0, 0.01, 400, 50),
+    ("gossip(graph=ring)", 8, "virtual", 81_000.0, 0.22, 75_796, 1),
+]
+NUM_SAMPLES = 28_160
+
+
+def record(number: int) -> RunRecord:
+    """A run as `polytempo compare` leaves it, with the shape of real curves."""
+    strategy, workers, world, speed, share, sent, period = COMPARED[number]
+    chance = random.Random(number)
+    samples_a_step = 32 * workers
+    num_steps, step_s = NUM_SAMPLES // samples_a_step, samples_a_step / speed
+    metrics: list[dict[str, Any]] = []
+    for step in range(1, num_steps + 1):
+        place = {
+            "step": step,
+            "epoch": 10 * step / num_steps,
+            "samples": step * samples_a_step,
+            "seconds": step * step_s,
+        }
+        loss = 2.3 * math.exp(-step * samples_a_step / (1900 + 300 * number)) + 0.05 * chance.lognormvariate(0, 0.5)
+        metrics.append({"kind": "train", **place, "loss": loss, "samples_per_s": speed})
+        if step % (num_steps // 10) == 0:
+            accuracy = (
+                0.975 - 0.5 * math.exp(-step * samples_a_step / (2300 + 350 * number)) + chance.uniform(-0.003, 0.003)
+            )
+            metrics.append({"kind": "test", **place, "loss": loss, "accuracy": accuracy})
+    result = {
+        "strategy": strategy,
+        "world": world,
+        "workers": workers,
+        "steps": num_steps,
+        "samples": NUM_SAMPLES,
+        "seconds": num_steps * step_s,
+        "samples_per_s": speed,
+        "loss": metrics[-1]["loss"],
+        "accuracy": metrics[-1]["accuracy"],
+        "bytes_sent_per_rank": sent * num_steps // period,
+        "parameters_sha256": "5f" * 32,
+        "trace_hash": "c0" * 32,
+        "job": "digits",
+        "epochs": 10,
+        "seed": 0,
+        "batch_size": 32,
+        "communication_share": share,
+        "threads": 1,
+    }
+    return RunRecord(result, metrics, events(number, num_steps, step_s))
+
+
+def events(number: int, num_steps: int, step_s: float) -> list[Event]:
+    """Every rank computes; every `period` steps all meet at one operation, which ends for all at once."""
+    strategy, workers, _, _, share, sent, period = COMPARED[number]
+    chance = random.Random(100 + number)
+    clocks, found = [0.0] * workers, []
+    for step in range(1, num_steps + 1):
+        for rank in range(workers):
+            begin, clocks[rank] = clocks[rank], clocks[rank] + step_s * (1 - share) * chance.uniform(0.9, 1.1)
+            found.append(Event(rank, step, "compute", 0, begin, clocks[rank]))
+        if workers > 1 and step % period == 0:
+            end = max(clocks) + step_s * share * period
+            for rank in range(workers):
+                peer = (rank + 1) % workers
+                if strategy == "sync_sgd(route=ring)":
+                    found.append(Event(rank, step, "send", sent, clocks[rank], end - step_s * 0.02, peer))
+                    found.append(Event(rank, step, "recv", 0, clocks[rank] + step_s * 0.01, end, peer))
+                else:
+                    found.append(Event(rank, step, "all_reduce", sent, clocks[rank], end))
+                clocks[rank] = end
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compare") / "report.html"
+    write_report(path, [record(number) for number in range(len(COMPARED))], title="digits: six strategies compared")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
+    executable = next((path for path in found if path), None)  # None: the browser that playwright has installed
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=executable, args=SWITCHES)
+        yield started
+        started.close()
+
+
+class Opened:
+    """A page that has drawn everything, with what it complained about and what it asked for."""
+
+    def __init__(self, browser: Browser, path: Path, width: int, height: int) -> None:
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        context = browser.new_context(viewport={"width": width, "height": height}, service_workers="block")
+        self.page: Page = context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-drawn]", state="attached")
+        self.page.wait_for_function("document.querySelectorAll('.plot:not(.later) .main-svg').length >= 8")
+
+
+@pytest.fixture(scope="module", params=[(1280, 900), (390, 844)], ids=["desk", "phone"])
+def opened(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Opened]:
+    view = Opened(browser, report, *request.param)
+    yield view
+    view.page.context.close()

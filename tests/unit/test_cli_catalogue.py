@@ -1,0 +1,90 @@
+"""What the command line can name, and how it lists it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from polytempo import strategies
+from polytempo.cli.catalogue import COMPARED, STRATEGIES, cluster_from, strategies_from, strategy_from
+from polytempo.cli.main import app
+from polytempo.cli.strategies import described, source_in
+from polytempo.core import Strategy
+
+
+@pytest.mark.parametrize("name", strategies.__all__)
+def test_every_strategy_can_be_named_and_has_a_paper(name: str) -> None:
+    """Alone, with its defaults, and as it calls itself."""
+    strategy = strategy_from(name)
+    assert isinstance(strategy, Strategy)
+    assert strategy_from(str(strategy)).name == strategy.name
+    entry = described(name, STRATEGIES[name])
+    assert entry.signature.startswith(f"{name}(")
+    assert entry.summary.endswith(".")
+    assert entry.source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sync_sgd(route=ring)",
+        "sync_sgd(tree)",
+        "sync_sgd(route=halving_doubling)",
+        "sync_sgd(route=star)",
+        "sync_sgd(route=hierarchical)",
+        "sync_sgd(route=hierarchical(between=tree))",
+        "gossip(graph=ring)",
+        "gossip(graph=exponential, period=2)",
+        "gossip(graph=random_pairs(seed=3))",
+        "gossip(graph=complete)",
+        "robust_sgd(merge=median)",
+        "robust_sgd(merge=trimmed_mean(cut=2))",
+        "robust_sgd(merge=krum)",
+    ],
+)
+def test_routes_graphs_and_merges_are_named(text: str) -> None:
+    """Those that take arguments may be named without them."""
+    assert strategy_from(text).name.startswith(text.partition("(")[0])
+
+
+def test_a_list_of_strategies() -> None:
+    """And the usual one, of at least six."""
+    assert [each.name for each in strategies_from("adasum, local_sgd(period=3)")] == [
+        strategies.adasum().name,
+        strategies.local_sgd(period=3).name,
+    ]
+    assert len(strategies_from(None)) == len(strategies_from(COMPARED)) >= 6
+
+
+def test_clusters() -> None:
+    """Links by the number; stragglers inside or beside; the name says both."""
+    cluster = cluster_from("ethernet(gbit_per_s=8)", "lognormal(sigma=0.3)")
+    assert cluster.network.bytes_per_s == 1e9
+    assert cluster.name == "ethernet(gbit_per_s=8), stragglers lognormal(sigma=0.3)"
+    for text in ("one_host", "infiniband(workers_per_host=4)", "internet", "ethernet(stragglers=exponential)"):
+        assert cluster_from(text).name.startswith(text.partition("(")[0])
+
+
+def test_the_source_is_a_paragraph() -> None:
+    """From `Source:` to the next empty line, on one line."""
+    assert source_in("What.\n\nSource: A. B,\n    2020.\n\nMore.") == "A. B, 2020."
+    assert source_in("What.") == ""
+
+
+def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One entry a strategy."""
+    with pytest.raises(SystemExit) as end:
+        app(["strategies", "--json"])
+    assert end.value.code == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in entries] == sorted(strategies.__all__)
+
+
+def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a strategy, with how it is written."""
+    with pytest.raises(SystemExit):
+        app(["strategies"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(strategies.__all__)
+    assert any(line.startswith("local_sgd(period: int = 8, route = native)  ") for line in lines)

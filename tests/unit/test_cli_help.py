@@ -1,0 +1,148 @@
+"""The command line without its backend: quick help, and clear refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from polytempo.cli.failure import exit_code
+from polytempo.cli.main import app
+from polytempo.core import PolytempoError
+from polytempo.engines.local import WorkerDied
+
+SLOW_TO_IMPORT = ("torch", "numpy", "plotly", "matplotlib", "pydantic", "yaml")
+
+
+def polytempo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "polytempo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+
+
+def test_help_imports_nothing_slow() -> None:
+    """The time of `polytempo --help` is the time of its imports."""
+    program = (
+        "import sys, polytempo.cli.main\n"
+        "try:\n"
+        "    polytempo.cli.main.app(['--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        f"print([name for name in {SLOW_TO_IMPORT!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "polytempo train digits" in done.stdout
+
+
+def test_help_names_every_command() -> None:
+    """And each command's help its options."""
+    main = polytempo("--help")
+    assert main.returncode == 0
+    for command in ("train", "compare", "simulate", "doctor", "strategies"):
+        assert f"\n  {command} " in main.stdout
+    train = polytempo("train", "--help").stdout
+    for option in ("strategy", "workers", "data", "epochs", "until", "steps", "batch-size", "lr", "seed", "threads"):
+        assert f"  --{option} " in train
+    for option in ("out", "resume", "json", "dry-run", "config"):
+        assert f"  --{option} " in train
+
+
+def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
+    """Exit code 2, no traceback, nothing on standard output, nothing left behind."""
+    done = polytempo("train", "digits", "--workers", "0", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --workers 0: must be greater than or equal to 1\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian", "No such command 'trian'"),
+        ("train digits --workers two", "'--workers'"),
+        ("train digits --worker 2", "No such option: --worker"),
+        ("train digits --until accuracy=97", "error: --until accuracy=97: takes accuracy as a share"),
+        ("train digits --config missing.toml", "error: missing.toml: there is no such file\n"),
+        ("train digits --data missing", "error: --data missing: there is no such file or folder\n"),
+        ("train digits --strategy locl_sgd", "no strategy 'locl_sgd' (did you mean local_sgd?); there are: "),
+        ("train digits --strategy f(x=)", "\n    f(x=)\n        ^\n"),
+        ("train digits --strategy local_sgd(perod=2)", "has no argument 'perod' (did you mean period?)"),
+        ("train digits --strategy local_sgd(period=0)", "error: period must be at least 1"),
+        ("train digits --strategy sync_sgd(route=rign)", "no route 'rign' (did you mean ring?)"),
+        ("train digits --resume", "error: --resume: runs/digits-sync_sgd holds no run"),
+        ("train dogits", "there is no job 'dogits'"),
+        ("train", "error: name a job: "),
+        ("compare digits --strategies sync_sgd,,adasum", "expected a name, not ','"),
+        ("simulate digits --cluster etherne", "no cluster 'etherne' (did you mean ethernet?)"),
+        ("simulate digits --stragglers lognorm", "no straggler distribution 'lognorm'"),
+    ],
+)
+def test_wrong_values(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    """Each says what is wrong and what would be right."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        app(arguments.split())
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert message in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("wrong"), 2, "error: wrong\n"),
+        (PolytempoError("lost"), 1, "error: lost\n"),
+        (RuntimeError(), 1, "error: RuntimeError\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_exit_codes(capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str) -> None:
+    """One message, and the code that says whose fault it was."""
+    with pytest.raises(typer.Exit) as end, exit_code():
+        raise error
+    assert end.value.exit_code == code
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("how", "last_lines", "code", "message"),
+    [
+        ("raised ValueError", ["Traceback", "ValueError: no data", "    here"], 2, "error: no data\n    here\n"),
+        ("raised ValueError", ["ValueError: first", "ValueError: then"], 2, "error: then\n"),
+        (
+            "raised KeyError",
+            ["ValueError: no data", "KeyError: 1"],
+            1,
+            "error: rank 0 raised KeyError; the run has ended\n",
+        ),
+        ("was killed", ["ValueError: no data"], 1, "error: rank 0 was killed; the run has ended\n"),
+    ],
+)
+def test_a_wrong_value_in_a_worker(
+    capsys: pytest.CaptureFixture[str], how: str, last_lines: list[str], code: int, message: str
+) -> None:
+    """Is told like one in the launcher, without the worker's traceback."""
+    with pytest.raises(typer.Exit) as end, exit_code():
+        raise WorkerDied(f"rank 0 {how}; the run has ended", 0, 1, None, last_lines)
+    assert end.value.exit_code == code
+    assert capsys.readouterr().err == message
+
+
+def test_the_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`POLYTEMPO_DEBUG=1` is for those who look for the cause."""
+    monkeypatch.setenv("POLYTEMPO_DEBUG", "1")
+    with pytest.raises(typer.Exit), exit_code():
+        raise PolytempoError("lost")
+    assert "Traceback" in capsys.readouterr().err
