@@ -144,3 +144,124 @@ def opened(request: pytest.FixtureRequest, browser: Browser, report: Path) -> It
     view = Opened(browser, report, *request.param)
     yield view
     view.page.context.close()
+
+
+TITLES = [
+    "Loss against time",
+    "Loss against samples",
+    "Accuracy against time",
+    "Accuracy against samples",
+    "Throughput",
+    "Speed-up",
+    "Share of time in communication",
+    "Bytes sent per rank",
+]
+AXIS_TITLES = [
+    "Training loss (logarithmic)",
+    "Test accuracy (%)",
+    "Time (s; virtual where simulated)",
+    "Samples (all workers)",
+    "Throughput (samples/s)",
+    "Speed-up (\u00d7 baseline)",
+    "Time in communication (% of the run)",
+    "Sent per rank (bytes, logarithmic)",
+    "Time since the first bar (ms)",
+    "Rank",
+]
+NAMES = [row[0] + (" (simulated)" if row[2] == "virtual" else "") for row in COMPARED]
+
+# Every text of a card with its box. Hover buttons are no texts; what is not drawn has no box.
+TEXTS = """
+() => [...document.querySelectorAll(".card")].map((card) => {
+  const found = card.querySelectorAll("h3, p, label, select, .legend li, svg.main-svg text");
+  return [...found].map((element) => {
+    const box = element.getBoundingClientRect();
+    const text = element.tagName === "SELECT" ? "(the chosen run)" : element.textContent;
+    return { text, left: box.left, right: box.right, top: box.top, bottom: box.bottom };
+  }).filter((one) => one.text.trim() && one.right > one.left);
+})
+"""
+
+
+def cards(opened: Opened) -> list[list[dict[str, Any]]]:
+    found: list[list[dict[str, Any]]] = opened.page.evaluate(TEXTS)
+    return found
+
+
+def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two boxes share more than a pixel of rounding."""
+    width = min(one["right"], other["right"]) - max(one["left"], other["left"])
+    height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
+    return bool(width > 1 and height > 1)
+
+
+def choose(opened: Opened, number: int) -> None:
+    opened.page.select_option("#timeline-run", str(number))
+    opened.page.wait_for_selector(f"#timeline-{number} .main-svg", state="visible")
+
+
+def test_nothing_is_fetched_and_nothing_complained(opened: Opened) -> None:
+    choose(opened, 5)
+    assert opened.complaints == []
+    assert [url.partition(":")[0] for url in opened.requests] == ["file"]
+
+
+def test_titles_units_and_legends_are_visible(opened: Opened) -> None:
+    choose(opened, 1)
+    for title in TITLES:
+        assert opened.page.get_by_role("heading", name=title, exact=True).is_visible(), title
+    drawn = {one["text"] for card in cards(opened) for one in card}
+    assert set(AXIS_TITLES) <= drawn
+    for key in ("loss-seconds", "loss-samples", "accuracy-seconds", "accuracy-samples"):
+        legend = opened.page.locator(f".card:has(#{key}) .legend button")
+        assert legend.all_inner_texts() == NAMES
+    assert {"computecomputation", "sendcommunication", "recvcommunication"} <= drawn
+
+
+def test_the_table_has_a_row_for_every_run(opened: Opened) -> None:
+    rows = opened.page.locator("#summary tbody th")
+    assert rows.all_inner_texts() == NAMES
+    assert opened.page.locator("#summary tbody tr").first.locator("td").count() == 10
+
+
+def test_no_texts_overlap_and_none_is_cut_off(opened: Opened) -> None:
+    width = opened.page.viewport_size["width"] if opened.page.viewport_size else 0
+    for number in range(len(COMPARED)):
+        choose(opened, number)
+        for texts in cards(opened):
+            clashes = [
+                (one["text"], other["text"])
+                for place, one in enumerate(texts)
+                for other in texts[place + 1 :]
+                if overlap(one, other)
+            ]
+            assert clashes == []
+            assert [one["text"] for one in texts if one["left"] < 0 or one["right"] > width] == []
+
+
+def test_every_text_of_a_figure_lies_within_it(opened: Opened) -> None:
+    outside = opened.page.evaluate(
+        """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
+          const frame = plot.getBoundingClientRect();
+          return [...plot.querySelectorAll("svg.main-svg text")].filter((text) => {
+            const box = text.getBoundingClientRect();
+            return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+          }).map((text) => plot.id + ": " + text.textContent);
+        })"""
+    )
+    assert outside == []
+
+
+def test_the_page_is_no_wider_than_the_window(opened: Opened) -> None:
+    sizes = opened.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert sizes[0] <= sizes[1]
+
+
+def test_a_click_in_a_legend_hides_a_run_everywhere(opened: Opened) -> None:
+    lines = "[...document.querySelectorAll('.plot[data-lines]')].map((plot) => plot.data.map((one) => one.visible))"
+    button = opened.page.locator("#loss-seconds ~ .legend button").nth(2)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert opened.page.evaluate(lines) == [[None, None, False, None, None, None]] * 4
+    button.click()
+    assert opened.page.evaluate(lines) == [[None, None, True, None, None, None]] * 4

@@ -31,7 +31,7 @@ def write_picture(path: Path, runs: Sequence[RunRecord]) -> None:
     quantity = "accuracy" if any(points(run, "test", "samples", "accuracy") for run in runs) else "loss"
     bottom = 0.14 + _legend(figure, runs)
     for place, over in enumerate(("seconds", "samples")):
-        axes = figure.add_axes((0.06 + 0.49 * place, bottom, 0.425, 0.9 - bottom))
+        axes = figure.add_axes((0.068 + 0.485 * place, bottom, 0.42, 0.9 - bottom))
         _draw(axes, runs, quantity, over)
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, format="png")
@@ -110,3 +110,5 @@ def _limit(axes: Axes, quantity: str, values: list[float]) -> None:
         axes.set_ylim(max(0.0, low - margin), high + margin)
     elif values and values[0] > 0 and values[-1] > 20 * values[0]:
         axes.set_yscale("log")
+    elif not values:
+        axes.set_ylim(0, 1)

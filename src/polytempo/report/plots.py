@@ -172,7 +172,7 @@ def _bars(
         place = {"x": 0, "xref": "paper", "xanchor": "left", "y": number + 0.5 - 28 / row_height, "yanchor": "bottom"}
         figure.add_annotation(text=name, showarrow=False, align="left", borderpad=0, bgcolor="#FFFFFF", **place)
     figure.update_yaxes(visible=False, range=[len(runs) - 0.5, -0.5])
-    figure.update_layout(margin={"l": 14, "r": 14, "t": 4, "b": 52})
+    figure.update_layout(margin={"l": 20, "r": 20, "t": 4, "b": 52})
     most = max((number for number in values if number is not None), default=0.0)
     return figure.update_xaxes(title_text=title, range=[0, most * 1.25 or 1], nticks=6)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+BAR_INTERVAL_S = 0.1
 PLAIN_INTERVAL_S = 3.0
 """Plain lines come no faster than this; the last state is always told."""
 
@@ -53,6 +54,9 @@ class Progress:
         if self._bar is not None:
             status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
             self._bar.update(self._task, completed=step, status=status)
+            if self._clock() - self._told_s >= BAR_INTERVAL_S:
+                self._bar.refresh()
+                self._told_s = self._clock()
             return
         line = f"{self._description}: {status_line(step, self._total_steps, loss, accuracy, samples_per_s)}"
         if self._clock() - self._told_s >= PLAIN_INTERVAL_S:
@@ -113,5 +117,7 @@ def _bar(stream: TextIO) -> Bar:
         TextColumn("{task.fields[status]}", markup=False),
         TimeElapsedColumn(),
         console=Console(file=stream, force_terminal=True),
-        refresh_per_second=5,
+        auto_refresh=False,  # no thread of its own: workers are started while the bar is shown
+        redirect_stdout=False,  # what a program prints is not ours to move to standard error
+        redirect_stderr=False,
     )

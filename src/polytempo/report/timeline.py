@@ -71,8 +71,8 @@ def timeline(run: RunRecord, num_steps: int = NUM_STEPS) -> Timeline | None:
 def excerpt(events: Sequence[Event], num_steps: int = NUM_STEPS) -> list[Event]:
     """The events of at most `num_steps` steps and `MAX_RANKS` ranks, `MAX_BARS` in all.
 
-    The steps are consecutive and as near to the middle as possible, but so that ranks communicate in one of them
-    before the last, if they ever do: a strategy that averages every hundred steps shows how it averages.
+    The steps are consecutive and as near to the middle as possible, but so that ranks communicate in one of them,
+    rather before the last, if they ever do: a strategy that averages every hundred steps shows how it averages.
     """
     ranks = sorted({event.rank for event in events})[:MAX_RANKS]
     while ranks:
@@ -97,10 +97,11 @@ def _middle_steps(events: Sequence[Event], num_steps: int) -> set[int]:
     starts = range(max(1, len(steps) - num_steps + 1))
     middle = (len(steps) - num_steps) / 2
 
-    def silent(start: int) -> bool:
-        return talking.isdisjoint(steps[start : start + max(1, num_steps - 1)])
+    def merit(start: int) -> tuple[bool, bool, float]:
+        window = steps[start : start + num_steps]
+        return talking.isdisjoint(window), talking.isdisjoint(window[:-1]), abs(start - middle)
 
-    best = min(starts, key=lambda start: (silent(start), abs(start - middle)))
+    best = min(starts, key=merit)
     return set(steps[best : best + num_steps])
 
 

@@ -87,16 +87,15 @@ class Trainer:
             course.save = _saver(course, out / "checkpoint")
         writer = MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at) if out and world.rank == 0 else None
         course.record = _recorder(writer, on_row)
-        world.set_zero()
-        waited_s, begin_s = world.waited_s, world.now_s()
+        world.begin()
         summary = world.drive(train(world.port, course))
-        elapsed_s = world.now_s() - begin_s
+        elapsed_s = world.now_s()
         if writer is not None:
             writer.close()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(summary.parameters[name])
-        return self._finish(summary, (world.waited_s - waited_s) / max(elapsed_s, 1e-9))
+        return self._finish(summary, world.waited_s / max(elapsed_s, 1e-9))
 
     def _finish(self, summary: Summary, communication_share: float) -> Result:
         """Bring all ranks' traces together, and leave them in the run's folder."""

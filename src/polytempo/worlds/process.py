@@ -145,6 +145,7 @@ class ProcessWorld:
         self.size = len(hosts)
         self.port: Port = world_port(rank, hosts)
         self.trace = Trace(timed=False, max_events=max_events)
+        self._max_events = max_events
         self.step = 0
         self.waited_s = 0.0
         """Seconds spent waiting for other ranks."""
@@ -157,8 +158,8 @@ class ProcessWorld:
         """Seconds since the world's zero."""
         return time.monotonic() - self._zero_s
 
-    def set_zero(self) -> None:
-        """Begin the clock together with all ranks. On one host their times are the same clock's."""
+    def begin(self) -> None:
+        """Begin clock and trace together with all ranks. On one host their times are the same clock's."""
         zero = torch.tensor([time.monotonic()], dtype=torch.float64)
 
         async def agree() -> float:
@@ -168,6 +169,8 @@ class ProcessWorld:
         same_host = len(set(self.port.hosts)) == 1
         agreed_s = self.drive(agree())
         self._zero_s = agreed_s if same_host else time.monotonic()
+        self.trace = Trace(timed=False, max_events=self._max_events)
+        self.waited_s = 0.0
 
     # ------------------------------------------------------------------ coroutines
 
