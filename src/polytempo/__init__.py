@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polytempo import aggregation, cluster, collectives, core, data, jobs, strategies, synchronization, torch, worlds
+    from polytempo import (
+        aggregation,
+        cluster,
+        collectives,
+        core,
+        data,
+        jobs,
+        strategies,
+        synchronization,
+        torch,
+        worlds,
+    )
     from polytempo.core import Bundle, Deadlock, Mismatch, PeerLost, PolytempoError, Port, Strategy, TimedOut, Transform
     from polytempo.engines.init import init
     from polytempo.engines.local import WorkerDied, launch

@@ -29,7 +29,8 @@ class Op(Generic[T]):
     """Seconds until `TimedOut` is raised at the `await`; None means the world's own deadline."""
 
     def __await__(self) -> Generator[Op[Any], Any, T]:
-        return (yield self)
+        answer: T = yield self
+        return answer
 
     def __str__(self) -> str:
         return type(self).__name__.lower()

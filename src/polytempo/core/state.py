@@ -19,10 +19,10 @@ Scalar = int | float | str | bool | None
 
 
 class Late(NamedTuple):
-    """Part `index` of the tuple that `work` will answer."""
+    """Part number `part` of the tuple that `work` will answer."""
 
     work: Work[Any]
-    index: int
+    part: int
 
 
 class Saved(NamedTuple):
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 async def settled(state: Any) -> Any:
     """`state` with everything under way finished. Ranks that exchange messages must all call it."""
     if isinstance(state, Late):
-        return (await state.work)[state.index]
+        return (await state.work)[state.part]
     if isinstance(state, dict):
         return {key: await settled(value) for key, value in state.items()}
     if isinstance(state, tuple):

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import world_port
 from polytempo.engines.environment import Place, recognise
@@ -50,7 +51,7 @@ def _join(place: Place, timeout_s: float, backend: str | None) -> None:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
-        store=dist.PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
+        store=PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
         rank=place.rank,
         world_size=place.size,
         timeout=timeout,
@@ -58,16 +59,16 @@ def _join(place: Place, timeout_s: float, backend: str | None) -> None:
     atexit.register(_leave)
 
 
-def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> dist.Store:
+def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Store:
     """Where ranks find each other: a file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
     if place.rendezvous is not None:
-        store: dist.Store = dist.FileStore(str(place.rendezvous / "store"), place.size)
+        store: Store = FileStore(str(place.rendezvous / "store"), place.size)
         store.set_timeout(timeout)
         return store
     assert place.master_address is not None
     assert place.master_port is not None
     agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
+    return TCPStore(
         place.master_address,
         place.master_port,
         is_master=place.rank == 0 and not agent_holds_it,

@@ -54,6 +54,7 @@ def run(
         metrics = out / "metrics.jsonl"
         if not options.resume:
             metrics.unlink(missing_ok=True)
+
         def work(seat: Seat) -> dict[str, Any] | None:
             world = init(timeout_s=options.timeout_s, quiet=True)
             result = Trainer(job, strategy, given, world=world).fit()

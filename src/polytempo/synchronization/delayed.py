@@ -49,4 +49,4 @@ def delayed(delay: int, transform: Transform) -> Transform:
 
 
 async def _answer(value: Late | Any) -> Any:
-    return (await value.work)[value.index] if isinstance(value, Late) else value
+    return (await value.work)[value.part] if isinstance(value, Late) else value

@@ -1,8 +1,8 @@
 """`attach`: one line makes an ordinary training loop distributed.
 
-    loss.backward()      each bucket's transform starts as soon as its last gradient is there;
-                         when backward returns, every `.grad` is the strategy's answer
-    optimizer.step()     afterwards the parameters' transform runs, then buffers meet
+loss.backward()      each bucket's transform starts as soon as its last gradient is there;
+                     when backward returns, every `.grad` is the strategy's answer
+optimizer.step()     afterwards the parameters' transform runs, then buffers meet
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Handle:
                 return
             if not self._in_backward:
                 self._in_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)
             self._missing[index] -= 1
             if self._missing[index] == 0 and not self._joining and index == len(self._launched):
                 self._launch_ready()

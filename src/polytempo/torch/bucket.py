@@ -1,7 +1,7 @@
 """`Bucket`: some parameters whose gradients are exchanged together, through one flat buffer.
 
-    parameters   [ ... layer 1 ... | ... layer 2 ... | ... layer 3 ... ]
-    buckets                [        1        ][         0         ]       backward fills bucket 0 first
+parameters   [ ... layer 1 ... | ... layer 2 ... | ... layer 3 ... ]
+buckets                [        1        ][         0         ]       backward fills bucket 0 first
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Bucket:
 def _rows(dense: Tensor) -> Tensor:
     """The non-zero rows of a gradient, as an embedding's sparse gradient."""
     rows = dense.flatten(1).any(dim=1).nonzero().flatten()
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def buckets(parameters: Mapping[str, nn.Parameter], max_bytes: int | None) -> list[Bucket]:

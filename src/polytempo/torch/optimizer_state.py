@@ -62,7 +62,9 @@ async def broadcast_optimizer(port: Port, optimizer: Optimizer) -> None:
     described = json.loads(bytes((await port.broadcast(text)).tolist()))
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in described["layout"].items():
-        given = mine.tensors[name].detach().clone() if port.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        given = (
+            mine.tensors[name].detach().clone() if port.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        )
         tensors[name] = await port.broadcast(given)
     if port.rank:
         optimizer_restore(optimizer, Saved(tensors, {"optimizer": described["text"]}))

@@ -1,7 +1,7 @@
 """One training step as the virtual world sees it: real gradients, virtual time, communication that overlaps backward.
 
-    compute   | forward | backward of bucket 0 | backward of bucket 1 | ...        step |
-    network                                    | exchange bucket 0    | exchange bucket 1 |
+compute   | forward | backward of bucket 0 | backward of bucket 1 | ...        step |
+network                                    | exchange bucket 0    | exchange bucket 1 |
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float) -> TakeStep
         return loss.detach()
 
     async def take_step(port: Port, batch: Any) -> Tensor:
-        samples = len(batch[1])
-        return await _step(port, replica, flops_per_sample * samples, lambda: forward_and_backward(batch), _update)
-
-    def _update() -> None:
-        replica.optimizer.step()
+        flops = flops_per_sample * len(batch[1])
+        loss: Tensor = await _step(port, replica, flops, lambda: forward_and_backward(batch), replica.optimizer.step)
+        return loss
 
     return take_step
 
@@ -51,7 +49,9 @@ async def meta_step(port: Port, replica: Replica, flops: float) -> None:
     await _step(port, replica, flops, gradients, lambda: None)
 
 
-async def _step(port: Port, replica: Replica, flops: float, gradients: Callable[[], Any], update: Callable[[], None]) -> Any:
+async def _step(
+    port: Port, replica: Replica, flops: float, gradients: Callable[[], Any], update: Callable[[], Any]
+) -> Any:
     size = sum(p.numel() for p in replica.trainable.values())
     buckets = replica.buckets
     answer = await port.compute(gradients, flops if not buckets else flops / 3)

@@ -68,9 +68,7 @@ class Replica:
     async def exchange(self, port: Port, bucket: Bucket) -> None:
         """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer."""
         bundle = bucket.gathered(self.share)
-        answer, bucket.state = await self.strategy.gradients.apply(
-            port.on_channel(bucket.index), bundle, bucket.state
-        )
+        answer, bucket.state = await self.strategy.gradients.apply(port.on_channel(bucket.index), bundle, bucket.state)
         if answer is not bundle or bundle.packed:
             bucket.place(answer)
 

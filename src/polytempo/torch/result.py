@@ -62,5 +62,5 @@ def parameters_sha256(parameters: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
         flat = parameter.detach().to("cpu", torch.float32).contiguous().view(-1)
-        digest.update(memoryview(flat.numpy()).cast("B") if flat.numel() else b"")
+        digest.update(flat.numpy().tobytes())
     return digest.hexdigest()

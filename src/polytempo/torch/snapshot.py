@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Mismatch, Port
-from polytempo.core.state import Saved
+from polytempo.core.state import Saved, Scalar
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.torch.training import Course
 
 V = TypeVar("V")
+
 
 async def save(port: Port, course: Course, root: Path) -> None:
     """Every rank writes its part of a checkpoint in `root`; rank 0 then makes it the newest.
@@ -29,7 +30,11 @@ async def save(port: Port, course: Course, root: Path) -> None:
     step = course.replica.step
     hashes = await gather_json(port, write_part(root, step, port.rank, part))
     if port.rank == 0:
-        about = {"ranks": port.size, "strategy": str(course.replica.strategy), "job": course.job.name}
+        about: dict[str, Scalar] = {
+            "ranks": port.size,
+            "strategy": str(course.replica.strategy),
+            "job": course.job.name,
+        }
         commit(root, step, hashes, about)
     await port.barrier()
 

@@ -1,7 +1,7 @@
 """The training program: one coroutine that runs a job in either world.
 
-    for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
-    at the end of an epoch:          evaluate  ── reached what was asked for?
+for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
+at the end of an epoch:          evaluate  ── reached what was asked for?
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ def _reached(score: Score | None, options: RunOptions) -> bool | None:
         return None
     assert score is not None
     measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
-    return all(
-        measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items()
-    )
+    return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
 
 
 def seed_step(seed: int, rank: int, step: int) -> None:

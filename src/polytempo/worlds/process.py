@@ -271,9 +271,7 @@ class ProcessWorld:
 
 def _wire_tag(channel: int, tag: int) -> int:
     if not 0 <= tag < _TAGS_PER_CHANNEL or channel >= 2**21:
-        raise ValueError(
-            f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}"
-        )
+        raise ValueError(f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}")
     return channel * _TAGS_PER_CHANNEL + tag
 
 

@@ -369,10 +369,13 @@ class VirtualWorld:
             if isinstance(fault, Crash):
                 self._crash(rank)
             if isinstance(fault, Pause):
-                flight = _Flight("pause", rank, step, self.now_s)
-                self._at(self.now_s + fault.seconds, lambda flight=flight: self._end(flight, "pause", 0, None))
-                return flight
+                return self._pause(rank, step, fault.seconds)
         return None
+
+    def _pause(self, rank: int, step: int, seconds: float) -> _Flight:
+        flight = _Flight("pause", rank, step, self.now_s)
+        self._at(self.now_s + seconds, lambda: self._end(flight, "pause", 0, None))
+        return flight
 
     def _crash(self, rank: int) -> None:
         if rank not in self._lost and any(strand.main for strand in self._strands[rank]):

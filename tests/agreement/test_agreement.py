@@ -1,0 +1,71 @@
+"""One strategy, two worlds, the same bits: real processes and the virtual clock on digits, 3 ranks, 20 steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laws.catalogue import ROWS, Row, label
+from polytempo import collectives, strategies
+from polytempo.cluster import one_host
+from polytempo.core import Strategy
+from polytempo.engines.init import init
+from polytempo.engines.local import launch
+from polytempo.engines.simulate import simulate
+from polytempo.engines.worker import Seat
+from polytempo.jobs import find
+from polytempo.torch.trainer import Trainer
+
+pytestmark = pytest.mark.process
+
+OWN_ROUTES = [row for row in ROWS if "native" not in label(row)] + [
+    Row("diloco", lambda: strategies.diloco(period=5, route=collectives.ring)),
+    Row("parameter_averaging", lambda: strategies.parameter_averaging(period=3, route=collectives.halving_doubling)),
+    Row("post_local_sgd", lambda: strategies.post_local_sgd(6, 4, route=collectives.star)),
+    Row("delayed_sgd", lambda: strategies.delayed_sgd(delay=1, route=collectives.tree)),
+]
+
+
+def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[str, Any]]:
+    """What each of the real ranks says at its end."""
+    job = find("digits")
+
+    def work(seat: Seat) -> dict[str, Any]:
+        return Trainer(job, strategy, world=init(quiet=True), **options).fit().as_json()
+
+    return launch(work, workers, threads=1)
+
+
+def test_every_strategy_is_here() -> None:
+    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__)
+
+
+@pytest.mark.parametrize("row", OWN_ROUTES, ids=label)
+def test_both_worlds_reach_the_same_bits(row: Row) -> None:
+    real = on_processes(row.make(), 3, steps=20)
+    virtual = simulate(find("digits"), row.make(), 3, one_host(), steps=20, threads=1).as_json()
+    for rank in real:
+        for figure in ("parameters_sha256", "loss", "accuracy", "steps", "samples", "bytes_sent_per_rank"):
+            assert rank[figure] == virtual[figure], figure
+
+
+def test_a_delegated_route_agrees_to_rounding() -> None:
+    real = on_processes(strategies.sync_sgd(), 3, steps=20)
+    virtual = simulate(find("digits"), strategies.sync_sgd(), 3, one_host(), steps=20, threads=1)
+    assert real[0]["loss"] == pytest.approx(virtual.loss, rel=1e-5)
+
+
+def test_one_seed_one_trace() -> None:
+    first, second, other = (
+        simulate(find("digits"), strategies.local_sgd(period=4), 5, steps=12, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first.trace_hash == second.trace_hash
+    assert first == second
+    assert other.parameters_sha256 != first.parameters_sha256
+
+
+def test_a_repeated_real_run_does_the_same_operations() -> None:
+    first, second = (on_processes(strategies.gossip(), 2, steps=12) for _ in range(2))
+    assert first[0]["trace_hash"] == second[0]["trace_hash"]
+    assert first[0]["parameters_sha256"] == second[0]["parameters_sha256"]

@@ -1,0 +1,75 @@
+"""The catalogue: every strategy with what it promises. A strategy without a row here fails the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from polytempo import aggregation, collectives
+from polytempo import strategies as s
+from polytempo.core import Strategy
+
+ROUTES = [
+    collectives.native,
+    collectives.ring,
+    collectives.tree,
+    collectives.halving_doubling,
+    collectives.star,
+    collectives.hierarchical(),
+]
+
+
+class Row(NamedTuple):
+    """A strategy and its promises."""
+
+    name: str
+    """The function in `polytempo.strategies`."""
+    make: Callable[[], Strategy]
+    alone: str = "torch"
+    """With one rank it equals plain torch, or "delayed" or "diloco": the definitions in `definitions.py`."""
+    joined: bool = False
+    """N ranks equal one rank on the joined batch."""
+    meets: Callable[[int], bool] | None = None
+    """The steps (from 1) after which all ranks hold equal parameters; None: never promised."""
+
+
+ROWS = [
+    *[
+        Row("sync_sgd", lambda route=route: s.sync_sgd(route=route), joined=True, meets=lambda step: True)
+        for route in ROUTES
+    ],
+    Row("parameter_averaging", lambda: s.parameter_averaging(period=3), meets=lambda step: step % 3 == 0),
+    Row(
+        "parameter_averaging",
+        lambda: s.parameter_averaging(period=4, optimizer_state=False, route=collectives.tree),
+        meets=lambda step: step % 4 == 0,
+    ),
+    Row("local_sgd", lambda: s.local_sgd(period=4), meets=lambda step: step % 4 == 0),
+    Row("local_sgd", lambda: s.local_sgd(period=5, route=collectives.ring), meets=lambda step: step % 5 == 0),
+    Row(
+        "post_local_sgd",
+        lambda: s.post_local_sgd(switch_step=6, period=4),
+        meets=lambda step: step <= 6 or (step - 6) % 4 == 0,
+    ),
+    Row("diloco", lambda: s.diloco(period=5), alone="diloco", meets=lambda step: step % 5 == 0),
+    Row("gossip", s.gossip),
+    Row("gossip", lambda: s.gossip(aggregation.exponential)),
+    Row("gossip", lambda: s.gossip(aggregation.random_pairs(seed=3), period=2)),
+    Row("gossip", lambda: s.gossip(aggregation.complete), meets=lambda step: True),
+    Row("delayed_sgd", lambda: s.delayed_sgd(delay=1), alone="delayed", meets=lambda step: True),
+    Row(
+        "delayed_sgd",
+        lambda: s.delayed_sgd(delay=3, route=collectives.ring),
+        alone="delayed",
+        meets=lambda step: True,
+    ),
+    Row("adasum", s.adasum, meets=lambda step: True),
+    Row("robust_sgd", s.robust_sgd, meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
+]
+
+
+def label(row: Row) -> str:
+    """How a test names the row."""
+    return str(row.make())

@@ -1,0 +1,151 @@
+"""Laws that every strategy of the catalogue obeys, under the virtual clock."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from laws.catalogue import ROUTES, ROWS, Row, label
+from laws.definitions import delayed, diloco
+from laws.harness import HOST, Rank, Setting, plain_torch, run
+from polytempo import strategies
+from polytempo.aggregation import complete
+from polytempo.core import Port
+from polytempo.core.state import saved
+from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.worlds import VirtualWorld
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=label)
+every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+
+
+def test_every_strategy_has_a_row() -> None:
+    assert {row.name for row in ROWS} == set(strategies.__all__)
+
+
+@every_row
+def test_one_rank_equals_its_definition_bitwise(row: Row) -> None:
+    for optimizer in ("sgd", "momentum", "adam"):
+        setting = Setting(optimizer, torch.float32)
+        strategy = row.make()
+        if row.alone == "torch":
+            expected = plain_torch(12, setting)
+        elif row.alone == "delayed":
+            match = re.search(r"delay=(\d+)", str(strategy))
+            assert match is not None
+            expected = delayed(12, int(match[1]), setting)
+        else:
+            expected = diloco(12, 5, 0.7, 0.9, setting)
+        (rank,), _ = run(strategy, 1, 12, setting)
+        assert all(torch.equal(a, b) for a, b in zip(rank.history, expected, strict=True))
+
+
+@every_route
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+def test_synchronous_ranks_equal_one_rank_on_the_joined_batch(route: object, optimizer: str, num_ranks: int) -> None:
+    strategy = strategies.sync_sgd(route=route)  # type: ignore[arg-type]
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        setting = Setting(optimizer, dtype)
+        expected = plain_torch(20, setting)[-1]
+        for uneven in (False, True):
+            ranks, _ = run(strategy, num_ranks, 20, setting, uneven=uneven)
+            distance = (ranks[0].history[-1] - expected).norm() / expected.norm()
+            assert distance <= tolerance, f"{dtype}, uneven={uneven}: {distance:.2e}"
+
+
+@every_row
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_ranks_hold_equal_parameters_after_every_synchronising_step(row: Row, num_ranks: int) -> None:
+    if num_ranks < 3 and ("trimmed" in label(row) or "krum" in label(row)):
+        with pytest.raises(ValueError, match="ranks"):
+            run(row.make(), num_ranks, 1)
+        return
+    ranks, _ = run(row.make(), num_ranks, 12)
+    for step in range(1, 13):
+        equal = all(torch.equal(rank.history[step - 1], ranks[0].history[step - 1]) for rank in ranks)
+        if row.meets is not None and row.meets(step):
+            assert equal, f"step {step}"
+        if row.make().in_step:
+            assert equal, f"in_step is promised, step {step}"
+
+
+@every_row
+def test_every_send_is_received_and_the_trace_repeats(row: Row) -> None:
+    first, second = run(row.make(), 4, 8)[1], run(row.make(), 4, 8)[1]
+    assert first.unreceived == 0
+    assert first.trace.hash == second.trace.hash
+    assert first.seconds == second.seconds
+
+
+@every_row
+def test_save_load_continue_equals_never_having_stopped(row: Row) -> None:
+    num_ranks, cut, end = 3, 7, 13
+    straight, _ = run(row.make(), num_ranks, end)
+    begun, _ = run(row.make(), num_ranks, cut)
+    resumed = [Rank(row.make(), rank, num_ranks, Setting(), uneven=False) for rank in range(num_ranks)]
+    for old, new in zip(begun, resumed, strict=True):
+        new.model.load_state_dict({k: v.clone() for k, v in old.model.state_dict().items()})
+        optimizer_restore(new.optimizer, optimizer_saved(old.optimizer))
+        new.replica.restore(old.replica.state())
+
+    async def program(port: Port) -> None:
+        await resumed[port.rank].steps(port, cut, end)
+
+    VirtualWorld(HOST, num_ranks).run(program)
+    for old, new in zip(straight, resumed, strict=True):
+        assert torch.equal(old.history[-1], new.history[-1])
+
+
+@every_row
+def test_state_is_saved_by_parameter_whatever_the_buckets(row: Row) -> None:
+    whole, _ = run(row.make(), 3, 7)
+    cut, _ = run(row.make(), 3, 7, Setting(bucket_bytes=64))
+    one, many = whole[0].replica.state(), cut[0].replica.state()
+    assert one.scalars == many.scalars
+    assert {k: v.shape for k, v in one.tensors.items()} == {k: v.shape for k, v in many.tensors.items()}
+
+
+@every_row
+def test_buckets_change_nothing_but_rounding(row: Row) -> None:
+    whole, _ = run(row.make(), 3, 8)
+    cut, _ = run(row.make(), 3, 8, Setting(bucket_bytes=64))
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.allclose(a.history[-1], b.history[-1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("name", ["local_sgd", "parameter_averaging"])
+def test_averaging_every_step_equals_synchronous_sgd(name: str, optimizer: str) -> None:
+    averaging = getattr(strategies, name)(period=1)
+    averaged, _ = run(averaging, 4, 20, Setting(optimizer))
+    expected = plain_torch(20, Setting(optimizer))[-1]
+    assert (averaged[0].history[-1] - expected).norm() / expected.norm() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "parameter_averaging"])
+def test_averaging_every_step_differs_from_synchronous_adam(name: str) -> None:
+    averaged, _ = run(getattr(strategies, name)(period=1), 4, 20, Setting("adam"))
+    expected = plain_torch(20, Setting("adam"))[-1]
+    assert (averaged[0].history[-1] - expected).norm() / expected.norm() > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_diloco_with_a_plain_outer_step_equals_averaging(optimizer: str) -> None:
+    outer, _ = run(strategies.diloco(period=4, outer_lr=1.0, outer_momentum=0.0), 3, 13, Setting(optimizer))
+    plain, _ = run(strategies.local_sgd(period=4), 3, 13, Setting(optimizer))
+    for a, b in zip(outer, plain, strict=True):
+        assert torch.allclose(a.history[-1], b.history[-1], rtol=1e-12, atol=1e-13)
+
+
+def test_gossip_on_the_complete_graph_equals_averaging() -> None:
+    mixed, _ = run(strategies.gossip(complete), 4, 10)
+    averaged, _ = run(strategies.local_sgd(period=1), 4, 10)
+    assert torch.allclose(mixed[0].history[-1], averaged[0].history[-1], rtol=1e-12, atol=1e-14)
+
+
+def test_saved_refuses_what_is_no_state() -> None:
+    with pytest.raises(TypeError, match="parameters/0: a state may hold tensors"):
+        saved((object(),), "parameters")
