@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def shares(num_ranks: int, uneven: bool) -> list[slice]:
     cuts = [24 * i // num_ranks for i in range(num_ranks + 1)]
     if uneven:
         cuts[1:-1] = [min(23, c + 1 + i % 2) for i, c in enumerate(cuts[1:-1])]
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(cuts)]
 
 
 def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from random import Random
 
 from polytempo.core import spelled
@@ -50,6 +51,12 @@ def random_pairs(seed: int = 0) -> Graph:
 
     random_pairs.__name__ = spelled("random_pairs", seed=seed)
     return random_pairs
+
+
+@lru_cache(maxsize=16)
+def mixing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]:
+    """The checked weights of one step. Kept for a while: the ranks of a virtual world all ask for the same."""
+    return checked(graph(step, num_ranks), num_ranks)
 
 
 def checked(weights: list[list[float]], num_ranks: int) -> list[list[float]]:

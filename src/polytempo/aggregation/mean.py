@@ -16,11 +16,11 @@ def mean(route: Route = native) -> Transform:
     mean of mean-gradients over uneven batches is exactly the gradient of the joined batch, and no
     message carries the counts. Scaling before adding keeps 16-bit sums in range.
 
-    Cost: one pass over the buffer, then the route's.
+    Cost: one pass over the gradients, which packs and scales them, then the route's.
     """
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         share = 1 / port.size if bundle.share is None else bundle.share
-        return bundle.with_flat(await route(port, bundle.flat.mul_(share)))
+        return bundle.with_flat(await route(port, bundle.scaled(share)))
 
     return stateless(apply)

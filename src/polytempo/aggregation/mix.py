@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.aggregation.graphs import Graph, checked
+from polytempo.aggregation.graphs import Graph, mixing_matrix
 from polytempo.core import Bundle, Port, Transform
 
 
@@ -28,7 +28,7 @@ def mix(graph: Graph) -> Transform:
         after = MixState(state.step + 1)
         if port.size == 1:
             return bundle, after
-        weights = checked(graph(state.step, port.size), port.size)
+        weights = mixing_matrix(graph, state.step, port.size)
         rank, flat = port.rank, bundle.flat
         listeners = [i for i in range(port.size) if weights[i][rank] and i != rank]
         sending = [await port.start(port.send(flat, to)) for to in listeners]

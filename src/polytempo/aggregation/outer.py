@@ -29,7 +29,6 @@ def from_anchor(transform: Transform) -> Transform:
 
     async def apply(port: Port, bundle: Bundle, state: AnchorState) -> tuple[Bundle | None, AnchorState]:
         moved = bundle.with_flat(state.anchor.flat - bundle.flat)
-        moved.share = bundle.share
         update, inner = await transform.apply(port, moved, state.inner)
         if update is None:
             return bundle, AnchorState(state.anchor, inner)

@@ -74,9 +74,11 @@ def krum(wrong: int = 1) -> Merge:
             raise ValueError(
                 f"krum(wrong={wrong}) needs at least {2 * wrong + 3} ranks, got {num_ranks}; lower wrong or add workers"
             )
-        distances = torch.tensor([[float(((a - b) ** 2).sum()) for b in buffers] for a in buffers])
-        nearest = distances.fill_diagonal_(float("inf")).sort(dim=1).values[:, : num_ranks - wrong - 2]
-        return buffers[int(nearest.sum(dim=1).argmin())].clone()
+        stacked = torch.stack(list(buffers))
+        distances = torch.stack([((stacked - each) ** 2).sum(dim=1) for each in stacked]).fill_diagonal_(torch.inf)
+        distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)  # whoever sends NaN is far from everybody
+        nearest = distances.sort(dim=1).values[:, : num_ranks - wrong - 2]
+        return stacked.index_select(0, nearest.sum(dim=1).argmin().reshape(1)).squeeze(0)
 
     krum.__name__ = spelled("krum", wrong=wrong)
     krum.coordinate_wise = False  # type: ignore[attr-defined]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 
 from polytempo.cluster.faults import Fault
-from polytempo.cluster.stragglers import constant
-
-Stragglers = Callable[[Random, int], float]
-"""`(random, host) -> factor`: how many times longer one computation takes than at full speed."""
+from polytempo.cluster.stragglers import Stragglers, constant
 
 
 @dataclass(frozen=True)

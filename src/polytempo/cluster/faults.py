@@ -17,6 +17,8 @@ class Crash:
         """Refuse a crash without, or with two, moments."""
         if (self.step is None) == (self.at_s is None):
             raise ValueError(f"a crash happens at a step or at a time: give one of them, got {self}")
+        if self.at_s is not None and self.at_s < 0:
+            raise ValueError(f"a crash needs at_s >= 0, got {self}")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Pause:
     rank: int
     step: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse to go back in time."""
+        if self.seconds < 0:
+            raise ValueError(f"a pause needs seconds >= 0, got {self}")
 
 
 Fault = Crash | Pause

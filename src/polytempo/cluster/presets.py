@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from polytempo.cluster.cluster import Cluster, Link, Stragglers
-from polytempo.cluster.stragglers import constant
+from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.stragglers import Stragglers, constant
 
 
 def ethernet(

@@ -58,6 +58,15 @@ class Bundle:
             self._views = None if self._into is None else self._into.views
         return self._flat
 
+    def scaled(self, factor: float) -> Tensor:
+        """`flat` times `factor`, in place; packs and scales in one pass over the memory where nothing is packed yet."""
+        if self._flat is not None or self._into is None:
+            return self.flat.mul_(factor)
+        self._flat, self._views = self._into.flat, self._into.views
+        for tensor, window in zip(self.tensors.values(), self._views.values(), strict=True):
+            torch.mul(tensor, factor, out=window)
+        return self._flat
+
     @property
     def views(self) -> dict[str, Tensor]:
         """Windows into `flat`, shaped like the tensors."""

@@ -51,13 +51,18 @@ class Port:
         """Number of ranks in this group."""
         return len(self.members)
 
+    def _world_rank(self, position: int) -> int:
+        if not 0 <= position < self.size:
+            raise ValueError(f"the group has ranks 0 to {self.size - 1}, not {position}")
+        return self.members[position]
+
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
         """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished."""
-        return Send(buffer, self.members[to], tag, self.channel, timeout_s=self.timeout_s)
+        return Send(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
 
     def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """A tensor shaped like `like` from position `source`."""
-        return Recv(like, self.members[source], tag, self.channel, timeout_s=self.timeout_s)
+        return Recv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Op[Tensor]:
         """The sum over the group, by whatever the world offers. `buffer` is given away."""
@@ -78,7 +83,7 @@ class Port:
     def broadcast(self, buffer: Tensor, source: int = 0) -> Op[Tensor]:
         """`buffer` of position `source`. `buffer` is given away."""
         return Broadcast(
-            buffer, self.members[source], members=self.members, channel=self.channel, timeout_s=self.timeout_s
+            buffer, self._world_rank(source), members=self.members, channel=self.channel, timeout_s=self.timeout_s
         )
 
     def barrier(self) -> Op[None]:
@@ -124,7 +129,7 @@ class Port:
             raise ValueError(f"rank {self.rank} can only join a group that names it once, not {list(positions)}")
         return Port(
             rank=list(positions).index(self.rank),
-            members=tuple(self.members[p] for p in positions),
+            members=tuple(self._world_rank(p) for p in positions),
             hosts=tuple(self.hosts[p] for p in positions),
             channel=self.channel,
             timeout_s=self.timeout_s,

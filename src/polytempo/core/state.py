@@ -58,6 +58,8 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
     if isinstance(like, Tensor):
+        if path not in source.tensors:
+            raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
         return source.tensors[path].to(like)
     if isinstance(like, dict):
         return {key: restored(value, source, f"{path}/{key}", layout) for key, value in like.items()}

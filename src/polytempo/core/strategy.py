@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polytempo.core.transform import Transform, identity
 
@@ -20,8 +20,8 @@ class Strategy:
     """
 
     name: str
-    gradients: Transform = identity()
-    parameters: Transform = identity()
+    gradients: Transform = field(default_factory=identity)
+    parameters: Transform = field(default_factory=identity)
     in_step: bool = True
     carries_optimizer: bool = False
 

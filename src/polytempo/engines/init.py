@@ -68,13 +68,22 @@ def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Stor
     assert place.master_address is not None
     assert place.master_port is not None
     agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        place.master_address,
-        place.master_port,
-        is_master=place.rank == 0 and not agent_holds_it,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    address = (place.master_address, place.master_port)
+    if place.rank or agent_holds_it:
+        return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+    listener = _bound(*address)
+    return TCPStore(*address, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _bound(address: str, port: int) -> int:
+    """A socket that listens on this one address; left to itself, a TCP store would listen on all interfaces."""
+    try:
+        return socket.create_server((address, port), backlog=1024).detach()
+    except OSError as error:
+        raise ValueError(
+            f"rank 0 cannot listen on {address}:{port} ({error.strerror}); MASTER_ADDR must be an address of "
+            "rank 0's host, and MASTER_PORT free there"
+        ) from error
 
 
 def _hosts() -> list[int]:

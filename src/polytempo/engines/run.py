@@ -114,7 +114,8 @@ def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result
 
 def reported(result: Result, out: Path) -> Result:
     """Write the run's `report.html`; the result names it."""
-    named = replace(result, report=str(out / "report.html"))
+    saved = out / "checkpoint"
+    named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)
     named.write(out)
     write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
     return named

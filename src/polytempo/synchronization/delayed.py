@@ -27,7 +27,9 @@ def delayed(delay: int, transform: Transform) -> Transform:
         hands out   -      -     t(g0)  t(g1)      for delay 2
 
     On the first `delay` steps there is no update at all, so weight decay and momentum do not act.
-    An answer is waited for only when it is handed out. Memory: `delay` more bundles.
+    An answer is waited for only when it is handed out. A transform with state waits for the state that
+    the step before leaves, so its exchanges follow each other; exchanges without state (None) may all be
+    under way at once. Memory: `delay` more bundles.
     """
     if delay < 1:
         raise ValueError(f"delay must be at least 1 step, got {delay}; without a delay use the transform itself")
@@ -39,11 +41,14 @@ def delayed(delay: int, transform: Transform) -> Transform:
         return await transform.apply(port, bundle, await _answer(inner))
 
     async def apply(port: Port, bundle: Bundle, state: DelayedState) -> tuple[Bundle | None, DelayedState]:
+        oldest, *others = state.queue
+        due = await _answer(oldest)
+        if isinstance(state.inner, Late):  # it will have to wait for its turn, and the tensors may change meanwhile
+            bundle = bundle.with_flat(bundle.flat)
         own_messages = port.on_channel(state.step % (delay + 1))
         work = await port.start(begin(own_messages, bundle, state.inner))
-        oldest, *others = state.queue
-        queue = (*others, Late(work, 0))
-        return await _answer(oldest), DelayedState(state.step + 1, queue, Late(work, 1))
+        inner = None if state.inner is None else Late(work, 1)
+        return due, DelayedState(state.step + 1, (*others, Late(work, 0)), inner)
 
     return Transform(init, apply, separable=transform.separable)
 

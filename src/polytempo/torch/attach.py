@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.replica import BufferRule, Replica, take_over
 from polytempo.worlds import ProcessWorld, current
 
-_handles: WeakKeyDictionary[nn.Module, Handle] = WeakKeyDictionary()
+_handles: WeakKeyDictionary[nn.Module, ref[Handle]] = WeakKeyDictionary()
+"""Weak on both sides, because a handle holds its model; what keeps a handle alive is its optimizer."""
 
 
 class Handle:
@@ -63,18 +64,25 @@ class Handle:
 
     def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
         index = bucket.index
+        weakly = ref(self)  # torch keeps a parameter's hooks where the garbage collector does not look
 
         def arrived(_: Tensor) -> None:
-            if self._silent:
-                return
-            if not self._in_backward:
-                self._in_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)
-            self._missing[index] -= 1
-            if self._missing[index] == 0 and not self._joining and index == len(self._launched):
-                self._launch_ready()
+            handle = weakly()
+            if handle is not None:
+                handle._arrived(index)
 
         return arrived
+
+    def _arrived(self, index: int) -> None:
+        if self._silent:
+            self._exchanged = False
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)
+        self._missing[index] -= 1
+        if self._missing[index] == 0 and not self._joining and index == len(self._launched):
+            self._launch_ready()
 
     def _launch_ready(self) -> None:
         """Start the buckets that are complete, in their order, which is the same on every rank."""
@@ -252,15 +260,22 @@ def attach(
     world = world or current()
     strategy = sync_sgd() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
-        raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write sync_sgd()")
-    if model in _handles:
+        name = getattr(strategy, "__name__", "sync_sgd")
+        raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write {name}()")
+    if _attached(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     world.drive(agree(world.port, _facts(model, strategy, seed)))
     if world.size > 1:
         world.drive(_begin(world.port, model, optimizer))
     replica = Replica(model, optimizer, strategy, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
-    handle = _handles[model] = Handle(world, replica, find_unused=find_unused)
+    handle = Handle(world, replica, find_unused=find_unused)
+    _handles[model] = ref(handle)
     return handle
+
+
+def _attached(model: nn.Module) -> Handle | None:
+    handle = _handles.get(model)
+    return None if handle is None else handle()
 
 
 async def _begin(port: Port, model: nn.Module, optimizer: Optimizer) -> None:
@@ -283,7 +298,8 @@ def _facts(model: nn.Module, strategy: Strategy, seed: int | None) -> dict[str, 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """`handle.no_sync()` of the handle that `attach(model, …)` returned: accumulate gradients without exchanging."""
-    if model not in _handles:
+    handle = _attached(model)
+    if handle is None:
         raise ValueError("this model is not attached; call pt.attach(model, optimizer, strategy) first")
-    with _handles[model].no_sync():
+    with handle.no_sync():
         yield

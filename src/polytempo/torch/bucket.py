@@ -26,7 +26,7 @@ class Bucket:
         self.numel = sum(p.numel() for p in parameters.values())
         self.state: State = None
         self.keep_none: frozenset[str] = frozenset()
-        """Parameters whose `.grad` stays None: no rank used them in this step."""
+        """Parameters that no rank used in this step: `.grad` stays None unless the answer has something for them."""
         self._memory: Bundle | None = None
         self._row_sparse: set[str] = set()
 
@@ -49,7 +49,7 @@ class Bucket:
                 parameter.grad = None
             return
         for (name, parameter), view in zip(self.parameters.items(), answer.views.values(), strict=True):
-            if name in self.keep_none:
+            if name in self.keep_none and not view.any():  # a late answer may still be one that moves it
                 parameter.grad = None
             elif name in self._row_sparse:
                 parameter.grad = _rows(view)

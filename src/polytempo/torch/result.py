@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,8 +48,9 @@ class Result:
     checkpoint: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        return asdict(self)
+        """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""
+        plain = asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
     def write(self, folder: Path) -> None:
         """Leave `result.json`, complete or not at all."""

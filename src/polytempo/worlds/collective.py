@@ -1,6 +1,7 @@
 """Collectives that a world performs itself: their answers, and the closed forms of their cost.
 
-All-reduce is counted and priced as a ring, which is what gloo and NCCL use for large buffers.
+All-reduce, all-gather and reduce-scatter are counted and priced as rings, which is what gloo and NCCL use
+for large buffers; a broadcast as a binomial tree.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
         case AllGather(buffer):
             return num_bytes(buffer) * (num_ranks - 1)
         case Broadcast(buffer, source):
-            return num_bytes(buffer) if rank == source and num_ranks > 1 else 0
+            distance_from_source = (op.members.index(rank) - op.members.index(source)) % num_ranks
+            return num_children(distance_from_source, num_ranks) * num_bytes(buffer)
         case _:
             return 0
 
@@ -65,6 +67,12 @@ def member_seconds(op: Collective[Any], latency_s: float, bytes_per_s: float) ->
             return rounds * (latency_s + num_bytes(buffer) / bytes_per_s)
         case _:
             return 2 * rounds * latency_s
+
+
+def num_children(position: int, num_ranks: int) -> int:
+    """To how many others position `position` of a binomial tree hands on what the root, position 0, sends."""
+    lowest_bit = position & -position or 1 << (num_ranks - 1).bit_length()
+    return sum(position + (1 << k) < num_ranks for k in range(lowest_bit.bit_length() - 1))
 
 
 def num_bytes(tensor: Tensor) -> int:

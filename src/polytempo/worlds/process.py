@@ -119,22 +119,25 @@ class _Strand:
             except Exception as uncaught:
                 self.done, self.error = True, uncaught
                 return
-            error = None
-            match op:
-                case Compute(work, _):
-                    value, error = world.compute(work)
-                case Now():
-                    value = world.now_s()
-                case Mark(step):
-                    world.step, value = step, None
-                case Start(what):
-                    value = Work(world.issue(what) if isinstance(what, Op) else world.launch(what))
-                case Work(handle):
-                    self.waits_for = handle
-                    return
-                case _:
-                    self.waits_for = world.issue(op)
-                    return
+            value, error = None, None
+            try:
+                match op:
+                    case Compute(work, _):
+                        value = world.compute(work)
+                    case Now():
+                        value = world.now_s()
+                    case Mark(step):
+                        world.step = step
+                    case Start(what):
+                        value = Work(world.issue(what) if isinstance(what, Op) else world.launch(what))
+                    case Work(handle):
+                        self.waits_for = handle
+                        return
+                    case _:
+                        self.waits_for = world.issue(op)
+                        return
+            except Exception as raised:  # at the await, as in the virtual world
+                error = raised
 
 
 class ProcessWorld:
@@ -187,13 +190,11 @@ class ProcessWorld:
 
     # ------------------------------------------------------------------ operations
 
-    def compute(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def compute(self, work: Callable[[], T]) -> T:
         """Run `work` and write its line in the trace."""
         start_s = self.now_s()
         try:
-            return work(), None
-        except Exception as error:
-            return None, error
+            return work()
         finally:
             self.record("compute", start_s)
 

@@ -1,0 +1,77 @@
+"""What is under way in a virtual world: operations, coroutines, and collectives that some members have reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.core.op import AllGather, AllReduce, Barrier, Broadcast, Collective, Program, ReduceScatter
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One operation, or one started coroutine, under way."""
+
+    op: object
+    rank: int
+    step: int
+    started_s: float
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    waiters: list[Strand] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+@dataclass(slots=True, eq=False)
+class Strand:
+    """A coroutine of a rank: its program, or something that it started."""
+
+    coroutine: Program[Any]
+    flight: Flight
+    main: bool
+    waits_for: Flight | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """A collective that some members have reached. `clash`: why it can never take place."""
+
+    first_rank: int
+    first: Collective[Any]
+    signature: str
+    arrived: dict[int, tuple[Flight, Collective[Any]]] = field(default_factory=dict)
+    clash: Exception | None = None
+
+
+def signature(op: Collective[Any]) -> str:
+    """What all members of a collective must agree on."""
+    match op:
+        case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer):
+            return f"{op.kind}({tuple(buffer.shape)} {buffer.dtype})"
+        case Broadcast(buffer, source):
+            return f"broadcast({tuple(buffer.shape)} {buffer.dtype} from rank {source})"
+        case Barrier():
+            return "barrier()"
+    raise TypeError(f"{op!r} is no collective of a world")
+
+
+def who_waits_for_what(now_s: float, strands: Sequence[Sequence[Strand]], meetings: Iterable[Meeting]) -> str:
+    """The text of a deadlock: a line for each of the ranks' unfinished strands."""
+    absent = {
+        id(flight): sorted(set(meeting.first.members) - set(meeting.arrived))
+        for meeting in meetings
+        for flight, _ in meeting.arrived.values()
+    }
+    lines = [f"deadlock at {now_s:.6f} s: nobody can go on."]
+    for rank, of_rank in enumerate(strands):
+        for flight in (strand.waits_for for strand in of_rank):
+            if flight is not None:
+                without = f", without ranks {absent[id(flight)]}" if id(flight) in absent else ""
+                lines.append(
+                    f"  rank {rank} waits for {flight}{without} (step {flight.step}, since {flight.started_s:.6f} s)"
+                )
+    return "\n".join(lines)

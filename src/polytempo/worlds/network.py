@@ -1,0 +1,57 @@
+"""The virtual world's network: a queue at each end of every link, nothing in between.
+
+sender's end   ├── busy: bytes / bandwidth ──┤
+               ╰─ latency ─╮
+receiver's end             ├── busy ──┤            later, if another message is still coming in
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polytempo.cluster import Cluster, Link
+
+End = tuple[str, int]
+"""A host's end of the network, or a rank's end of its host's memory."""
+
+
+class Passage(NamedTuple):
+    """A message on its way."""
+
+    left_s: float
+    """When its last byte has left the sender's end."""
+    reaches_s: float
+    """When its first byte is at the receiver's end."""
+    busy_s: float
+    """How long it keeps an end busy."""
+    into: End
+
+
+class Network:
+    """Until when each end of each link is taken. Full duplex: the ways out and in are separate."""
+
+    def __init__(self, cluster: Cluster, hosts: Sequence[int]) -> None:
+        self.cluster, self.hosts = cluster, hosts
+        self._out_s: dict[End, float] = defaultdict(float)
+        self._in_s: dict[End, float] = defaultdict(float)
+
+    def send(self, sender: int, receiver: int, num_bytes: int, now_s: float) -> Passage:
+        """Take the sender's end for a message, after those that stand there already."""
+        link, out, into = self._link(sender, receiver)
+        busy_s = num_bytes / link.bytes_per_s
+        begin_s = max(now_s, self._out_s[out])
+        self._out_s[out] = begin_s + busy_s
+        return Passage(begin_s + busy_s, begin_s + link.latency_s, busy_s, into)
+
+    def receive(self, passage: Passage, now_s: float) -> float:
+        """Take the receiver's end for a message whose first byte is there; returns when its last byte is."""
+        end_s = max(now_s, self._in_s[passage.into]) + passage.busy_s
+        self._in_s[passage.into] = end_s
+        return end_s
+
+    def _link(self, sender: int, receiver: int) -> tuple[Link, End, End]:
+        if self.hosts[sender] == self.hosts[receiver]:
+            return self.cluster.memory, ("rank", sender), ("rank", receiver)
+        return self.cluster.network, ("host", self.hosts[sender]), ("host", self.hosts[receiver])

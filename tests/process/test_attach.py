@@ -1,0 +1,335 @@
+"""`attach` leaves the training loop as it is: synchronous ranks equal the plain loop on the joined batch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from process.crew import batches, close, flat, loop, mine, small, squared, together
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import polytempo as pt
+from polytempo.engines.worker import Result
+from polytempo.worlds import ProcessWorld
+
+pytestmark = pytest.mark.process
+
+STEPS = 5
+EXACT = 1e-12
+
+
+def frozen_first(net: nn.Sequential) -> Optimizer:
+    net[0].requires_grad_(False)
+    return SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Sequential], Optimizer]] = {
+    "momentum": lambda net: SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda net: Adam(net.parameters(), lr=0.05),
+    "two groups": lambda net: SGD([{"params": net[0].parameters(), "lr": 0.3}, {"params": net[2].parameters()}], lr=0.1),
+    "frozen layer": frozen_first,
+    "layer left out": lambda net: SGD(net[2].parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plain_loop_equals_one_rank_on_the_joined_batch(name: str) -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = OPTIMIZERS[name](net)
+        pt.attach(net, optimizer, pt.strategies.sync_sgd())
+        loop(net, optimizer, mine(batches(STEPS), world))
+        return flat(net)
+
+    alone = small()
+    loop(alone, OPTIMIZERS[name](alone), batches(STEPS))
+    first, second, third = together(3, work)
+    assert first == second == third
+    assert close(first, flat(alone), EXACT)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_may_be_dropped_or_zeroed(set_to_none: bool) -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pt.attach(net, optimizer)
+        for inputs, targets in mine(batches(STEPS), world):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            squared(net(inputs), targets).backward()
+            optimizer.step()
+        return flat(net)
+
+    alone = small()
+    loop(alone, SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(STEPS))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), EXACT)
+
+
+# --- accumulation: which of three backward passes lie inside no_sync
+
+ACCUMULATIONS = {
+    "all but the last": (True, True, False),
+    "none": (False, False, False),
+    "all": (True, True, True),
+    "the last": (False, False, True),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+def test_accumulated_gradients_equal_one_big_batch(name: str) -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pt.attach(net, optimizer)
+        whole = batches(6)
+        for first in (0, 3):
+            optimizer.zero_grad()
+            for quiet, (inputs, targets) in zip(ACCUMULATIONS[name], mine(whole[first : first + 3], world), strict=True):
+                loss = squared(net(inputs), targets) / 3
+                if quiet:
+                    with pt.no_sync(net):
+                        loss.backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+        return flat(net)
+
+    alone = small()
+    optimizer = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    whole = batches(6)
+    big = [tuple(torch.cat(parts) for parts in zip(*whole[i : i + 3], strict=True)) for i in (0, 3)]
+    loop(alone, optimizer, [(inputs, targets) for inputs, targets in big])
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), EXACT)
+
+
+# --- between backward and step
+
+
+def test_clipping_by_global_norm_sees_the_mean_gradient() -> None:
+    def clipped(net: nn.Module, optimizer: Optimizer, data: object) -> float:
+        norm = 0.0
+        for inputs, targets in data:  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            squared(net(inputs), targets).backward()
+            norm = float(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+            optimizer.step()
+        return norm
+
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.5, momentum=0.9)
+        pt.attach(net, optimizer)
+        return [clipped(net, optimizer, mine(batches(STEPS), world)), *flat(net)]
+
+    alone = small()
+    norm = clipped(alone, SGD(alone.parameters(), lr=0.5, momentum=0.9), batches(STEPS))
+    assert norm > 0.1
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, [norm, *flat(alone)], EXACT)
+
+
+def test_a_learning_rate_schedule() -> None:
+    def scheduled(net: nn.Module, optimizer: Optimizer, data: object) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        for inputs, targets in data:  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            squared(net(inputs), targets).backward()
+            optimizer.step()
+            schedule.step()
+
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.5)
+        pt.attach(net, optimizer)
+        scheduled(net, optimizer, mine(batches(STEPS), world))
+        return flat(net)
+
+    alone = small()
+    scheduled(alone, SGD(alone.parameters(), lr=0.5), batches(STEPS))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), EXACT)
+
+
+def test_bf16_autocast() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small(torch.float32)
+        optimizer = Adam(net.parameters(), lr=0.01)
+        pt.attach(net, optimizer)
+        for inputs, targets in mine(batches(STEPS, torch.float32), world):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = net(inputs)
+            assert output.dtype == torch.bfloat16
+            squared(output.float(), targets).backward()
+            optimizer.step()
+        return flat(net)
+
+    alone = small(torch.float32)
+    loop(alone, Adam(alone.parameters(), lr=0.01), batches(STEPS, torch.float32))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), 0.05)
+
+
+# --- how it begins
+
+
+def test_everybody_begins_with_what_rank_0_has() -> None:
+    def work(world: ProcessWorld) -> Result:
+        torch.manual_seed(world.rank)
+        net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        optimizer = Adam(net.parameters(), lr=0.01 * (1 + world.rank), betas=(0.8, 0.9 + 0.01 * world.rank))
+        if world.rank == 0:  # the others have no optimizer state yet
+            loop(net, optimizer, batches(2))
+        pt.attach(net, optimizer)
+        moments = [float(state[key].sum()) for state in optimizer.state.values() for key in ("step", "exp_avg")]
+        settings = [optimizer.param_groups[0]["lr"], *optimizer.param_groups[0]["betas"]]
+        buffers = [value for buffer in net.buffers() for value in buffer.flatten().tolist()]
+        before = [flat(net), buffers, moments, settings]
+        loop(net, optimizer, mine(batches(2), world))
+        return [before, flat(net)]
+
+    first, second = together(2, work)
+    assert first == second
+    (_, buffers, moments, settings), _ = first
+    assert len(moments) == 12
+    assert moments[0] == 2.0
+    assert settings == [0.01, 0.8, 0.9]
+    assert buffers[-1] == 2
+
+
+def test_attaching_twice_is_refused_and_detaching_ends_it() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        handle = pt.attach(net, optimizer)
+        with pytest.raises(ValueError, match=r"attached already; call detach\(\)"):
+            pt.attach(net, optimizer)
+        loop(net, optimizer, mine(batches(1), world))
+        assert handle.step == 1
+        handle.detach()
+        together_so_far = flat(net)
+        loop(net, optimizer, mine(batches(1), world))
+        assert handle.step == 1
+        with pytest.raises(ValueError, match="not attached"), pt.no_sync(net):
+            pass
+        apart = flat(net)
+        pt.attach(net, optimizer)
+        return [together_so_far, apart, flat(net)]
+
+    first, second = together(2, work)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert first[2] == second[2] == first[1]
+
+
+def test_a_function_in_place_of_its_answer_is_refused() -> None:
+    net = small()
+    with pytest.raises(TypeError, match=r"function local_sgd at .*; write local_sgd\(\)"):
+        pt.attach(net, SGD(net.parameters(), lr=0.1), pt.strategies.local_sgd)  # type: ignore[arg-type]
+
+
+def test_an_unknown_buffer_rule_is_refused() -> None:
+    net = small()
+    with pytest.raises(ValueError, match="'average', 'broadcast' or 'leave', got 'mean'"):
+        pt.attach(net, SGD(net.parameters(), lr=0.1), buffers="mean")  # type: ignore[arg-type]
+
+
+def test_an_attached_model_that_nobody_needs_is_freed() -> None:
+    net = small()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    pt.attach(net, optimizer, pt.strategies.delayed_sgd())
+    loop(net, optimizer, batches(2))
+    gone = weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+# --- parameters that a step leaves out
+
+
+class Branches(nn.Module):
+    """`always` is used by everyone, `sometimes` where `open` says so, `never` by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor, opened: bool) -> Tensor:
+        out = inputs * self.always
+        return (out + inputs * self.sometimes if opened else out).sum()
+
+
+@pytest.mark.parametrize(
+    ("find_unused", "openings", "sometimes", "never"),
+    [
+        (False, (True, False), [1.0] * 3, [0.0] * 3),
+        (False, (False, False), [0.0] * 3, [0.0] * 3),
+        (True, (True, False), [1.0] * 3, None),
+        (True, (False, True), [1.0] * 3, None),
+        (True, (False, False), None, None),
+    ],
+)
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_unused_parameters(
+    find_unused: bool, openings: tuple[bool, bool], sometimes: object, never: object, bucket_bytes: int
+) -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = Branches()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, find_unused=find_unused, bucket_bytes=bucket_bytes)
+        for opened in (True, openings[world.rank]):
+            optimizer.zero_grad()
+            net(torch.full((3,), 2.0), opened).backward()
+            optimizer.step()
+        return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+
+    assert together(2, work) == [[[2.0] * 3, sometimes, never]] * 2
+
+
+def test_a_rank_that_uses_no_parameter_at_all_takes_part_with_zeros() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer)
+        optimizer.zero_grad()
+        if world.rank == 0:
+            squared(net(batches(1)[0][0]), batches(1)[0][1]).backward()
+        optimizer.step()
+        return flat(net)
+
+    alone = small()
+    loop(alone, SGD(alone.parameters(), lr=0.05), batches(1))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), EXACT)
+
+
+def test_a_late_gradient_reaches_a_parameter_that_the_present_step_leaves_out() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = Branches()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, pt.strategies.delayed_sgd(delay=1), find_unused=True)
+        gradients = []
+        for opened in (True, False, False):
+            optimizer.zero_grad()
+            net(torch.full((3,), 1.0 + world.rank), opened).backward()
+            gradients.append(None if net.sometimes.grad is None else net.sometimes.grad.tolist())
+            optimizer.step()
+        return gradients
+
+    for num_ranks, mean in ((1, 1.0), (2, 1.5)):
+        assert together(num_ranks, work) == [[None, [mean] * 3, None]] * num_ranks

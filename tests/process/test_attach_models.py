@@ -1,0 +1,260 @@
+"""What models bring along: buffers, sparse gradients, several dtypes, tied weights, many buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from process.crew import batches, close, flat, loop, mine, small, squared, together
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer, SparseAdam
+
+import polytempo as pt
+from polytempo.aggregation import krum
+from polytempo.core import Strategy
+from polytempo.engines.worker import Result
+from polytempo.worlds import ProcessWorld
+
+pytestmark = pytest.mark.process
+
+s = pt.strategies
+
+STRATEGIES: dict[str, tuple[Strategy, int]] = {
+    "adasum": (s.adasum(), 3),
+    "delayed_sgd": (s.delayed_sgd(), 3),
+    "diloco": (s.diloco(), 16),
+    "gossip": (s.gossip(), 3),  # a ring of two is the exact mean
+    "local_sgd": (s.local_sgd(), 8),
+    "parameter_averaging": (s.parameter_averaging(), 10),
+    "post_local_sgd": (s.post_local_sgd(switch_step=2, period=3), 5),
+    "robust_sgd": (s.robust_sgd(), 3),
+    "sync_sgd": (s.sync_sgd(), 3),
+}
+"""Every strategy, and a number of steps after which all ranks have met."""
+
+
+# --- buckets
+
+
+def test_every_strategy_is_here() -> None:
+    assert set(STRATEGIES) == set(s.__all__)
+
+
+def test_many_buckets_equal_one_bucket_bitwise() -> None:
+    def work(world: ProcessWorld) -> Result:
+        found = {}
+        for name, (strategy, num_steps) in STRATEGIES.items():
+            for bucket_bytes in (1, 200, 2**20):
+                net = small()
+                optimizer = Adam(net.parameters(), lr=0.01)
+                handle = pt.attach(net, optimizer, strategy, bucket_bytes=bucket_bytes)
+                loop(net, optimizer, mine(batches(num_steps), world))
+                found[f"{name} {bucket_bytes}"] = flat(net)
+                handle.detach()
+        return found
+
+    first, second = together(2, work)
+    assert first == second
+    for name in STRATEGIES:
+        assert first[f"{name} 1"] == first[f"{name} 200"] == first[f"{name} {2**20}"], name
+
+
+def test_a_parameter_without_elements() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 0))])
+        net.append(nn.Parameter(torch.ones(0, dtype=torch.float64)))
+        optimizer = SGD(net.parameters(), lr=0.5)
+        pt.attach(net, optimizer, s.sync_sgd())
+        sum(p.sum() * (world.rank + 1.0) for p in net).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return [p.tolist() for p in net]
+
+    assert together(2, work) == [[[0.25, 0.25], [[], []], []]] * 2
+
+
+# --- dtypes
+
+
+class Mixed(nn.Module):
+    """float32, then float64, then bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(5, 5).double()
+        self.c = nn.Linear(5, 3).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.b(torch.tanh(self.a(inputs)).double()))
+        out: Tensor = self.c(hidden.bfloat16()).float()
+        return out
+
+
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.local_sgd(period=5), s.diloco(period=5)], ids=str)
+def test_several_dtypes(strategy: Strategy) -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = Mixed()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, strategy)
+        loop(net, optimizer, mine(batches(5, torch.float32), world))
+        return flat(net)
+
+    alone = Mixed()
+    loop(alone, SGD(alone.parameters(), lr=0.1), batches(5, torch.float32))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, flat(alone), 0.02 if "diloco" not in str(strategy) else 0.2)
+
+
+def test_a_strategy_that_looks_at_the_whole_gradient_wants_one_dtype() -> None:
+    net = Mixed()
+
+    def work(world: ProcessWorld) -> Result:
+        with pytest.raises(ValueError, match="all parameters must share one dtype"):
+            pt.attach(net, SGD(net.parameters(), lr=0.1), s.robust_sgd(krum()))
+        return None
+
+    together(2, work)
+
+
+# --- tied weights and sparse gradients
+
+
+class Tied(nn.Module):
+    """One matrix reads symbols and writes them."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Embedding(7, 4, sparse=sparse)
+        self.write = nn.Linear(4, 7, bias=False)
+        self.write.weight = self.read.weight
+        self.double()
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        out: Tensor = self.write(torch.tanh(self.read(symbols)))
+        return out
+
+
+def symbols(num_steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs (12,) and targets (12, 7)."""
+    random = torch.Generator().manual_seed(3)
+    return [
+        (torch.randint(7, (12,), generator=random), torch.randn(12, 7, generator=random, dtype=torch.float64))
+        for _ in range(num_steps)
+    ]
+
+
+def test_tied_weights_are_exchanged_once() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = Tied()
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        handle = pt.attach(net, optimizer)
+        loop(net, optimizer, mine(symbols(5), world))
+        assert net.write.weight is net.read.weight
+        return [sum(len(bucket.parameters) for bucket in handle.replica.buckets), *flat(net)]
+
+    alone = Tied()
+    loop(alone, SGD(alone.parameters(), lr=0.1, momentum=0.9), symbols(5))
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, [1, *flat(alone)], 1e-12)
+
+
+SPARSE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": lambda net: SGD(net.parameters(), lr=0.5),
+    "SparseAdam": lambda net: SparseAdam(list(net.parameters()), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sparse_gradients_stay_sparse(name: str, accumulate: int) -> None:
+    data = [(inputs % 5, targets[:, :4]) for inputs, targets in symbols(4)]  # rows 5 and 6 have no gradient
+
+    def table(sparse: bool) -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(7, 4, sparse=sparse).double()
+
+    def train(net: nn.Module, optimizer: Optimizer, steps: list[tuple[Tensor, Tensor]]) -> None:
+        for first in range(0, 4, accumulate):
+            optimizer.zero_grad()
+            for inputs, targets in steps[first : first + accumulate]:
+                squared(net(inputs), targets).backward()
+            optimizer.step()
+
+    def work(world: ProcessWorld) -> Result:
+        net = table(sparse=True)
+        optimizer = SPARSE[name](net)
+        pt.attach(net, optimizer)
+        train(net, optimizer, list(mine(data, world)))
+        assert net.weight.grad is not None
+        assert net.weight.grad.is_sparse
+        return [net.weight.grad.coalesce().indices()[0].tolist(), flat(net)]
+
+    alone = table(sparse=name == "SparseAdam")
+    train(alone, SPARSE[name](alone), data)
+    first, second = together(2, work)
+    assert first == second
+    rows, values = first
+    assert rows == sorted({int(i) for inputs, _ in data[-accumulate:] for i in inputs})
+    assert close(values, flat(alone), 1e-12)
+
+
+def test_a_rank_whose_batch_leaves_a_sparse_table_out() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Embedding(3, 2, sparse=True)
+        nn.init.ones_(net.weight)
+        optimizer = SparseAdam(list(net.parameters()), lr=0.5)
+        pt.attach(net, optimizer)
+        if world.rank == 0:
+            net(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        return net.weight.tolist()
+
+    first, second = together(2, work)
+    assert first == second
+    assert first[0] == first[2] == [1.0, 1.0]
+    assert close(first[1], [0.5, 0.5], 1e-6)
+
+
+# --- buffers
+
+
+@pytest.mark.parametrize("rule", ["average", "broadcast", "leave"])
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.local_sgd(period=1)], ids=str)
+def test_batch_norm_statistics_meet_by_rule(rule: str, strategy: Strategy) -> None:
+    def work(world: ProcessWorld) -> Result:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, strategy, buffers=rule)  # type: ignore[arg-type]
+        loop(net, optimizer, mine(batches(1), world))
+        return [buffer.tolist() for buffer in net.buffers()]
+
+    (inputs, _), *_ = batches(1)
+    own = [[(0.1 * part.mean(0)).tolist(), (0.9 + 0.1 * part.var(0)).tolist(), 1] for part in inputs.chunk(2)]
+    joined = [torch.tensor([own[0][i], own[1][i]], dtype=torch.float64).mean(0).tolist() for i in (0, 1)]
+    expected = {"average": [[*joined, 1]] * 2, "broadcast": [own[0]] * 2, "leave": own}[rule]
+    for found, wanted in zip(together(2, work), expected, strict=True):
+        assert found[2] == wanted[2]
+        assert close(found[0], wanted[0], 1e-12)
+        assert close(found[1], wanted[1], 1e-12)
+
+
+def test_buffers_do_not_meet_between_the_models_meetings() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, s.local_sgd(period=2))
+        means = []
+        for batch in mine(batches(2), world):
+            loop(net, optimizer, [batch])
+            means.append(net[0].running_mean.tolist())
+        return means
+
+    first, second = together(2, work)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
