@@ -22,7 +22,8 @@ def spreads(graph: Graph) -> list[float]:
         bundle = pt.Bundle({"x": torch.tensor([float(port.rank)])})
         state, seen = transform.init(bundle), [float(port.rank)]
         for _ in range(ROUNDS):
-            bundle, state = await transform.apply(port, bundle, state)
+            answer, state = await transform.apply(port, bundle, state)
+            bundle = answer or bundle  # a transform may answer None: no update in this step
             seen.append(float(bundle.flat))
         return seen
 

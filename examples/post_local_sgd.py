@@ -14,11 +14,7 @@ from polytempo.jobs.digits import job
 
 STEPS = 92
 
-for strategy in (
-    pt.strategies.sync_sgd(),
-    pt.strategies.local_sgd(period=8),
-    pt.strategies.post_local_sgd(switch_step=46, period=8),
-):
+for strategy in (pt.strategies.local_sgd(period=8), pt.strategies.post_local_sgd(switch_step=46, period=8)):
     with tempfile.TemporaryDirectory() as folder:
         result = pt.run(job, strategy, workers=2, steps=STEPS, out=Path(folder))
         events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]

@@ -27,4 +27,5 @@ for honest in (
 ):
     attacked = replace(honest, gradients=chain(stateless(lie), honest.gradients))
     result = pt.simulate(job, attacked, workers=7, batch_size=16, lr=0.05, steps=60)
-    print(f"{honest!s:38} accuracy {result.accuracy:6.1%}" + "   <- steered by the liar" * (result.accuracy < 0.5))
+    verdict = "" if (result.accuracy or 0) > 0.5 else "   <- steered by the liar"
+    print(f"{honest!s:38} accuracy {result.accuracy:6.1%}{verdict}")

@@ -14,14 +14,14 @@ from polytempo.strategies import gossip, local_sgd, sync_sgd
 
 
 def simulated(strategy: pt.Strategy, stragglers: pt.cluster.Stragglers) -> pt.Result:
-    """16 steps on 32 workers; only the way in which the computing time varies is different."""
+    """10 steps on 32 workers; only the way in which the computing time varies is different."""
     cluster = pt.cluster.ethernet(gbit_per_s=10, gflops=0.2, stragglers=stragglers)
-    return pt.simulate(job, strategy, workers=32, cluster=cluster, batch_size=4, steps=16)
+    return pt.simulate(job, strategy, workers=32, cluster=cluster, batch_size=4, steps=10)
 
 
 kinds = {"constant": constant(), "lognormal": lognormal(0.3), "2 % take 5x": occasional(), "exponential": exponential()}
-print("virtual ms for 16 steps            " + "".join(f"{name:>14}" for name in kinds))
-for strategy in (sync_sgd(), local_sgd(period=8), gossip()):
+print("virtual ms for 10 steps            " + "".join(f"{name:>14}" for name in kinds))
+for strategy in (sync_sgd(), local_sgd(period=5), gossip()):
     times = [1000 * simulated(strategy, stragglers).seconds for stragglers in kinds.values()]
     print(f"{strategy!s:35}" + "".join(f"{ms:14.1f}" for ms in times))
 again = [simulated(sync_sgd(), lognormal(0.3)).trace_hash for _ in range(2)]

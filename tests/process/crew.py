@@ -1,4 +1,4 @@
-"""Real worker processes for tests: they start in milliseconds, and an error in one of them fails the test with its log."""
+"""Real worker processes for tests: they start in milliseconds, and an error in one fails the test with its log."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 def batches(num_steps: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
     """Global batches of 12 samples, known in advance."""
     random = torch.Generator().manual_seed(7)
-    return [(torch.randn(12, 4, generator=random).to(dtype), torch.randn(12, 3, generator=random).to(dtype))
-            for _ in range(num_steps)]
+    return [
+        (torch.randn(12, 4, generator=random).to(dtype), torch.randn(12, 3, generator=random).to(dtype))
+        for _ in range(num_steps)
+    ]
 
 
 def mine(whole: Iterable[Batch], world: ProcessWorld) -> Iterator[Batch]:

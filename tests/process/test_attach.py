@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from process.crew import batches, close, flat, loop, mine, small, squared, together
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import polytempo as pt
 from polytempo.engines.worker import Result
 from polytempo.worlds import ProcessWorld
+from process.crew import batches, close, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -27,10 +28,15 @@ def frozen_first(net: nn.Sequential) -> Optimizer:
     return SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
+def two_groups(net: nn.Sequential) -> Optimizer:
+    fast: dict[str, Any] = {"params": net[0].parameters(), "lr": 0.3}
+    return SGD([fast, {"params": net[2].parameters()}], lr=0.1)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Sequential], Optimizer]] = {
     "momentum": lambda net: SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda net: Adam(net.parameters(), lr=0.05),
-    "two groups": lambda net: SGD([{"params": net[0].parameters(), "lr": 0.3}, {"params": net[2].parameters()}], lr=0.1),
+    "two groups": two_groups,
     "frozen layer": frozen_first,
     "layer left out": lambda net: SGD(net[2].parameters(), lr=0.1),
 }
@@ -90,7 +96,8 @@ def test_accumulated_gradients_equal_one_big_batch(name: str) -> None:
         whole = batches(6)
         for first in (0, 3):
             optimizer.zero_grad()
-            for quiet, (inputs, targets) in zip(ACCUMULATIONS[name], mine(whole[first : first + 3], world), strict=True):
+            parts = mine(whole[first : first + 3], world)
+            for quiet, (inputs, targets) in zip(ACCUMULATIONS[name], parts, strict=True):
                 loss = squared(net(inputs), targets) / 3
                 if quiet:
                     with pt.no_sync(net):
@@ -333,3 +340,22 @@ def test_a_late_gradient_reaches_a_parameter_that_the_present_step_leaves_out() 
 
     for num_ranks, mean in ((1, 1.0), (2, 1.5)):
         assert together(num_ranks, work) == [[None, [mean] * 3, None]] * num_ranks
+
+
+def test_optimizer_state_is_averaged_though_a_rank_does_not_use_a_parameter() -> None:
+    """It counts as a zero gradient there, so that all ranks' states have one layout."""
+
+    def work(world: ProcessWorld) -> Result:
+        net = Branches()
+        optimizer = Adam(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer, pt.strategies.parameter_averaging(period=2))
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.full((3,), 2.0), world.rank == 0).backward()
+            optimizer.step()
+        moments = [optimizer.state[parameter]["exp_avg"].tolist() for parameter in net.parameters()]
+        return [flat(net), moments]
+
+    first, second = together(2, work)
+    assert first == second
+    assert first[1][2] == [0.0] * 3

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from process.crew import batches, close, flat, loop, mine, small, squared, together
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, SparseAdam
 
@@ -15,6 +14,7 @@ from polytempo.aggregation import krum
 from polytempo.core import Strategy
 from polytempo.engines.worker import Result
 from polytempo.worlds import ProcessWorld
+from process.crew import batches, close, flat, loop, mine, small, squared, together
 
 pytestmark = pytest.mark.process
 
@@ -66,7 +66,7 @@ def test_a_parameter_without_elements() -> None:
         net.append(nn.Parameter(torch.ones(0, dtype=torch.float64)))
         optimizer = SGD(net.parameters(), lr=0.5)
         pt.attach(net, optimizer, s.sync_sgd())
-        sum(p.sum() * (world.rank + 1.0) for p in net).backward()  # type: ignore[union-attr]
+        sum(p.sum() * (world.rank + 1.0) for p in net).backward()
         optimizer.step()
         return [p.tolist() for p in net]
 
@@ -235,13 +235,11 @@ def test_batch_norm_statistics_meet_by_rule(rule: str, strategy: Strategy) -> No
         return [buffer.tolist() for buffer in net.buffers()]
 
     (inputs, _), *_ = batches(1)
-    own = [[(0.1 * part.mean(0)).tolist(), (0.9 + 0.1 * part.var(0)).tolist(), 1] for part in inputs.chunk(2)]
-    joined = [torch.tensor([own[0][i], own[1][i]], dtype=torch.float64).mean(0).tolist() for i in (0, 1)]
-    expected = {"average": [[*joined, 1]] * 2, "broadcast": [own[0]] * 2, "leave": own}[rule]
-    for found, wanted in zip(together(2, work), expected, strict=True):
-        assert found[2] == wanted[2]
-        assert close(found[0], wanted[0], 1e-12)
-        assert close(found[1], wanted[1], 1e-12)
+    first, second = (torch.stack([0.1 * part.mean(0), 0.9 + 0.1 * part.var(0)]) for part in inputs.chunk(2))
+    expected = {"average": [(first + second) / 2] * 2, "broadcast": [first] * 2, "leave": [first, second]}[rule]
+    for (mean, variance, num_batches), wanted in zip(together(2, work), expected, strict=True):
+        assert num_batches == 1
+        assert close([*mean, *variance], wanted.flatten().tolist(), 1e-12)
 
 
 def test_buffers_do_not_meet_between_the_models_meetings() -> None:
@@ -252,7 +250,7 @@ def test_buffers_do_not_meet_between_the_models_meetings() -> None:
         means = []
         for batch in mine(batches(2), world):
             loop(net, optimizer, [batch])
-            means.append(net[0].running_mean.tolist())
+            means.append(next(net.buffers()).tolist())
         return means
 
     first, second = together(2, work)

@@ -58,6 +58,9 @@ async def broadcast_from_root(port: Port, buffer: Tensor) -> Tensor:
 
 
 def tree_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:
-    """⌈log₂N⌉ rounds of K bytes up, as many down."""
+    """⌈log₂N⌉ rounds of K bytes up, as many down: exact where N is a power of two.
+
+    Otherwise an upper bound: ranks without a partner in a round go ahead, which can hide latencies, never bytes.
+    """
     rounds = (num_ranks - 1).bit_length()
     return Price(2 * rounds, rounds * num_bytes, 2 * rounds * (latency_s + num_bytes / bytes_per_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from polytempo.core.transform import Transform, identity
@@ -39,4 +40,6 @@ def spelled(function: str, **arguments: object) -> str:
 
 
 def _spelled_value(value: object) -> str:
-    return str(value.__name__) if callable(value) and hasattr(value, "__name__") else repr(value)
+    if callable(value) and hasattr(value, "__name__"):
+        return str(value.__name__)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank

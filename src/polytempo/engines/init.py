@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from polytempo.core import world_port
+from polytempo.core import TimedOut, world_port
 from polytempo.engines.environment import Place, recognise
 from polytempo.worlds import ProcessWorld, current, set_current
 
@@ -45,17 +46,23 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
 
 def _join(place: Place, timeout_s: float, backend: str | None) -> None:
     if place.local_size == place.size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing listens beyond loopback
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
-        store=PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timeout,
-    )
+    try:
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
+            store=PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        if re.search(r"timed? ?out|timeout", str(error), re.I):
+            raise TimedOut(place.rank, 0, f"meeting all {place.size} ranks ({place})", timeout_s) from error
+        raise
     atexit.register(_leave)
 
 
@@ -78,7 +85,8 @@ def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Stor
 def _bound(address: str, port: int) -> int:
     """A socket that listens on this one address; left to itself, a TCP store would listen on all interfaces."""
     try:
-        return socket.create_server((address, port), backlog=1024).detach()
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family, backlog=1024).detach()
     except OSError as error:
         raise ValueError(
             f"rank 0 cannot listen on {address}:{port} ({error.strerror}); MASTER_ADDR must be an address of "

@@ -166,24 +166,32 @@ class Handle:
     def join(self) -> Iterator[None]:
         """Ranks may leave the loop inside after different numbers of steps; nobody hangs.
 
-        A rank that leaves goes on taking part with weight zero until all have left, so all end with the
-        same parameters. Each step costs one more all-reduce of one number, which counts the active ranks.
+        A rank that leaves goes on taking part with weight zero until all have left. All end with the same
+        parameters: where a strategy lets models differ, with the mean of those that trained to the last step.
+        Each step costs one more all-reduce of one number, which counts the active ranks.
         """
         self._joining = self.world.size > 1
         try:
             yield
             while self._joining and self._share_among_active(0.0):
                 self._shadow_step()
+            if self._joining and not self.replica.strategy.in_step:
+                self._take_consensus()
         finally:
             self._joining = False
+            self.replica.weight = None
 
     def _share_among_active(self, active: float) -> bool:
         count = float(self.world.drive(tree(self.world.port, torch.tensor([active]))))
-        if active == 0.0:
-            self.replica.share = 0.0
-        else:
-            self.replica.share = 1 / count
+        if count:
+            self.replica.share = self.replica.weight = active / count
         return count > 0
+
+    @torch.no_grad()
+    def _take_consensus(self) -> None:
+        agreed = self.world.drive(self.replica.consensus(self.world.port))
+        for name, parameter in self.replica.model.named_parameters():
+            parameter.copy_(agreed[name])
 
     def _shadow_step(self) -> None:
         joining, self._joining = self._joining, False
@@ -192,6 +200,9 @@ class Handle:
             self.replica.optimizer.zero_grad()
             self._finish_exchange()
             self.replica.optimizer.step()
+        elif self.replica.strategy.carries_optimizer:
+            self.replica.optimizer.zero_grad()
+            self.replica.optimizer.step()  # so that there is optimizer state, which the others average
         else:
             self._after_step()
         self._joining = joining
@@ -220,7 +231,7 @@ class Handle:
 
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again."""
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
         self._hooks = []
         _handles.pop(self.replica.model, None)
@@ -264,7 +275,8 @@ def attach(
         raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write {name}()")
     if _attached(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
-    world.drive(agree(world.port, _facts(model, strategy, seed)))
+    options = {"buffers": buffers, "find_unused": find_unused, "bucket_bytes": bucket_bytes, "seed": seed}
+    world.drive(agree(world.port, _facts(model, optimizer, strategy) | options))
     if world.size > 1:
         world.drive(_begin(world.port, model, optimizer))
     replica = Replica(model, optimizer, strategy, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
@@ -283,12 +295,13 @@ async def _begin(port: Port, model: nn.Module, optimizer: Optimizer) -> None:
     await broadcast_optimizer(port, optimizer)
 
 
-def _facts(model: nn.Module, strategy: Strategy, seed: int | None) -> dict[str, Any]:
+def _facts(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> dict[str, Any]:
+    groups = [len(group["params"]) for group in optimizer.param_groups]
     return {
         "polytempo": polytempo.__version__,
         "torch": torch.__version__,
         "strategy": str(strategy),
-        "seed": seed,
+        "optimizer": f"{type(optimizer).__name__} over groups of {groups} parameters",
         "model": {
             name: json.dumps([list(p.shape), str(p.dtype), p.requires_grad]) for name, p in model.named_parameters()
         },

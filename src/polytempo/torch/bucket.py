@@ -27,6 +27,8 @@ class Bucket:
         self.state: State = None
         self.keep_none: frozenset[str] = frozenset()
         """Parameters that no rank used in this step: `.grad` stays None unless the answer has something for them."""
+        self.sparse_tables: frozenset[str] = frozenset()
+        """Parameters whose gradient is sparse, though a step that leaves them out does not show it."""
         self._memory: Bundle | None = None
         self._row_sparse: set[str] = set()
 
@@ -60,6 +62,8 @@ class Bucket:
     def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
         gradient = parameter.grad
         if gradient is None:
+            if name in self.sparse_tables:
+                self._row_sparse.add(name)
             return torch.zeros_like(parameter)
         if gradient.layout != torch.strided:
             self._row_sparse.add(name)
@@ -83,7 +87,7 @@ def buckets(parameters: Mapping[str, nn.Parameter], max_bytes: int | None) -> li
     groups: list[dict[str, nn.Parameter]] = []
     backward_order = list(reversed(list(parameters.items())))
     for _, same_kind in groupby(backward_order, key=lambda item: (item[1].dtype, item[1].device)):
-        size, limit = 0, 0
+        size, limit = 0, -1
         for name, parameter in same_kind:
             num_bytes = parameter.numel() * parameter.element_size()
             if size + num_bytes > limit:

@@ -10,11 +10,12 @@ A replica performs nothing itself: its exchanges are coroutines over a port.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from polytempo.aggregation import mean
 from polytempo.collectives import tree
@@ -46,6 +47,8 @@ class Replica:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step = 0
         self.share: float | None = None
+        self.weight: float | None = None
+        """This rank's part of a mean over models (None: equal parts): 0 once it has left a `join`."""
         self.buffer_rule = buffer_rule
         self.trainable = trainable(model, optimizer)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
@@ -56,12 +59,16 @@ class Replica:
             self.buckets = buckets(self.trainable, bucket_bytes if separable else None)
             for bucket in self.buckets:
                 bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
+                bucket.sparse_tables = _sparse_tables(model)
         self.parameter_states: list[State] = []
         if self.exchanges_parameters:
             groups = self._parameter_groups()
             if len(groups) > 1 and not strategy.parameters.separable:
                 raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(groups)} dtypes")
             self.parameter_states = [strategy.parameters.init(Bundle(group)) for group in groups]
+        self.hooks: list[RemovableHandle] = []
+        if self.exchanges_parameters and strategy.carries_optimizer:
+            self.hooks.append(optimizer.register_step_pre_hook(self._fill_gradients))
 
     # ------------------------------------------------------------------ exchanges
 
@@ -81,6 +88,14 @@ class Replica:
         if met and port.size > 1 and self.buffer_rule != "leave":
             await self._meet_buffers(port.on_channel(_BUFFER_CHANNEL))
 
+    def _fill_gradients(self, *_: Any) -> None:
+        """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
+        sparse = _sparse_tables(self.model)
+        for name, parameter in self.trainable.items():
+            if parameter.grad is None:
+                layout = torch.sparse_coo if name in sparse else torch.strided
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
+
     @torch.no_grad()
     def _parameter_groups(self) -> list[dict[str, Tensor]]:
         tensors = {name: parameter.detach() for name, parameter in self.trainable.items()}
@@ -91,7 +106,7 @@ class Replica:
     async def _exchange_parameters(self, port: Port) -> bool:
         changed = False
         for i, group in enumerate(self._parameter_groups()):
-            bundle = Bundle(group)
+            bundle = Bundle(group, self.weight)
             answer, self.parameter_states[i] = await self.strategy.parameters.apply(
                 port.on_channel(_PARAMETER_CHANNEL + i), bundle, self.parameter_states[i]
             )
@@ -102,7 +117,7 @@ class Replica:
 
     async def _meet_buffers(self, port: Port) -> None:
         for kind, group in _by_kind(dict(self.model.named_buffers())).items():
-            bundle = Bundle(group)
+            bundle = Bundle(group, self.weight)
             if self.buffer_rule == "average" and kind[0].is_floating_point:
                 answer, _ = await mean(tree).apply(port, bundle, None)
                 assert answer is not None
@@ -115,7 +130,7 @@ class Replica:
         tensors = {name: p.detach() for name, p in self.model.named_parameters()}
         out: dict[str, Tensor] = {}
         for group in _by_kind(tensors).values():
-            bundle = Bundle(group).copy()
+            bundle = Bundle(group, self.weight).copy()
             if port.size > 1 and not self.strategy.in_step:
                 answer, _ = await mean(tree).apply(port.on_channel(_BUFFER_CHANNEL), bundle, None)
                 assert answer is not None
@@ -142,15 +157,18 @@ class Replica:
         return found
 
     def restore(self, source: Saved) -> None:
-        """Take over what `state` returned."""
+        """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew."""
         for bucket in self.buckets:
             layout = Bundle(bucket.parameters)
-            bucket.state = restored(self.strategy.gradients.init(layout), source, "gradients", layout)
+            bucket.state = self.strategy.gradients.init(layout)
+            if _holds(source, "gradients"):
+                bucket.state = restored(bucket.state, source, "gradients", layout)
         for i, group in enumerate(_by_kind({n: p.detach() for n, p in self.trainable.items()}).values()):
             if i < len(self.parameter_states):
                 layout = Bundle(group)
-                fresh = self.strategy.parameters.init(layout)
-                self.parameter_states[i] = restored(fresh, source, f"parameters/{i}", layout)
+                self.parameter_states[i] = self.strategy.parameters.init(layout)
+                if _holds(source, f"parameters/{i}"):
+                    self.parameter_states[i] = restored(self.parameter_states[i], source, f"parameters/{i}", layout)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step = step
@@ -173,6 +191,18 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     if not found:
         raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
     return found
+
+
+def _holds(source: Saved, path: str) -> bool:
+    return any(name == path or name.startswith(f"{path}/") for name in [*source.tensors, *source.scalars])
+
+
+def _sparse_tables(model: nn.Module) -> frozenset[str]:
+    return frozenset(
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    )
 
 
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -23,10 +23,11 @@ V = TypeVar("V")
 async def save(port: Port, course: Course, root: Path) -> None:
     """Every rank writes its part of a checkpoint in `root`; rank 0 then makes it the newest.
 
-    Where all ranks hold equal parameters, rank 0 writes them for all.
+    Where all ranks hold equal parameters and optimizer state, rank 0 writes them for all.
     """
     await course.replica.settle()
-    part = _part(course, whole=port.rank == 0 or not course.replica.strategy.in_step)
+    alike = course.replica.strategy.in_step and not course.replica.exchanges_parameters  # else optimizers differ
+    part = _part(course, whole=port.rank == 0 or not alike)
     step = course.replica.step
     hashes = await gather_json(port, write_part(root, step, port.rank, part))
     if port.rank == 0:
@@ -56,7 +57,7 @@ async def load(port: Port, course: Course, root: Path) -> int:
     saved_ranks = len(manifest.parts)
     own = read_part(folder, port.rank % saved_ranks)
     in_step = course.replica.strategy.in_step
-    whole = read_part(folder, 0) if in_step else own
+    whole = own if "optimizer" in own.scalars else read_part(folder, 0)
     model = _under(whole.tensors, "model/")
     if not in_step and saved_ranks != port.size:
         parts = [_under(read_part(folder, rank).tensors, "model/") for rank in range(saved_ranks)]

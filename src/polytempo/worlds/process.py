@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from polytempo.core import PeerLost, Port, TimedOut, world_port
 from polytempo.core.op import (
@@ -211,7 +212,8 @@ class ProcessWorld:
                 return self._collective(op, event)
             return self._message(op, start_s)
         except RuntimeError as error:
-            event = Event(self.rank, self.step, str(op), 0, start_s, start_s)
+            peer = op.to if isinstance(op, Send) else op.source if isinstance(op, Recv) else -1
+            event = Event(self.rank, self.step, str(op), 0, start_s, start_s, peer)
             raise self.translated(op, event, error) from error
 
     def _message(self, op: Op[Any], start_s: float) -> _Pending:
@@ -256,7 +258,8 @@ class ProcessWorld:
 
     def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         if members not in self._groups:
-            self._groups[members] = dist.new_group(sorted(members), use_local_synchronization=True)
+            timeout = timedelta(seconds=_group_timeout_s())
+            self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
         return self._groups[members]
 
     def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
@@ -288,5 +291,9 @@ def _alone(op: Collective[Any]) -> Any:
 
 
 def _group_timeout_s() -> float:
-    options = getattr(dist.group.WORLD, "_timeout", None)
-    return options.total_seconds() if isinstance(options, timedelta) else float("nan")
+    """The deadline that the process group was made with."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", default_pg_timeout)
+    return float(timeout.total_seconds())

@@ -75,32 +75,52 @@ def combined_hash(hashes: Iterable[str]) -> str:
 
 
 def chrome_trace(events: Iterable[Event], *, title: str) -> dict[str, object]:
-    """The events in Chrome's trace format, which Perfetto and chrome://tracing open: one track a rank and kind."""
+    """The events in Chrome's trace format, which Perfetto and chrome://tracing open: one track a rank and kind.
+
+    Operations of one kind that overlap on a rank stand on tracks of their own: viewers drop what
+    overlaps within a track.
+    """
     events = list(events)
-    lines: list[dict[str, object]] = [
+    tracks = _tracks(events)
+    names: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in sorted({event.rank for event in events})
     ]
-    for rank in sorted({event.rank for event in events}):
-        lines += [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-            for tid, name in enumerate(("compute", "communication", "recv"))
-        ]
-    for event in events:
-        track = 0 if event.op not in COMMUNICATION else 2 if event.op == "recv" else 1
-        lines.append(
-            {
-                "name": event.op,
-                "cat": "communication" if event.op in COMMUNICATION else "compute",
-                "ph": "X",
-                "pid": event.rank,
-                "tid": track,
-                "ts": event.start_s * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "args": {"step": event.step, "bytes": event.bytes, "peer": event.peer},
-            }
-        )
-    return {"traceEvents": lines, "displayTimeUnit": "ms", "otherData": {"title": title}}
+    for rank, track in sorted({(event.rank, track) for event, track in zip(events, tracks, strict=True)}):
+        lane, kind = divmod(track, len(_KINDS))
+        name = _KINDS[kind] if not lane else f"{_KINDS[kind]} {lane + 1}"
+        names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+    slices: list[dict[str, object]] = [
+        {
+            "name": event.op,
+            "cat": "communication" if event.op in COMMUNICATION else "compute",
+            "ph": "X",
+            "pid": event.rank,
+            "tid": track,
+            "ts": event.start_s * 1e6,
+            "dur": (event.end_s - event.start_s) * 1e6,
+            "args": {"step": event.step, "bytes": event.bytes, "peer": event.peer},
+        }
+        for event, track in zip(events, tracks, strict=True)
+    ]
+    return {"traceEvents": names + slices, "displayTimeUnit": "ms", "otherData": {"title": title}}
+
+
+_KINDS = ("compute", "communication", "recv")
+
+
+def _tracks(events: list[Event]) -> list[int]:
+    """A track for each event: its kind's, or the first further one that is free from its start to its end."""
+    ends_s: dict[tuple[int, int], list[float]] = defaultdict(list)
+    tracks = [0] * len(events)
+    for i in sorted(range(len(events)), key=lambda i: events[i].start_s):
+        event = events[i]
+        kind = 0 if event.op not in COMMUNICATION else 2 if event.op == "recv" else 1
+        ends = ends_s[event.rank, kind]
+        lane = next((lane for lane, end_s in enumerate(ends) if end_s <= event.start_s), len(ends))
+        ends[lane : lane + 1] = [event.end_s]
+        tracks[i] = kind + len(_KINDS) * lane
+    return tracks
 
 
 def write_chrome_trace(path: Path, events: Iterable[Event], *, title: str) -> None:

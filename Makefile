@@ -1,0 +1,57 @@
+# `make` lists the targets. Everything happens in .venv; nothing outside this folder is changed.
+# pip follows its usual settings (PIP_INDEX_URL, PIP_FIND_LINKS, …), so you choose where packages come from.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PYTEST := $(BIN)/python -m pytest
+
+# Tests of the report need a browser. CI installs one and leaves out nothing; so does a machine that has one.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome \
+	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
+WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint fmt bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
+		printf 'make %-8s %s\n' "$$name" "$$what"; done
+
+install: $(INSTALLED) ## make .venv with everything (needs Python 3.11 or newer)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Polytempo needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make install PYTHON=python3.12")'
+	@echo 'installing into .venv; the first time this takes a minute or more'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	touch $@
+
+demo: install ## train digits with seven strategies and two real workers each; prints where the report lies
+	@$(BIN)/polytempo compare digits --workers 2
+
+test: install lint ## everything: lint, types, all tests (minutes)
+ifneq ($(WITHOUT_BROWSER),)
+	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
+endif
+	$(PYTEST) -q $(WITHOUT_BROWSER)
+
+check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
+	$(PYTEST) -q tests/test_architecture.py tests/unit tests/laws tests/virtual
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src/polytempo examples
+
+fmt: install ## format, and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## run every benchmark (longer)
+	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
+
+clean: ## remove what make has made; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+"""What all tests share: one thread for torch, one profile for hypothesis, and where the real data sets lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("polytempo", deadline=None, print_blob=True)
+settings.load_profile("polytempo")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder of data sets: $POLYTEMPO_DATA, or `shared/data` beside the repository."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    root = Path(os.environ.get("POLYTEMPO_DATA", default))
+    if not root.is_dir():
+        pytest.fail(f"no data sets at {root}; set POLYTEMPO_DATA to the folder that holds mnist, a9a, …")
+    return root

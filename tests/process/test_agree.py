@@ -1,0 +1,160 @@
+"""Ranks that are about to run different things are told so before the first step: all of them, with both values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.engines.worker import Result
+from polytempo.torch.agree import agree, gather_json
+from polytempo.worlds import ProcessWorld
+from process.crew import small, squared, together
+
+pytestmark = pytest.mark.process
+
+s = pt.strategies
+
+
+def attached(**more: Any) -> None:
+    net = more.pop("net", None) or small()
+    optimizer = more.pop("optimizer", SGD)(net.parameters(), lr=0.1)
+    pt.attach(net, optimizer, more.pop("strategy", s.local_sgd(period=8)), **more)
+
+
+def of_version(name: str) -> None:
+    pt.__version__ = name
+    attached()
+
+
+def of_torch(name: str) -> None:
+    torch.__version__ = name  # type: ignore[assignment]
+    attached()
+
+
+def frozen() -> nn.Module:
+    net = small()
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def trained(**more: Any) -> None:
+    data = TensorDataset(torch.zeros(8, 4), torch.zeros(8, 3))
+    job = pt.Job(
+        model=lambda: small(torch.float32),
+        data=lambda folder: pt.Data(data),
+        loss=squared,
+        optimizer=lambda parameters, lr: SGD(parameters, lr=lr),
+        name=more.pop("name", "a job"),
+    )
+    pt.Trainer(job, s.sync_sgd(), **more)
+
+
+Act = Callable[[], object]
+
+CASES: dict[str, tuple[Act, Act, str, tuple[str, str]]] = {
+    "strategy": (
+        lambda: attached(strategy=s.local_sgd(period=8)),
+        lambda: attached(strategy=s.local_sgd(period=4)),
+        "strategy",
+        ("local_sgd(period=8, route=native)", "local_sgd(period=4, route=native)"),
+    ),
+    "route": (
+        lambda: attached(strategy=s.sync_sgd(pt.collectives.ring)),
+        lambda: attached(strategy=s.sync_sgd(pt.collectives.tree)),
+        "strategy",
+        ("sync_sgd(route=ring)", "sync_sgd(route=tree)"),
+    ),
+    "seed": (lambda: attached(seed=1), lambda: attached(seed=2), "seed", ("1", "2")),
+    "seed on one": (lambda: attached(seed=1), attached, "seed", ("1", "None")),
+    "shape": (
+        lambda: attached(net=nn.Linear(4, 3, bias=False)),
+        lambda: attached(net=nn.Linear(4, 2, bias=False)),
+        "model.weight",
+        ("[[3, 4],", "[[2, 4],"),
+    ),
+    "dtype": (
+        lambda: attached(net=nn.Linear(4, 3, bias=False)),
+        lambda: attached(net=nn.Linear(4, 3, bias=False).double()),
+        "model.weight",
+        ("torch.float32", "torch.float64"),
+    ),
+    "frozen": (attached, lambda: attached(net=frozen()), "model.0.bias", ("true]", "false]")),
+    "one layer more": (
+        lambda: attached(net=nn.Linear(4, 3, bias=False)),
+        lambda: attached(net=nn.Linear(4, 3)),
+        "model.bias",
+        ("nothing", "[[3],"),
+    ),
+    "polytempo": (lambda: of_version("0.1.0"), lambda: of_version("0.2.0"), "polytempo", ("0.1.0", "0.2.0")),
+    "torch": (lambda: of_torch("2.13.0"), lambda: of_torch("2.12.1"), "torch", ("2.13.0", "2.12.1")),
+    "optimizer": (attached, lambda: attached(optimizer=Adam), "optimizer", ("SGD", "Adam")),
+    "optimizer's parameters": (
+        attached,
+        lambda: attached(optimizer=lambda parameters, lr: SGD(list(parameters)[:3], lr=lr)),
+        "optimizer",
+        ("[4]", "[3]"),
+    ),
+    "buffers": (attached, lambda: attached(buffers="leave"), "buffers", ("average", "leave")),
+    "bucket_bytes": (
+        lambda: attached(bucket_bytes=100),
+        lambda: attached(bucket_bytes=200),
+        "bucket_bytes",
+        ("100", "200"),
+    ),
+    "find_unused": (attached, lambda: attached(find_unused=True), "find_unused", ("False", "True")),
+    "a trainer's job": (trained, lambda: trained(name="b"), "job", ("a job", "b")),
+    "a trainer's lr": (lambda: trained(lr=0.1), lambda: trained(lr=0.2), "lr", ("0.1", "0.2")),
+    "a trainer's batch": (lambda: trained(batch_size=2), lambda: trained(batch_size=4), "batch_size", ("2", "4")),
+    "a trainer's seed": (lambda: trained(seed=3), lambda: trained(seed=4), "seed", ("3", "4")),
+    "a trainer's end": (lambda: trained(steps=3), lambda: trained(steps=4), "steps", ("3", "4")),
+}
+"""What rank 0 does, what rank 1 does, the name of what differs, and how the two values are written."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_refuse_and_name_both_values(name: str) -> None:
+    first, second, fact, (mine, theirs) = CASES[name]
+
+    def work(world: ProcessWorld) -> Result:
+        with pytest.raises(pt.core.Mismatch) as refusal:
+            (second if world.rank == 1 else first)()
+        return str(refusal.value)
+
+    said = together(2, work)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"ranks disagree about {fact}: rank 0 has ")
+    before, after = said[0].split(", rank 1 has ")
+    assert mine in before
+    assert theirs in after
+
+
+def test_the_first_rank_that_differs_is_named() -> None:
+    def work(world: ProcessWorld) -> Result:
+        with pytest.raises(pt.core.Mismatch) as refusal:
+            world.drive(agree(world.port, {"shape": {"a": [1, 2], "b": [world.rank // 2]}}))
+        return str(refusal.value)
+
+    assert together(3, work) == ["ranks disagree about shape.b: rank 0 has [0], rank 2 has [1]"] * 3
+
+
+def test_what_ranks_say_may_be_of_any_length() -> None:
+    def work(world: ProcessWorld) -> Result:
+        said = world.drive(gather_json(world.port, "é" * (1000 * world.rank)))
+        return [len(text) for text in said]
+
+    assert together(3, work) == [[0, 1000, 2000]] * 3
+
+
+def test_those_who_agree_hear_nothing() -> None:
+    def work(world: ProcessWorld) -> Result:
+        attached(seed=1, strategy=s.robust_sgd(pt.aggregation.trimmed_mean(cut=1)))
+        return None
+
+    assert together(3, work) == [None] * 3

@@ -1,0 +1,54 @@
+"""Every file of `examples/` runs, and has something to show. A new example is found by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+UNDER_TORCHRUN = ("own_loop.py", "trainer.py")
+TIMEOUT_S = 100
+
+pytestmark = pytest.mark.process
+
+
+def shown_by(command: list[str], folder: Path) -> str:
+    """What a command prints on standard output; it must succeed and leave nothing in the folder."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs_and_shows_something(example: Path, tmp_path: Path) -> None:
+    assert shown_by([str(example)], tmp_path).strip()
+
+
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_it_is_one_of_two_workers_under_torchrun(name: str, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert "2 worker(s)" in shown_by([*torchrun, str(ROOT / "examples" / name)], tmp_path)
+
+
+def test_the_job_in_an_example_is_found_from_the_command_line(tmp_path: Path) -> None:
+    job = f"{ROOT / 'examples' / 'own_job.py'}:job"
+    assert "waves" in shown_by(["-m", "polytempo", "train", job, "--dry-run"], tmp_path)
+
+
+def test_the_readme_quotes_the_stragglers_example_as_it_is(tmp_path: Path) -> None:
+    shown = shown_by([str(ROOT / "examples/simulate_stragglers.py")], tmp_path)
+    assert f"```text\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_strategy_has_an_example() -> None:
+    strategies = {path.name for path in (ROOT / "src/polytempo/strategies").glob("*.py")} - {"__init__.py"}
+    assert strategies <= {path.name for path in EXAMPLES}

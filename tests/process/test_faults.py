@@ -1,0 +1,221 @@
+"""A worker that is killed, wherever it is, ends the run within five seconds; its last checkpoint goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process.crew import squared
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import Dataset, TensorDataset
+
+import polytempo as pt
+from polytempo.collectives import ring
+from polytempo.core import Port, Strategy
+from polytempo.engines import init as joining
+from polytempo.engines.local import WorkerDied, launch
+from polytempo.engines.worker import Result, Seat
+from polytempo.torch import checkpoint, snapshot
+from polytempo.torch.checkpoint import latest
+
+pytestmark = pytest.mark.process
+
+WORKERS = 2
+STEPS = 8
+EVERY = 3
+"""Steps between checkpoints, so there are ones at 3, 6 and 8."""
+
+
+class Point:
+    """Where a run dies. Outside the victim, and before the given step, it does nothing."""
+
+    def __init__(self, note: Path, victim: int, step: int = 0) -> None:
+        self.note, self.victim, self.step = note, victim, step
+        self.reached = 0
+        self.armed = False
+
+    def __call__(self, *_: Any) -> None:
+        """Die here, if this is the victim's step."""
+        self.reached += 1
+        if self.armed and self.reached > self.step:
+            self.note.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(self, module: Any, name: str) -> None:
+        """Die when `module.name` is called."""
+        original = getattr(module, name)
+        setattr(module, name, lambda *given, **more: (self(), original(*given, **more))[1])
+
+    def after(self, module: Any, name: str) -> None:
+        """Die when `module.name` has returned."""
+        original = getattr(module, name)
+        setattr(module, name, lambda *given, **more: (original(*given, **more), self())[0])
+
+
+class Watched(Dataset[Any]):
+    """Thirty-two samples; `point` is passed when one is read."""
+
+    def __init__(self, point: Callable[[], None]) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.samples = TensorDataset(torch.randn(32, 4, generator=random), torch.randn(32, 3, generator=random))
+        self.point = point
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.point()
+        return self.samples[index]
+
+
+class Plan:
+    """A job whose parts pass a point, if `place` is theirs."""
+
+    def __init__(self, place: str, point: Point) -> None:
+        self.place, self.point = place, point
+
+    def pass_by(self, place: str) -> None:
+        if place == self.place:
+            self.point()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.pass_by("forward" if output.requires_grad else "evaluation")
+        if output.requires_grad and self.place == "backward":
+            output.register_hook(self.point)
+        return squared(output, target)
+
+    def optimizer(self, parameters: Any, lr: float) -> torch.optim.Optimizer:
+        optimizer = SGD(parameters, lr=lr, momentum=0.9)
+        if self.place == "optimizer step":
+            optimizer.register_step_pre_hook(self.point)
+        return optimizer
+
+    def strategy(self) -> Strategy:
+        async def dying_ring(port: Port, buffer: Tensor) -> Tensor:
+            """The first message is on its way when the point is passed."""
+            if self.place == "exchange":
+                await port.on_channel(5).send(buffer, 1 - port.rank)
+                self.point()
+                await port.on_channel(5).recv(buffer, 1 - port.rank)
+            return await ring(port, buffer)
+
+        return pt.strategies.sync_sgd(dying_ring)
+
+    def job(self) -> pt.Job:
+        train = Watched(lambda: self.pass_by("reading"))
+        return pt.Job(
+            model=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+            data=lambda folder: pt.Data(train, train.samples),
+            loss=self.loss,
+            optimizer=self.optimizer,
+            batch_size=4,
+        )
+
+    def arm(self) -> None:
+        """Called in the victim: lie in wait inside of the library where the job cannot reach."""
+        self.point.armed = True
+        if self.place == "rendezvous":
+            self.point.before(joining, "PrefixStore")
+        if self.place == "met":
+            self.point.before(joining, "_hosts")
+        if self.place == "writing":
+            self.point.before(checkpoint, "_sync")
+        if self.place == "committing":
+            self.point.before(checkpoint, "_move_into_place")
+        if self.place == "committed":
+            self.point.after(snapshot, "commit")
+
+
+PLACES = {
+    "before init": (1, 0, None),
+    "rendezvous": (0, 0, None),
+    "met": (1, 0, None),
+    "reading": (1, 10, None),
+    "forward": (0, 0, None),
+    "backward": (1, 4, 3),
+    "exchange": (1, 10, 3),
+    "optimizer step": (0, 5, 3),
+    "evaluation": (1, 0, 3),
+    "writing": (1, 0, None),
+    "committing": (0, 1, 3),
+    "committed": (0, 1, 6),
+    "at the end": (0, 0, 8),
+}
+"""Who dies, how often the place is passed before, and the step of the checkpoint that must be there then."""
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where private folders come into being in this test: afterwards, none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def run(plan: Plan, out: Path, **options: Any) -> list[Any]:
+    """Train to the end, or to the point of the plan."""
+
+    def work(seat: Seat) -> Result:
+        (out / f"process-{os.getpid()}").touch()
+        if seat.rank == plan.point.victim:
+            plan.arm()
+        plan.pass_by("before init")
+        world = joining.init(timeout_s=60, quiet=True)
+        trainer = pt.Trainer(
+            plan.job(), plan.strategy(), world=world, out=out, steps=STEPS, checkpoint_every=EVERY, **options
+        )
+        result = trainer.fit()
+        plan.pass_by("at the end")
+        return [result.parameters_sha256, result.steps]
+
+    return launch(work, WORKERS, threads=1, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What a run reaches that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return run(Plan("nowhere", Point(folder / "note", victim=-1)), folder)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_worker_ends_the_run_which_can_be_resumed(
+    place: str, tmp_path: Path, private: Path, undisturbed: list[Any]
+) -> None:
+    victim, passed_before, saved_step = PLACES[place]
+    note, before = tmp_path / "killed-at", shared_memory()
+    with pytest.raises(WorkerDied) as died:
+        run(Plan(place, Point(note, victim, passed_before)), tmp_path)
+    assert time.monotonic() - float(note.read_text()) < 5
+    assert (died.value.rank, died.value.signal) == (victim, "SIGKILL")
+    assert f"rank {victim} of {WORKERS} was killed by SIGKILL; the run has ended" in str(died.value)
+    processes = [int(path.name.partition("-")[2]) for path in tmp_path.glob("process-*")]
+    assert len(processes) == WORKERS
+    assert not any(is_running(process) for process in processes)
+    assert list(private.iterdir()) == []
+    assert shared_memory() == before
+
+    newest = latest(tmp_path / "checkpoint")
+    assert (newest and newest.name) == (saved_step and f"step-{saved_step:08d}")
+    again = Plan("nowhere", Point(note, victim=-1))
+    assert run(again, tmp_path, resume=newest is not None) == undisturbed

@@ -1,0 +1,226 @@
+"""`pt.init()` joins the world that a launcher has set up, says which, and is a world of one otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import polytempo as pt
+from polytempo.engines.environment import recognise
+from polytempo.engines.local import launch
+from polytempo.engines.worker import Result, Seat
+from polytempo.worlds import current, set_current
+
+pytestmark = pytest.mark.process
+
+SOURCE = Path(pt.__file__).parents[1]
+
+SCRIPT = """
+import json, os, pathlib, sys
+import torch
+import polytempo as pt
+
+world = pt.init(timeout_s=30)
+assert pt.init(quiet=True) is world
+
+async def program(port):
+    return await port.all_reduce(torch.tensor([port.rank + 1.0]))
+
+total = world.drive(program(world.port)).item()
+mine = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal()
+        and os.path.lexists(f"/proc/self/fd/{name}")}
+listening = []
+for table in ("tcp", "tcp6"):
+    for line in pathlib.Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in mine:
+            listening.append(local.partition(":")[0])
+answer = [world.rank, world.size, total, list(world.port.hosts), sorted(set(listening))]
+pathlib.Path(sys.argv[1], f"{world.rank}.json").write_text(json.dumps(answer))
+"""
+
+LOOPBACK = ["0100007F"]
+"""127.0.0.1 as /proc writes it: all that a process may listen on here."""
+
+
+class Ended(NamedTuple):
+    """What a world's processes left behind."""
+
+    answers: list[Any]
+    said: list[str]
+    """Each process's standard error."""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def plain_environment() -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "OMPI_", "PMIX_", "POLYTEMPO_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return kept | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+
+
+def ended(script: Path, commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command, str(script), str(script.parent)],
+            env=plain_environment() | environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    return Ended([json.loads(path.read_text()) for path in sorted(script.parent.glob("*.json"))], said)
+
+
+def torch_variables(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+def slurm_variables(rank: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "node1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def open_mpi_variables(rank: int, port: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
+
+
+LAUNCHERS = {"torchrun": torch_variables, "Slurm": slurm_variables, "Open MPI": open_mpi_variables}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_find_each_other_by_what_a_launcher_has_set(launcher: str, script: Path) -> None:
+    port = free_port()
+    answers, said = ended(script, [[], []], [LAUNCHERS[launcher](rank, port) for rank in range(2)])
+    assert answers == [[rank, 2, 3.0, [0, 0], LOOPBACK] for rank in range(2)]
+    assert said == [f"polytempo: {launcher}, 2 ranks on 1 host\n", ""]
+
+
+def test_torchrun_itself(script: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    answers, (said,) = ended(script, [command], [{}])
+    assert answers == [[rank, 2, 3.0, [0, 0], LOOPBACK] for rank in range(2)]
+    assert said.count("polytempo: torchrun, 2 ranks on 1 host\n") == 1
+
+
+def test_nobody_there_is_a_world_of_one(script: Path) -> None:
+    answers, said = ended(script, [[]], [{}])
+    assert answers == [[0, 1, 1.0, [0], []]]
+    assert said == ["polytempo: a world of one\n"]
+
+
+def test_a_busy_port_is_named(script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=rf"rank 0 cannot listen on localhost:{port} .*MASTER_PORT free there"):
+            ended(script, [[]], [torch_variables(0, port)])
+
+
+def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    set_current(None)
+    with pytest.raises(ValueError, match="RANK=2 must be less than WORLD_SIZE=2"):
+        pt.init()
+
+
+# --- inside workers of our own engine
+
+
+def test_a_process_group_that_exists_already_is_used() -> None:
+    def work(seat: Seat) -> Result:
+        place = recognise(os.environ)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{seat.rendezvous}/mine", rank=place.rank, world_size=place.size
+        )
+        group = dist.group.WORLD
+        world = pt.init(quiet=True)
+        assert dist.group.WORLD is group
+        assert current() is world is pt.init()
+        return [world.rank, world.size]
+
+    assert launch(work, 2, threads=1, timeout_s=30) == [[0, 2], [1, 2]]
+
+
+def test_it_says_nothing_when_told_so_and_once_otherwise(tmp_path: Path) -> None:
+    def work(seat: Seat) -> Result:
+        pt.init(quiet=seat.size == 3)
+        pt.init()
+        return None
+
+    launch(work, 2, threads=1, logs=tmp_path / "two", timeout_s=30)
+    launch(work, 3, threads=1, logs=tmp_path / "three", timeout_s=30)
+    logs = {f"{path.parent.name} {path.stem}": path.read_text() for path in sorted(tmp_path.glob("*/*.log"))}
+    assert logs == {
+        "two rank-0": "polytempo: Polytempo, 2 ranks on 1 host\n",
+        "two rank-1": "",
+        "three rank-0": "",
+        "three rank-1": "",
+        "three rank-2": "",
+    }
+
+
+def test_a_missing_rank_is_waited_for_only_so_long() -> None:
+    def work(seat: Seat) -> Result:
+        if seat.rank == 0:
+            with pytest.raises(pt.TimedOut, match=r"rank 0, .*meeting all 2 ranks .* did not finish within 0.5 s"):
+                pt.init(timeout_s=0.5, quiet=True)
+        return None
+
+    assert launch(work, 2, threads=1, timeout_s=30) == [None, None]
+
+
+def test_tensors_compute_after_joining() -> None:
+    """Joining must not change the number of threads or the default dtype."""
+
+    def work(seat: Seat) -> Result:
+        before = (torch.get_num_threads(), str(torch.get_default_dtype()))
+        pt.init(quiet=True)
+        return [before == (torch.get_num_threads(), str(torch.get_default_dtype()))]
+
+    assert launch(work, 2, threads=1, timeout_s=30) == [[True]] * 2

@@ -1,0 +1,165 @@
+"""A run that was stopped and resumed in new processes equals one that never stopped, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.core import Strategy
+from polytempo.engines.worker import Result
+from polytempo.torch.checkpoint import latest
+from polytempo.worlds import ProcessWorld
+from process.crew import squared, together
+
+pytestmark = pytest.mark.process
+
+s = pt.strategies
+
+STRATEGIES: dict[str, list[Strategy]] = {
+    "adasum": [s.adasum()],
+    "delayed_sgd": [s.delayed_sgd(), s.delayed_sgd(delay=3)],
+    "diloco": [s.diloco(period=4), s.diloco(period=1)],
+    "gossip": [s.gossip(), s.gossip(pt.aggregation.random_pairs(), period=3)],
+    "local_sgd": [s.local_sgd(period=4), s.local_sgd(period=1)],
+    "parameter_averaging": [s.parameter_averaging(period=4), s.parameter_averaging(period=1, optimizer_state=False)],
+    "post_local_sgd": [s.post_local_sgd(switch_step=7, period=2), s.post_local_sgd(switch_step=15, period=2)],
+    "robust_sgd": [s.robust_sgd()],
+    "sync_sgd": [s.sync_sgd(), s.sync_sgd(pt.collectives.ring)],
+}
+"""Every strategy, with periods that the cut at step 10 falls into."""
+
+WORKERS = 2
+
+
+def data(num_samples: int) -> TensorDataset:
+    """Inputs (num_samples, 4) and targets (num_samples, 4): the sample's number and three values."""
+    random = torch.Generator().manual_seed(0)
+    number = torch.arange(num_samples, dtype=torch.float32).unsqueeze(1)
+    values = torch.randn(num_samples, 7, generator=random)
+    return TensorDataset(values[:, :4], torch.cat([number, values[:, 4:]], dim=1))
+
+
+def halved(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
+    return StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+def job(seen: list[int] | None = None, *, num_samples: int = 100) -> pt.Job:
+    """Batch-norm (where no batch has one sample), dropout and a schedule: all whose state could be forgotten.
+
+    `seen` collects the numbers of the samples.
+    """
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if seen is not None:
+            seen.extend(int(number) for number in target[:, 0])
+        return squared(output, target[:, 1:])
+
+    def norm() -> nn.Module:
+        return nn.BatchNorm1d(6) if seen is None else nn.LayerNorm(6)
+
+    return pt.Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 6), norm(), nn.Dropout(0.2), nn.Linear(6, 3)),
+        data=lambda folder: pt.Data(data(num_samples)),
+        loss=loss,
+        optimizer=lambda parameters, lr: Adam(parameters, lr=lr),
+        schedule=halved,
+        lr=0.05,
+        batch_size=4,
+    )
+
+
+def fitted(strategy: Strategy, **options: Any) -> list[Any]:
+    """Final hash and steps of a run with these options, from every rank."""
+
+    def work(world: ProcessWorld) -> Result:
+        result = pt.Trainer(job(), strategy, world=world, **options).fit()
+        return [result.parameters_sha256, result.steps, result.samples]
+
+    return together(WORKERS, work)
+
+
+def test_every_strategy_is_here() -> None:
+    assert set(STRATEGIES) == set(s.__all__)
+
+
+@pytest.mark.parametrize("strategy", [one for several in STRATEGIES.values() for one in several], ids=str)
+def test_stopping_and_resuming_equals_going_straight_on(strategy: Strategy, tmp_path: Path) -> None:
+    def straight_and_stopped(world: ProcessWorld) -> Result:
+        straight = pt.Trainer(job(), strategy, world=world, steps=20).fit()
+        pt.Trainer(job(), strategy, world=world, steps=10, out=tmp_path).fit()
+        return [straight.parameters_sha256, straight.steps, straight.samples]
+
+    expected = together(WORKERS, straight_and_stopped)
+    assert expected[0] == expected[1]
+    assert expected[0][1:] == [20, 20 * 4 * WORKERS - 4]  # an epoch is 12 whole steps and a last one of 4 samples
+    assert fitted(strategy, steps=20, out=tmp_path, resume=True) == expected
+
+
+def test_resuming_what_is_over_changes_nothing(tmp_path: Path) -> None:
+    first = fitted(s.diloco(period=4), steps=10, out=tmp_path)
+    assert fitted(s.diloco(period=4), steps=10, out=tmp_path, resume=True) == first
+
+
+def test_checkpoints_on_the_way_change_nothing(tmp_path: Path) -> None:
+    strategy = s.delayed_sgd(delay=2)
+    assert fitted(strategy, steps=10, out=tmp_path, checkpoint_every=3) == fitted(strategy, steps=10)
+    newest = latest(tmp_path / "checkpoint")
+    assert newest is not None
+    assert newest.name == "step-00000010"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.diloco(period=2), s.gossip()], ids=str)
+def test_another_number_of_workers_neither_repeats_nor_loses_a_sample(
+    strategy: Strategy, before: int, after: int, tmp_path: Path
+) -> None:
+    def serve(resume: bool, **options: Any) -> Any:
+        def work(world: ProcessWorld) -> Result:
+            seen: list[int] = []
+            trainer = pt.Trainer(
+                job(seen, num_samples=96), strategy, world=world, out=tmp_path, resume=resume, **options
+            )
+            trainer.fit()
+            return seen
+
+        return work
+
+    stopped = together(before, serve(False, steps=5))
+    resumed = together(after, serve(True, epochs=1))
+    assert sum(len(part) for part in stopped) == 5 * 4 * before
+    assert sorted(number for part in [*stopped, *resumed] for number in part) == list(range(96))
+
+
+@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors", "manifest.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut"])
+def test_a_damaged_checkpoint_is_refused_by_name(file: str, harm: str, tmp_path: Path) -> None:
+    fitted(s.local_sgd(period=2), steps=2, out=tmp_path)
+    newest = latest(tmp_path / "checkpoint")
+    assert newest is not None
+    content = bytearray((newest / file).read_bytes())
+    if harm == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        del content[-1:]
+    (newest / file).write_bytes(content)
+    with pytest.raises(pt.WorkerDied, match=rf"CheckpointError(.|\n)*{newest.name}/{file} (is damaged|has \d+ bytes)"):
+        fitted(s.local_sgd(period=2), steps=4, out=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
+    fitted(s.local_sgd(period=2), steps=2, out=tmp_path)
+    with pytest.raises(pt.WorkerDied, match=r"was saved by local_sgd\(period=2.*this run uses local_sgd\(period=3"):
+        fitted(s.local_sgd(period=3), steps=4, out=tmp_path, resume=True)
+
+
+def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pt.WorkerDied, match="there is no checkpoint in .*checkpoint to resume from"):
+        fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)

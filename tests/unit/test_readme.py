@@ -1,0 +1,102 @@
+"""What the documents say: their code runs, their commands parse, and what they point to exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polytempo.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+TIMEOUT_S = 60
+RUNS = ("train", "compare", "simulate")
+
+# Where a file that a document names may lie; a folder is written with a slash at its end.
+PLACES = (ROOT, ROOT / "src", ROOT / "src/polytempo", ROOT / "tests", ROOT / "benchmarks")
+NAMED = re.compile(r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|toml|css|js))`")
+LEFT_BY_A_RUN = ("checkpoint/", "logs/", "runs/")
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """The lines of console blocks that call `polytempo`."""
+    lines = [line for block in blocks("console", text) for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ polytempo")]
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(read(document))]
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["own-loop", "job", "strategy"])
+def test_code_runs(code: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    script = tmp_path / "from_readme.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_strategy_shown_is_the_whole_file() -> None:
+    assert read("src/polytempo/strategies/local_sgd.py") in blocks("python")
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS, ids=lambda command: command.partition("  ")[0])
+def test_a_command_is_understood(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "path/to/mnist").mkdir(parents=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command, comments=True)[1:]
+    answer = CliRunner().invoke(app, [*words, "--dry-run" if words[0] in RUNS else "--help"])
+    expected = README.partition(f"$ {command}\n")[2].partition("\n")[0]
+    if expected.startswith("error: "):
+        assert (answer.exit_code, answer.stderr.strip()) == (2, expected)
+    else:
+        assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^    |`)make ([a-z]+)", read(document), flags=re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_pictures_exist(document: str) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", read(document))]
+    assert [link for link in links if link and "://" not in link and not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(document: str) -> None:
+    missing = [
+        name
+        for name in NAMED.findall(read(document))
+        if name not in LEFT_BY_A_RUN and not any((place / name).exists() for place in PLACES)
+    ]
+    assert missing == []
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    first = "\n".join(README.splitlines()[:10])
+    assert "make demo" in first
+    assert "make test" in first

@@ -1,0 +1,111 @@
+"""The collectives that a world performs itself: answers, counted bytes, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import CLUSTER
+from polytempo.core import Port
+from polytempo.core.op import Op
+from polytempo.worlds import Outcome, VirtualWorld
+
+
+def mine(port: Port) -> Tensor:
+    """4 bytes x 6: 10·rank + 0, 1, 2, 3, 4, 5."""
+    return torch.arange(6.0) + 10 * port.rank
+
+
+def performed(call: Callable[[Port], Op[Any]], num_ranks: int = 3) -> Outcome[Any]:
+    async def program(port: Port) -> Any:
+        return await call(port)
+
+    return VirtualWorld(CLUSTER, num_ranks).run(program)
+
+
+def values(outcome: Outcome[Any]) -> list[Any]:
+    """Each rank's answer as lists of numbers."""
+    results: list[Any] = list(outcome.results)
+    return [torch.stack(r).tolist() if isinstance(r, list) else r.tolist() for r in results]
+
+
+def test_answers() -> None:
+    assert values(performed(lambda port: port.all_reduce(mine(port)))) == [[30, 33, 36, 39, 42, 45]] * 3
+    assert values(performed(lambda port: port.reduce_scatter(mine(port)))) == [[30, 33], [36, 39], [42, 45]]
+    assert values(performed(lambda port: port.broadcast(mine(port), 2))) == [[20, 21, 22, 23, 24, 25]] * 3
+    gathered = values(performed(lambda port: port.all_gather(mine(port)[:2])))
+    assert gathered == [[[0, 1], [10, 11], [20, 21]]] * 3
+    assert performed(lambda port: port.barrier()).results == [None] * 3
+
+
+def test_a_group_answers_in_the_order_of_its_positions() -> None:
+    async def program(port: Port) -> tuple[list[list[float]], list[float], list[float]] | None:
+        if port.rank == 1:
+            return None
+        group = port.among([2, 0])
+        gathered = [each.tolist() for each in await group.all_gather(mine(port)[:1])]
+        slice_of_sum = await group.reduce_scatter(mine(port)[:2])
+        told = await group.broadcast(mine(port)[:1], source=0)
+        return gathered, slice_of_sum.tolist(), told.tolist()
+
+    results = VirtualWorld(CLUSTER, 3).run(program).results
+    assert results == [([[20], [0]], [22], [20]), None, ([[20], [0]], [20], [20])]
+
+
+def test_answers_are_memory_of_their_own() -> None:
+    results: list[Any] = list(performed(lambda port: port.all_reduce(mine(port))).results)
+    results[0].zero_()
+    assert results[1].tolist() == results[2].tolist() == [30, 33, 36, 39, 42, 45]
+
+
+# bytes from each of 5 ranks with K = 40, seconds with α = 0.25 and B = 100
+@pytest.mark.parametrize(
+    ("call", "sent_bytes", "seconds"),
+    [
+        (lambda port: port.all_reduce(torch.zeros(10)), [64] * 5, 8 * (0.25 + 0.08)),
+        (lambda port: port.reduce_scatter(torch.zeros(10)), [32] * 5, 4 * (0.25 + 0.08)),
+        (lambda port: port.all_gather(torch.zeros(10)), [160] * 5, 4 * (0.25 + 0.4)),
+        (lambda port: port.broadcast(torch.zeros(10)), [120, 0, 40, 0, 0], 3 * (0.25 + 0.4)),
+        (lambda port: port.broadcast(torch.zeros(10), 3), [40, 0, 0, 120, 0], 3 * (0.25 + 0.4)),
+        (lambda port: port.barrier(), [0] * 5, 6 * 0.25),
+    ],
+    ids=["all_reduce", "reduce_scatter", "all_gather", "broadcast", "broadcast from 3", "barrier"],
+)
+def test_bytes_and_seconds(call: Callable[[Port], Op[Any]], sent_bytes: list[int], seconds: float) -> None:
+    outcome = performed(call, 5)
+    assert [outcome.trace.bytes_sent[rank] for rank in range(5)] == sent_bytes
+    assert outcome.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_a_broadcast_sends_the_buffer_once_to_every_other_rank(num_ranks: int) -> None:
+    outcome = performed(lambda port: port.broadcast(torch.zeros(10)), num_ranks)
+    assert sum(outcome.trace.bytes_sent.values()) == 40 * (num_ranks - 1)
+    assert outcome.trace.bytes_sent[0] == 40 * (num_ranks - 1).bit_length()
+
+
+def test_alone_every_collective_is_free() -> None:
+    calls: list[Callable[[Port], Op[Any]]] = [
+        lambda port: port.all_reduce(mine(port)),
+        lambda port: port.all_gather(mine(port)),
+        lambda port: port.reduce_scatter(mine(port)),
+        lambda port: port.broadcast(mine(port)),
+        lambda port: port.barrier(),
+    ]
+    for call in calls:
+        outcome = performed(call, 1)
+        assert (outcome.seconds, outcome.trace.bytes_sent[0]) == (0.0, 0)
+
+
+def test_a_host_of_its_own_is_priced_by_its_memory() -> None:
+    async def program(port: Port) -> None:
+        await port.all_reduce(torch.zeros(10))
+
+    one_host = replace(CLUSTER, workers_per_host=2)
+    assert VirtualWorld(one_host, 2).run(program).seconds == pytest.approx(2 * (0.125 + 20 / 200))
+    assert VirtualWorld(one_host, 4).run(program).seconds == pytest.approx(6 * (0.25 + 10 / 100))

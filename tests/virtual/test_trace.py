@@ -1,0 +1,157 @@
+"""The trace: what it counts, what its hash depends on, and the Chrome format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import CLUSTER
+from polytempo.cluster import lognormal
+from polytempo.collectives import ring
+from polytempo.core import Port
+from polytempo.worlds import Event, Trace, VirtualWorld, chrome_trace, combined_hash, write_chrome_trace
+
+NOISY = replace(CLUSTER, stragglers=lognormal(0.5))
+
+
+async def training(port: Port) -> None:
+    """Three steps of computing and a ring over 30 numbers (120 bytes)."""
+    for step in range(3):
+        await port.mark(step)
+        await port.compute(lambda: None, flops=100.0)
+        await ring(port, torch.zeros(30))
+
+
+def traced(seed: int = 0, num_ranks: int = 3, max_events: int = 1000) -> Trace:
+    return VirtualWorld(NOISY, num_ranks, seed=seed, max_events=max_events).run(training).trace
+
+
+def test_one_seed_one_hash() -> None:
+    assert traced(seed=1).hash == traced(seed=1).hash
+    assert len({traced(seed).hash for seed in range(5)} | {traced(num_ranks=4).hash}) == 6
+
+
+def test_totals() -> None:
+    trace = traced()
+    assert dict(trace.bytes_sent) == dict.fromkeys(range(3), 3 * 160)
+    assert {op: count for (rank, op), count in trace.messages.items() if rank == 0} == {
+        "compute": 3,
+        "send": 12,
+        "recv": 12,
+    }
+    computing = sum(event.end_s - event.start_s for event in trace.events if event.op == "compute" and event.rank == 1)
+    assert trace.seconds[1, "compute"] == pytest.approx(computing)
+
+
+def test_every_line_has_its_rank_step_peer_and_times() -> None:
+    trace = traced()
+    sends = [event for event in trace.events if event.op == "send"]
+    assert {event.peer for event in sends if event.rank == 2} == {0}
+    assert [event.step for event in trace.events if event.rank == 0] == [0] * 9 + [1] * 9 + [2] * 9
+    assert all(0 <= event.start_s <= event.end_s for event in trace.events)
+
+
+def test_events_are_bounded_and_totals_and_hash_are_not() -> None:
+    whole, bounded = traced(), traced(max_events=10)
+    assert (len(whole.events), whole.dropped) == (81, 0)
+    assert (len(bounded.events), bounded.dropped) == (10, 71)
+    assert bounded.events == whole.events[:10]
+    assert (bounded.bytes_sent, bounded.messages, bounded.hash) == (whole.bytes_sent, whole.messages, whole.hash)
+
+
+BASE = Event(rank=1, step=2, op="send", bytes=40, start_s=0.5, end_s=1.0, peer=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "matters_without_times"),
+    [
+        ({"rank": 0}, True),
+        ({"step": 3}, True),
+        ({"op": "recv"}, True),
+        ({"bytes": 41}, True),
+        ({"peer": 2}, True),
+        ({"start_s": 0.25}, False),
+        ({"end_s": 1.5}, False),
+    ],
+)
+def test_the_hash_covers_every_field_and_times_where_they_can_be_repeated(
+    changed: dict[str, Any], matters_without_times: bool
+) -> None:
+    def hashed(event: Event, timed: bool) -> str:
+        trace = Trace(timed=timed)
+        trace.add(event)
+        return trace.hash
+
+    other = BASE._replace(**changed)
+    assert hashed(BASE, timed=True) != hashed(other, timed=True)
+    assert (hashed(BASE, timed=False) != hashed(other, timed=False)) is matters_without_times
+
+
+def test_a_combined_hash_depends_on_the_order_of_ranks() -> None:
+    assert combined_hash(["a", "b"]) != combined_hash(["b", "a"])
+    assert combined_hash(["a", "b"]) == combined_hash(["a", "b"])
+
+
+# ---------------------------------------------------------------------- Chrome's format
+
+
+def slices(events: list[Event]) -> list[dict[str, Any]]:
+    lines: Any = chrome_trace(events, title="t")["traceEvents"]
+    return [line for line in lines if line["ph"] == "X"]
+
+
+def test_a_slice_in_microseconds() -> None:
+    assert slices([BASE]) == [
+        {
+            "name": "send",
+            "cat": "communication",
+            "ph": "X",
+            "pid": 1,
+            "tid": 1,
+            "ts": 500_000.0,
+            "dur": 500_000.0,
+            "args": {"step": 2, "bytes": 40, "peer": 3},
+        }
+    ]
+
+
+def test_a_file_holds_every_event_and_names_for_every_track(tmp_path: Path) -> None:
+    trace = traced()
+    write_chrome_trace(tmp_path / "trace.json", trace.events, title="digits")
+    read = json.loads((tmp_path / "trace.json").read_text())
+    assert (read["displayTimeUnit"], read["otherData"]) == ("ms", {"title": "digits"})
+    by_kind = {kind: [line for line in read["traceEvents"] if line["ph"] == kind] for kind in "MX"}
+    assert len(read["traceEvents"]) == len(by_kind["M"]) + len(by_kind["X"])
+    assert len(by_kind["X"]) == len(trace.events)
+    for line in by_kind["X"]:
+        assert line["ts"] >= 0
+        assert line["dur"] >= 0
+        assert {type(line["pid"]), type(line["tid"])} == {int}
+    named = {(line["pid"], line["tid"]): line["args"]["name"] for line in by_kind["M"] if line["name"] == "thread_name"}
+    assert set(named) == {(line["pid"], line["tid"]) for line in by_kind["X"]}
+    assert [named[0, track] for track in range(3)] == ["compute", "communication", "recv"]
+    processes = {line["pid"]: line["args"]["name"] for line in by_kind["M"] if line["name"] == "process_name"}
+    assert processes == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"], "nothing half-written stays behind"
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10), st.sampled_from(["compute", "send", "recv"])))
+
+
+@given(spans)
+def test_slices_on_one_track_never_overlap(given_spans: list[tuple[int, int, str]]) -> None:
+    events = [Event(0, 0, op, 0, float(start), float(start + length)) for start, length, op in given_spans]
+    on_track: dict[int, list[tuple[float, float]]] = {}
+    for line in slices(events):
+        on_track.setdefault(line["tid"], []).append((line["ts"], line["ts"] + line["dur"]))
+    for track in on_track.values():
+        track.sort()
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(track))
