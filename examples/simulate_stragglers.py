@@ -2,7 +2,7 @@
 
 Thirty-two workers whose steps vary, and now and then one takes five times as long. A synchronous step lasts
 as long as its slowest worker's; local steps average the delays out, and neighbours wait only for neighbours.
-Same seed, same run, to the bit: the last line repeats the first and compares the traces.
+Same seed, same run, to the bit: the last line makes one of the runs twice and compares the traces.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ for strategy in (sync_sgd(), local_sgd(period=5), gossip()):
     times = [1000 * simulated(strategy, stragglers).seconds for stragglers in kinds.values()]
     print(f"{strategy!s:35}" + "".join(f"{ms:14.1f}" for ms in times))
 again = [simulated(sync_sgd(), lognormal(0.3)).trace_hash for _ in range(2)]
-print(f"the same run twice: {'equal traces' if again[0] == again[1] else 'different traces'}, {again[0][:16]}…")
+print(f"the same run twice: {'equal' if again[0] == again[1] else 'different'} traces")

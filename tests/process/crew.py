@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers load it when they are first used: once here instead of once in every worker
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
+from polytempo.torch import trainer
 from polytempo.worlds import ProcessWorld
+
+LOADED = (torch._dynamo, trainer)
+"""Slow to load: once here instead of once in every worker (optimizers load the first when they are made)."""
 
 Batch = tuple[Tensor, Tensor]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,20 +43,23 @@ OPTIMIZERS: dict[str, Callable[[nn.Sequential], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_plain_loop_equals_one_rank_on_the_joined_batch(name: str) -> None:
+def test_the_plain_loop_equals_one_rank_on_the_joined_batch() -> None:
     def work(world: ProcessWorld) -> Result:
-        net = small()
-        optimizer = OPTIMIZERS[name](net)
-        pt.attach(net, optimizer, pt.strategies.sync_sgd())
-        loop(net, optimizer, mine(batches(STEPS), world))
-        return flat(net)
+        found = {}
+        for name, make_optimizer in OPTIMIZERS.items():
+            net = small()
+            optimizer = make_optimizer(net)
+            pt.attach(net, optimizer, pt.strategies.sync_sgd())
+            loop(net, optimizer, mine(batches(STEPS), world))
+            found[name] = flat(net)
+        return found
 
-    alone = small()
-    loop(alone, OPTIMIZERS[name](alone), batches(STEPS))
     first, second, third = together(3, work)
     assert first == second == third
-    assert close(first, flat(alone), EXACT)
+    for name, make_optimizer in OPTIMIZERS.items():
+        alone = small()
+        loop(alone, make_optimizer(alone), batches(STEPS))
+        assert close(first[name], flat(alone), EXACT), name
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -87,34 +91,32 @@ ACCUMULATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ACCUMULATIONS)
-def test_accumulated_gradients_equal_one_big_batch(name: str) -> None:
-    def work(world: ProcessWorld) -> Result:
-        net = small()
-        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
-        pt.attach(net, optimizer)
-        whole = batches(6)
-        for first in (0, 3):
-            optimizer.zero_grad()
-            parts = mine(whole[first : first + 3], world)
-            for quiet, (inputs, targets) in zip(ACCUMULATIONS[name], parts, strict=True):
-                loss = squared(net(inputs), targets) / 3
-                if quiet:
-                    with pt.no_sync(net):
-                        loss.backward()
-                else:
-                    loss.backward()
-            optimizer.step()
-        return flat(net)
+def accumulated(world: ProcessWorld, quiets: tuple[bool, ...]) -> list[float]:
+    """Two steps, each on the sum of three backward passes."""
+    net = small()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    pt.attach(net, optimizer)
+    whole = list(mine(batches(6), world))
+    for first in (0, 3):
+        optimizer.zero_grad()
+        for quiet, (inputs, targets) in zip(quiets, whole[first : first + 3], strict=True):
+            with pt.no_sync(net) if quiet else nullcontext():
+                (squared(net(inputs), targets) / 3).backward()
+        optimizer.step()
+    return flat(net)
 
+
+def test_accumulated_gradients_equal_one_big_batch() -> None:
     alone = small()
-    optimizer = SGD(alone.parameters(), lr=0.1, momentum=0.9)
     whole = batches(6)
-    big = [tuple(torch.cat(parts) for parts in zip(*whole[i : i + 3], strict=True)) for i in (0, 3)]
-    loop(alone, optimizer, [(inputs, targets) for inputs, targets in big])
-    first, second = together(2, work)
+    joined = [
+        (torch.cat([x for x, _ in whole[i : i + 3]]), torch.cat([y for _, y in whole[i : i + 3]])) for i in (0, 3)
+    ]
+    loop(alone, SGD(alone.parameters(), lr=0.1, momentum=0.9), joined)
+    first, second = together(2, lambda world: {name: accumulated(world, q) for name, q in ACCUMULATIONS.items()})
     assert first == second
-    assert close(first, flat(alone), EXACT)
+    for name in ACCUMULATIONS:
+        assert close(first[name], flat(alone), EXACT), name
 
 
 # --- between backward and step
@@ -280,31 +282,36 @@ class Branches(nn.Module):
         return (out + inputs * self.sometimes if opened else out).sum()
 
 
-@pytest.mark.parametrize(
-    ("find_unused", "openings", "sometimes", "never"),
-    [
-        (False, (True, False), [1.0] * 3, [0.0] * 3),
-        (False, (False, False), [0.0] * 3, [0.0] * 3),
-        (True, (True, False), [1.0] * 3, None),
-        (True, (False, True), [1.0] * 3, None),
-        (True, (False, False), None, None),
-    ],
-)
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
-def test_unused_parameters(
-    find_unused: bool, openings: tuple[bool, bool], sometimes: object, never: object, bucket_bytes: int
-) -> None:
-    def work(world: ProcessWorld) -> Result:
+UNUSED: list[tuple[bool, tuple[bool, bool], list[float] | None, list[float] | None]] = [
+    # find_unused, who uses `sometimes`, its gradient, the gradient of `never`
+    (False, (True, False), [1.0] * 3, [0.0] * 3),
+    (False, (False, False), [0.0] * 3, [0.0] * 3),
+    (True, (True, False), [1.0] * 3, None),
+    (True, (False, True), [1.0] * 3, None),
+    (True, (False, False), None, None),
+]
+
+
+def test_unused_parameters() -> None:
+    def gradients(opened: bool, find_unused: bool, bucket_bytes: int) -> list[list[float] | None]:
         net = Branches()
         optimizer = SGD(net.parameters(), lr=0.1)
         pt.attach(net, optimizer, find_unused=find_unused, bucket_bytes=bucket_bytes)
-        for opened in (True, openings[world.rank]):
+        for now in (True, opened):
             optimizer.zero_grad()
-            net(torch.full((3,), 2.0), opened).backward()
+            net(torch.full((3,), 2.0), now).backward()
             optimizer.step()
         return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
 
-    assert together(2, work) == [[[2.0] * 3, sometimes, never]] * 2
+    def work(world: ProcessWorld) -> Result:
+        return [
+            gradients(openings[world.rank], find_unused, bucket_bytes)
+            for find_unused, openings, _, _ in UNUSED
+            for bucket_bytes in (1, 2**20)
+        ]
+
+    expected = [[[2.0] * 3, sometimes, never] for _, _, sometimes, never in UNUSED for _ in range(2)]
+    assert together(2, work) == [expected] * 2
 
 
 def test_a_rank_that_uses_no_parameter_at_all_takes_part_with_zeros() -> None:

@@ -23,18 +23,14 @@ def part(rank: int, num_steps: int) -> list[Batch]:
     return [(inputs.chunk(3)[rank], targets.chunk(3)[rank]) for inputs, targets in batches(num_steps)]
 
 
-def joined(strategy: Strategy, lengths: tuple[int, ...]) -> list[list[float]]:
-    """Every rank's parameters after `lengths[rank]` steps inside `join`."""
-
-    def work(world: ProcessWorld) -> Result:
-        net = small()
-        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
-        handle = pt.attach(net, optimizer, strategy)
-        with handle.join():
-            loop(net, optimizer, part(world.rank, lengths[world.rank]))
-        return flat(net)
-
-    return together(len(lengths), work)
+def joined(world: ProcessWorld, strategy: Strategy, lengths: tuple[int, ...]) -> list[float]:
+    """This rank's parameters after `lengths[rank]` steps inside `join`."""
+    net = small()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    handle = pt.attach(net, optimizer, strategy)
+    with handle.join():
+        loop(net, optimizer, part(world.rank, lengths[world.rank]))
+    return flat(net)
 
 
 @pytest.mark.parametrize("lengths", [(2, 5, 3), (5, 2, 0), (4, 4, 4), (0, 0, 0)], ids=str)
@@ -49,7 +45,7 @@ def test_synchronous_ranks_that_have_left_count_nothing(lengths: tuple[int, ...]
             inputs, targets = part(rank, step + 1)[step]
             (squared(alone(inputs), targets) / len(active)).backward()
         optimizer.step()
-    first, second, third = joined(s.sync_sgd(), lengths)
+    first, second, third = together(3, lambda world: joined(world, s.sync_sgd(), lengths))
     assert first == second == third
     assert close(first, flat(alone), 1e-12)
 
@@ -64,14 +60,13 @@ def test_local_sgd_averages_the_models_of_those_who_still_train() -> None:
         for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
             a.copy_((a + b) / 2)
     loop(nets[0], optimizers[0], part(0, 7)[2:])
-    first, second = joined(s.local_sgd(period=2), (7, 2))
+    first, second = together(2, lambda world: joined(world, s.local_sgd(period=2), (7, 2)))
     assert first == second
     assert close(first, flat(nets[0]), 1e-12)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_nobody_hangs_and_all_end_equal() -> None:
+    strategies = [
         s.adasum(),
         s.delayed_sgd(),
         s.diloco(period=2),
@@ -80,13 +75,11 @@ def test_local_sgd_averages_the_models_of_those_who_still_train() -> None:
         s.parameter_averaging(period=2),
         s.post_local_sgd(switch_step=2, period=2),
         s.robust_sgd(),
-    ],
-    ids=str,
-)
-def test_nobody_hangs_and_all_end_equal(strategy: Strategy) -> None:
-    first, second, third = joined(strategy, (5, 0, 3))
-    assert first == second == third
-    assert first != flat(small())
+    ]
+    ends = together(3, lambda world: {str(one): joined(world, one, (5, 0, 3)) for one in strategies})
+    assert ends[0] == ends[1] == ends[2]
+    assert len(ends[0]) == len(strategies)
+    assert flat(small()) not in ends[0].values()
 
 
 def test_epoch_after_epoch() -> None:

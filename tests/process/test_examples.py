@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 UNDER_TORCHRUN = ("own_loop.py", "trainer.py")
+QUOTED = ("simulate_stragglers.py",)
+"""What the README quotes word for word; under the virtual clock it is the same everywhere."""
 TIMEOUT_S = 100
 
 pytestmark = pytest.mark.process
@@ -30,7 +32,10 @@ def shown_by(command: list[str], folder: Path) -> str:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_and_shows_something(example: Path, tmp_path: Path) -> None:
-    assert shown_by([str(example)], tmp_path).strip()
+    shown = shown_by([str(example)], tmp_path)
+    assert shown.strip()
+    if example.name in QUOTED:
+        assert f"```text\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)
@@ -42,11 +47,6 @@ def test_it_is_one_of_two_workers_under_torchrun(name: str, tmp_path: Path) -> N
 def test_the_job_in_an_example_is_found_from_the_command_line(tmp_path: Path) -> None:
     job = f"{ROOT / 'examples' / 'own_job.py'}:job"
     assert "waves" in shown_by(["-m", "polytempo", "train", job, "--dry-run"], tmp_path)
-
-
-def test_the_readme_quotes_the_stragglers_example_as_it_is(tmp_path: Path) -> None:
-    shown = shown_by([str(ROOT / "examples/simulate_stragglers.py")], tmp_path)
-    assert f"```text\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_strategy_has_an_example() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from process.crew import squared
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Dataset, TensorDataset
@@ -25,13 +24,14 @@ from polytempo.engines.local import WorkerDied, launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.torch import checkpoint, snapshot
 from polytempo.torch.checkpoint import latest
+from process.crew import squared
 
 pytestmark = pytest.mark.process
 
 WORKERS = 2
 STEPS = 8
 EVERY = 3
-"""Steps between checkpoints, so there are ones at 3, 6 and 8."""
+"""Steps between checkpoints. An epoch has 4 steps, and ends with one too: they lie at 3, 4, 6 and 8."""
 
 
 class Point:
@@ -52,12 +52,23 @@ class Point:
     def before(self, module: Any, name: str) -> None:
         """Die when `module.name` is called."""
         original = getattr(module, name)
-        setattr(module, name, lambda *given, **more: (self(), original(*given, **more))[1])
+
+        def dying(*given: Any, **more: Any) -> Any:
+            self()
+            return original(*given, **more)
+
+        setattr(module, name, dying)
 
     def after(self, module: Any, name: str) -> None:
         """Die when `module.name` has returned."""
         original = getattr(module, name)
-        setattr(module, name, lambda *given, **more: (original(*given, **more), self())[0])
+
+        def dying(*given: Any, **more: Any) -> Any:
+            answer = original(*given, **more)
+            self()
+            return answer
+
+        setattr(module, name, dying)
 
 
 class Watched(Dataset[Any]):
@@ -102,9 +113,11 @@ class Plan:
         async def dying_ring(port: Port, buffer: Tensor) -> Tensor:
             """The first message is on its way when the point is passed."""
             if self.place == "exchange":
-                await port.on_channel(5).send(buffer, 1 - port.rank)
+                aside = port.on_channel(5)
+                sending = await port.start(aside.send(buffer, 1 - port.rank))
                 self.point()
-                await port.on_channel(5).recv(buffer, 1 - port.rank)
+                await aside.recv(buffer, 1 - port.rank)
+                await sending
             return await ring(port, buffer)
 
         return pt.strategies.sync_sgd(dying_ring)
@@ -140,13 +153,13 @@ PLACES = {
     "met": (1, 0, None),
     "reading": (1, 10, None),
     "forward": (0, 0, None),
-    "backward": (1, 4, 3),
-    "exchange": (1, 10, 3),
-    "optimizer step": (0, 5, 3),
+    "backward": (1, 3, 3),
+    "exchange": (1, 4, 4),
+    "optimizer step": (0, 5, 4),
     "evaluation": (1, 0, 3),
     "writing": (1, 0, None),
     "committing": (0, 1, 3),
-    "committed": (0, 1, 6),
+    "committed": (0, 2, 6),
     "at the end": (0, 0, 8),
 }
 """Who dies, how often the place is passed before, and the step of the checkpoint that must be there then."""

@@ -161,5 +161,5 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.WorkerDied, match="there is no checkpoint in .*checkpoint to resume from"):
+    with pytest.raises(pt.WorkerDied, match=r"there is no checkpoint in .*checkpoint to resume from"):
         fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)

@@ -23,7 +23,7 @@ from polytempo.core import Port, Strategy
 from polytempo.core.state import Saved
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree
-from polytempo.torch.bucket import Bucket
+from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.replica import BufferRule, Replica, take_over
 from polytempo.worlds import ProcessWorld, current
@@ -81,6 +81,11 @@ class Handle:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)
         self._missing[index] -= 1
+        if self._missing[index] < 0:
+            raise RuntimeError(
+                "a gradient arrived twice in one backward pass, perhaps after its exchange had begun; use "
+                "checkpointing with use_reentrant=False, or no_sync() around all backward passes but the last"
+            )
         if self._missing[index] == 0 and not self._joining and index == len(self._launched):
             self._launch_ready()
 
@@ -245,7 +250,7 @@ def attach(
     world: ProcessWorld | None = None,
     buffers: BufferRule = "average",
     find_unused: bool = False,
-    bucket_bytes: int = 25 * 2**20,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     seed: int | None = None,
 ) -> Handle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.

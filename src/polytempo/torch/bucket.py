@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from polytempo.core import Bundle, State
 
-_FIRST_BUCKET_BYTES = 2**20
+DEFAULT_BUCKET_BYTES = 4 * 2**20
+_FIRST_BUCKET_BYTES = 2**19
+_MAX_BUCKETS = 400
 
 
 class Bucket:
@@ -79,27 +81,29 @@ def _rows(dense: Tensor) -> Tensor:
     )
 
 
-def buckets(parameters: Mapping[str, nn.Parameter], max_bytes: int | None) -> list[Bucket]:
-    """Cut parameters into buckets of about `max_bytes` in the order in which backward reaches them.
+def buckets(parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+    """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
 
-    The first is small, so that communication begins early. None: one bucket, which needs one dtype.
+    A bucket is closed as soon as it holds `bucket_bytes`, so a large layer does not wait for the small ones
+    below it, and the first much sooner, so communication begins early. Very large models get larger
+    buckets, at most about 500. None: one bucket, which needs one dtype.
     """
-    groups: list[dict[str, nn.Parameter]] = []
     backward_order = list(reversed(list(parameters.items())))
+    total = sum(_num_bytes(p) for _, p in backward_order)
+    full = 2**62 if bucket_bytes is None else max(bucket_bytes, total // _MAX_BUCKETS)
+    groups: list[dict[str, nn.Parameter]] = []
     for _, same_kind in groupby(backward_order, key=lambda item: (item[1].dtype, item[1].device)):
-        size, limit = 0, -1
+        size = full
         for name, parameter in same_kind:
-            num_bytes = parameter.numel() * parameter.element_size()
-            if size + num_bytes > limit:
-                if max_bytes is not None or not size:
-                    groups.append({})
-                size, limit = 0, max_bytes or 2**62
-                if max_bytes and len(groups) == 1:
-                    limit = min(_FIRST_BUCKET_BYTES, max_bytes)
+            if size >= (min(full, _FIRST_BUCKET_BYTES) if len(groups) == 1 and bucket_bytes else full):
+                groups.append({})
+                size = 0
             groups[-1][name] = parameter
-            size += num_bytes
-    if max_bytes is None and len(groups) > 1:
+            size += _num_bytes(parameter)
+    if bucket_bytes is None and len(groups) > 1:
         raise ValueError("this strategy looks at the whole gradient at once, so all parameters must share one dtype")
-    if len(groups) > 900:
-        raise ValueError(f"{len(groups)} buckets are too many; raise bucket_bytes")
     return [Bucket(i, group) for i, group in enumerate(groups)]
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()

@@ -21,7 +21,7 @@ from polytempo.aggregation import mean
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
-from polytempo.torch.bucket import Bucket, buckets
+from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, buckets
 
 BufferRule = Literal["average", "broadcast", "leave"]
 
@@ -39,7 +39,7 @@ class Replica:
         strategy: Strategy,
         num_ranks: int,
         *,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         buffer_rule: BufferRule = "average",
     ) -> None:
         if buffer_rule not in ("average", "broadcast", "leave"):

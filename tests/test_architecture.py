@@ -1,0 +1,187 @@
+"""The architecture, read from the source: one arrow of imports, small files, and nothing that is forbidden."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+AXES = {"synchronization", "aggregation", "collectives"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "cluster": {"core"},
+    "data": {"core"},
+    "synchronization": {"core"},
+    "aggregation": {"core"},
+    "collectives": {"core"},
+    "strategies": {"core", *AXES},
+    "worlds": {"core", "cluster", "collectives"},
+    "report": {"core", "worlds"},
+    "torch": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report.metrics"},
+    "engines": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch"},
+    "jobs": {"torch.job", "data"},
+    "cli": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch", "engines", "jobs"},
+}
+"""What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
+
+IMPORTED_LATE = {
+    ("cli/main.py", "polytempo.cli.train"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
+    ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
+}
+"""Imports inside functions, each with its reason."""
+
+FORBIDDEN_NAMES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec"}
+FORBIDDEN_TEXT = ("shell=True", "TODO", "FIXME", "XXX")
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def folder(path: Path) -> str:
+    """The first folder below the package; "" for the package's own files."""
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imported(nodes: Iterator[ast.AST], path: Path) -> set[str]:
+    """The modules of this package that the nodes import, without its name: "core.op", "torch.job"."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively; write the whole name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("polytempo.") for name in found if name.startswith("polytempo.")}
+
+
+def allowed(name: str, by: str) -> bool:
+    return any(f"{name}.".startswith(f"{other}.") for other in {by, *MAY_IMPORT[by]})
+
+
+def for_types_only(module: ast.Module) -> set[ast.AST]:
+    """What stands under `if TYPE_CHECKING:`."""
+    guarded = [n for n in ast.walk(module) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    return {inner for guard in guarded for inner in ast.walk(guard)}
+
+
+def functions(module: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(module) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    assert {folder(path) for path in FILES} - {""} == set(MAY_IMPORT)
+
+
+def test_the_order_is_one_way() -> None:
+    """Whoever may be imported stands above, so there are no cycles; and the axes do not know each other."""
+    order = list(MAY_IMPORT)
+    for position, (name, others) in enumerate(MAY_IMPORT.items()):
+        above = {other for other in order[:position]}
+        assert {other.split(".")[0] for other in others} <= above, name
+    assert all(MAY_IMPORT[axis] == {"core"} for axis in AXES)
+
+
+@every_file
+def test_imports_follow_the_order(path: Path) -> None:
+    if not folder(path):
+        return  # polytempo/__init__.py names everything, and loads it when it is asked for
+    wrong = {name for name in imported(ast.walk(tree(path)), path) if not allowed(name, folder(path))}
+    assert not wrong, f"{folder(path)} may import {sorted(MAY_IMPORT[folder(path)])}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Modules by name, with what they import when they are loaded; then leaves are taken away until none is left."""
+    names = {str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".").removesuffix(".__init__"): p for p in FILES}
+    needs: dict[str, set[str]] = {}
+    for name, path in names.items():
+        module = tree(path)
+        later = {n for function in functions(module) for n in ast.walk(function)} | for_types_only(module)
+        asked = imported((n for n in ast.walk(module) if n not in later), path)
+        needs[name] = {a if a in names else a.rpartition(".")[0] for a in asked} & set(names) - {name}
+    while leaves := {name for name, others in needs.items() if not others & set(needs)}:
+        needs = {name: others for name, others in needs.items() if name not in leaves}
+    assert not needs
+
+
+@every_file
+def test_imports_stand_at_the_top(path: Path) -> None:
+    inside = {n for function in functions(tree(path)) for n in ast.walk(function)}
+    late = {name for node in inside for name in _modules(node)}
+    where = str(path.relative_to(SOURCE))
+    assert late == {name for file, name in IMPORTED_LATE if file == where}
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [str(node.module)]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+@every_file
+def test_every_file_says_what_it_is(path: Path) -> None:
+    module = tree(path)
+    assert (path.name == "__init__.py" and not module.body) or ast.get_docstring(module)
+    only_exports = path.name == "__init__.py" and all(
+        isinstance(n, ast.ImportFrom | ast.Expr | ast.Assign) for n in module.body
+    )
+    future = any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in module.body)
+    assert only_exports or future, "begin with `from __future__ import annotations`"
+
+
+@every_file
+def test_every_public_name_has_a_docstring(path: Path) -> None:
+    assert [name for name, node in _public(tree(path).body, "") if not ast.get_docstring(node)] == []
+
+
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented]]:
+    for node in body:
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node.body, f"{prefix}{node.name}.")
+
+
+@every_file
+def test_no_second_idea_hides_in_a_long_file_or_function(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(ast.parse(text))}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+@every_file
+def test_nothing_forbidden(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [word for word in FORBIDDEN_TEXT if word in text] == []
+    module = ast.parse(text)
+    called = {
+        node.func.id for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    modules = {name.split(".")[0] for node in ast.walk(module) for name in _modules(node)}
+    assert (called | modules) & FORBIDDEN_NAMES == set()
+
+
+@pytest.mark.parametrize(
+    "statement", ["import polytempo", "import polytempo.cli.main", "import polytempo.jobs; polytempo.jobs.names()"]
+)
+def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
+    check = f"{statement}\nimport sys\nassert not [m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules]"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
