@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo as pt
 from polytempo.engines.worker import Result
@@ -79,6 +80,26 @@ def test_gradients_may_be_dropped_or_zeroed(set_to_none: bool) -> None:
     first, second = together(2, work)
     assert first == second
     assert close(first, flat(alone), EXACT)
+
+
+def test_shards_of_a_data_set_that_no_batch_size_divides() -> None:
+    """11 samples make global batches of 4, 4 and 3: the last is dealt unevenly and weighed by samples."""
+    inputs, targets = batches(1)[0]
+    samples = TensorDataset(inputs[:11], targets[:11])
+
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pt.attach(net, optimizer)
+        part = pt.shard(DataLoader(samples, batch_size=4 // world.size, shuffle=True), seed=5)
+        for _ in range(2):
+            loop(net, optimizer, part)
+        return flat(net)
+
+    (alone,) = together(1, work)
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, alone, EXACT)
 
 
 # --- accumulation: which of three backward passes lie inside no_sync

@@ -9,6 +9,7 @@ import torch
 
 from helpers import CLUSTER, bundle
 from polytempo.aggregation import mean, nesterov
+from polytempo.cluster import lognormal
 from polytempo.collectives import ring
 from polytempo.core import Bundle, Port, State, Transform, chain
 from polytempo.core.state import restored, saved, settled
@@ -61,6 +62,25 @@ def test_a_longer_delay_hides_a_latency_that_is_longer_than_a_step() -> None:
     cluster = replace(CLUSTER, network=replace(CLUSTER.network, latency_s=3.0, bytes_per_s=1e9))
     seconds = [VirtualWorld(cluster, 2).run(lambda port, d=d: program(port, d)).seconds for d in (1, 6)]  # type: ignore[misc]
     assert seconds == pytest.approx([1 + 20 * 6, 20 + 6], abs=1e-6)
+
+
+def test_exchanges_under_way_at_once_do_not_mix_up_their_messages() -> None:
+    """Four rings among five ranks that compute for very different times."""
+
+    async def program(port: Port) -> list[list[float]]:
+        transform = delayed(4, mean(ring))
+        state, answers = transform.init(bundle(0.0)), []
+        for step in range(30):
+            await port.compute(lambda: None, flops=1000.0)
+            answer, state = await transform.apply(port, bundle(*[float(step)] * 7), state)
+            answers.append([] if answer is None else answer.flat.tolist())
+        return answers
+
+    cluster = replace(CLUSTER, network=replace(CLUSTER.network, bytes_per_s=1e9), stragglers=lognormal(1.0))
+    outcome = VirtualWorld(cluster, 5).run(program)
+    assert outcome.results[0] is not None
+    assert outcome.results[0][4:] == [pytest.approx([step] * 7) for step in range(26)]
+    assert outcome.results == [outcome.results[0]] * 5
 
 
 def test_a_bundle_that_waits_for_its_turn_is_not_touched_by_what_happens_to_its_tensors() -> None:

@@ -60,6 +60,18 @@ def test_ranks_that_disagree_are_all_told_and_none_gets_an_answer(
     assert VirtualWorld(CLUSTER, 3).run(program).results == [f"step 6: {text} at the same place"] * 3
 
 
+def test_it_does_not_matter_who_disagrees() -> None:
+    async def program(port: Port) -> str:
+        with pytest.raises(Mismatch) as clash:
+            await port.all_reduce(torch.zeros(4 + port.rank // 3))
+        return str(clash.value)
+
+    text = (
+        "rank 3 calls all_reduce((5,) torch.float32), but rank 0 calls all_reduce((4,) torch.float32) at the same place"
+    )
+    assert VirtualWorld(CLUSTER, 4).run(program).results == [f"step 0: {text}"] * 4
+
+
 # ---------------------------------------------------------------------- errors
 
 

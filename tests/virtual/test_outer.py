@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers import after_steps, bundle, bundles, flats, normal
 from polytempo.aggregation import from_anchor, mean, nesterov
-from polytempo.core import Bundle, Port, Transform, chain, identity, stateless
+from polytempo.core import Bundle, Port, Transform, chain, stateless
 from polytempo.synchronization import every
 
 
@@ -65,9 +65,10 @@ def test_the_anchor_is_memory_of_its_own() -> None:
         given.flat.add_(1)
         return given, None
 
-    in_place = chain(from_anchor(identity()), Transform(lambda parameters: None, spoil))
-    # answer = anchor - (anchor - θ) = θ, then +1: 5 -> 6 -> 7 -> 8
-    assert [float(values) for values in after_steps(in_place, 3, [bundle(5.0)])[0]] == [6, 7, 8]
+    in_place = chain(from_anchor(nesterov(0.5, 0.0)), Transform(lambda parameters: None, spoil))
+    # half of what moved counts, then +1 by the spoiler:
+    # 5 moved 0 -> 5, spoiled 6; from anchor 5 moved 1 -> 5.5, spoiled 6.5; from anchor 5.5 moved 1 -> 6, spoiled 7
+    assert [float(values) for values in after_steps(in_place, 3, [bundle(5.0)])[0]] == [6, 6.5, 7]
 
 
 def test_from_anchor_hands_the_share_on_to_the_mean() -> None:

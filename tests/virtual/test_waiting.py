@@ -103,6 +103,19 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     ]
 
 
+def test_a_deadline_that_was_kept_is_not_the_time_of_a_deadlock() -> None:
+    async def story(port: Port) -> None:
+        if port.rank == 0:
+            return await port.send(X, 1)
+        await port.within(1000.0).recv(X, 0)
+        await port.recv(X, 0)
+
+    assert deadlock(story, 2) == [
+        "deadlock at 1.250000 s: nobody can go on.",
+        "  rank 1 waits for recv from rank 0 (tag 0) (step 0, since 1.250000 s)",
+    ]
+
+
 def test_a_deadlock_in_a_collective_names_who_is_not_there() -> None:
     async def story(port: Port) -> None:
         if port.rank in (0, 2):
