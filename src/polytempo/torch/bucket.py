@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from polytempo.core import Bundle, State
 
-DEFAULT_BUCKET_BYTES = 4 * 2**20
-_FIRST_BUCKET_BYTES = 2**19
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20
 _MAX_BUCKETS = 400
 
 
