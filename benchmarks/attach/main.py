@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -134,6 +135,8 @@ def turns(workload: Workload, makers: dict[str, Callable[[Workload], Any]], num_
     for turn in range(num_turns + 2):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
+            if dist.is_initialized():
+                dist.barrier()  # nobody pays for the ranks' having drifted apart before
             begin_s = time.perf_counter()
             for _ in range(workload.steps_a_turn):
                 contenders[name](batch)
