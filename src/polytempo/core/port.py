@@ -57,7 +57,11 @@ class Port:
         return self.members[position]
 
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
-        """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished."""
+        """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished.
+
+        A transport may finish it only when the receiver has asked for it. Two ranks that send to each other
+        therefore start the send, receive, and only then await the send.
+        """
         return Send(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
 
     def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:

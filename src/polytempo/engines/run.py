@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def run(
             result = Trainer(job, strategy, given, world=world).fit()
             return result.as_json() if seat.rank == 0 else None
 
+        import_module(
+            "torch._dynamo"
+        )  # optimizers need it: a second here instead of in each worker
         with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
             follower = _Follower(metrics, show)
             results = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)

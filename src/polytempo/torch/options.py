@@ -32,7 +32,10 @@ class RunOptions:
     """Deadline of every wait for another worker."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run could use."""
+        """Refuse what no run could use. Folders may be given as text."""
+        for name in ("data", "out"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -66,6 +66,8 @@ class Replica:
             if len(groups) > 1 and not strategy.parameters.separable:
                 raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(groups)} dtypes")
             self.parameter_states = [strategy.parameters.init(Bundle(group)) for group in groups]
+        self._met = False
+        """Whether gradients were exchanged since the last step."""
         self.hooks: list[RemovableHandle] = []
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self._fill_gradients))
@@ -76,13 +78,14 @@ class Replica:
         """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer."""
         bundle = bucket.gathered(self.share)
         answer, bucket.state = await self.strategy.gradients.apply(port.on_channel(bucket.index), bundle, bucket.state)
+        self._met = self._met or answer is not bundle
         if answer is not bundle or bundle.packed:
             bucket.place(answer)
 
     async def finish_step(self, port: Port) -> None:
         """After `optimizer.step`: run the parameters' transform, and bring the buffers together."""
         self.step += 1
-        met = self.exchanges_gradients
+        met, self._met = self._met, False
         if self.exchanges_parameters:
             met = await self._exchange_parameters(port) or met
         if met and port.size > 1 and self.buffer_rule != "leave":
@@ -107,6 +110,8 @@ class Replica:
         changed = False
         for i, group in enumerate(self._parameter_groups()):
             bundle = Bundle(group, self.weight)
+            if i == len(self.parameter_states):  # the optimizer's moments, which come with its first step
+                self.parameter_states.append(self.strategy.parameters.init(bundle))
             answer, self.parameter_states[i] = await self.strategy.parameters.apply(
                 port.on_channel(_PARAMETER_CHANNEL + i), bundle, self.parameter_states[i]
             )
