@@ -109,3 +109,28 @@ def test_a_host_of_its_own_is_priced_by_its_memory() -> None:
     one_host = replace(CLUSTER, workers_per_host=2)
     assert VirtualWorld(one_host, 2).run(program).seconds == pytest.approx(2 * (0.125 + 20 / 200))
     assert VirtualWorld(one_host, 4).run(program).seconds == pytest.approx(6 * (0.25 + 10 / 100))
+
+
+@pytest.mark.parametrize("pieces", [2, 5, 10])
+def test_collectives_under_way_together_share_the_bandwidth(pieces: int) -> None:
+    async def program(port: Port) -> None:
+        works = [await port.start(port.all_reduce(torch.zeros(300 // pieces))) for _ in range(pieces)]
+        for work in works:
+            await work
+
+    whole = performed(lambda port: port.all_reduce(torch.zeros(300)))
+    assert VirtualWorld(CLUSTER, 3).run(program).seconds == pytest.approx(whole.seconds)
+
+
+def test_a_message_waits_for_a_collective_on_its_link() -> None:
+    async def program(port: Port) -> None:
+        work = await port.start(port.all_reduce(torch.zeros(75)))  # 300 bytes: 4 rounds of 0.25 + 1 s
+        await port.compute(lambda: None, 1.0)
+        if port.rank == 0:
+            await port.send(torch.zeros(25), 1)
+        if port.rank == 1:
+            await port.recv(torch.zeros(25), 0)
+            assert await port.now() == 4 + 0.25 + 1
+        await work
+
+    VirtualWorld(CLUSTER, 3).run(program)

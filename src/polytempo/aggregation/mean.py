@@ -6,6 +6,8 @@ SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradie
 
 from __future__ import annotations
 
+import torch
+
 from polytempo.core import Bundle, Port, Route, Transform, native, stateless
 
 
@@ -14,13 +16,14 @@ def mean(route: Route = native) -> Transform:
 
     shareᵢ is rank i's samples over all ranks' samples (1/N where the bundle does not say). So the
     mean of mean-gradients over uneven batches is exactly the gradient of the joined batch, and no
-    message carries the counts. Scaling before adding keeps 16-bit sums in range.
+    message carries the counts. Scaling before adding keeps 16-bit sums in range. With share 0 zeros travel,
+    whatever xᵢ holds (0 · NaN would be NaN).
 
     Cost: one pass over the gradients, which packs and scales them, then the route's.
     """
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         share = 1 / port.size if bundle.share is None else bundle.share
-        return bundle.with_flat(await route(port, bundle.scaled(share)))
+        return bundle.with_flat(await route(port, bundle.scaled(share) if share else torch.zeros_like(bundle.flat)))
 
-    return stateless(apply)
+    return stateless(apply, weighs=True)

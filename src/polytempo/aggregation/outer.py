@@ -35,7 +35,7 @@ def from_anchor(transform: Transform) -> Transform:
         arrived = bundle.with_flat(state.anchor.flat - update.flat)
         return arrived, AnchorState(arrived.copy(), inner)
 
-    return Transform(init, apply, separable=transform.separable)
+    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs)
 
 
 class NesterovState(NamedTuple):
@@ -59,4 +59,4 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
         velocity = state.velocity.flat * momentum + bundle.flat
         return bundle.with_flat(lr * (bundle.flat + momentum * velocity)), NesterovState(bundle.with_flat(velocity))
 
-    return Transform(init, apply)
+    return Transform(init, apply, weighs=True)

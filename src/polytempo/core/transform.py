@@ -27,21 +27,25 @@ class Transform(NamedTuple):
     `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
+    `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
     """
 
     init: Callable[[Bundle], State]
     apply: Callable[[Port, Bundle, State], Applied]
     separable: bool = True
     idle_alone: bool = False
+    weighs: bool = False
 
 
-def stateless(apply: Callable[[Port, Bundle], Program[Bundle]], *, separable: bool = True) -> Transform:
+def stateless(
+    apply: Callable[[Port, Bundle], Program[Bundle]], *, separable: bool = True, weighs: bool = False
+) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
 
     async def with_state(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
-    return Transform(lambda parameters: None, with_state, separable=separable, idle_alone=True)
+    return Transform(lambda parameters: None, with_state, separable=separable, idle_alone=True, weighs=weighs)
 
 
 def identity() -> Transform:
@@ -53,7 +57,7 @@ async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | N
     return bundle, state
 
 
-_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True)
+_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True)
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
@@ -80,6 +84,7 @@ def chain(*transforms: Transform) -> Transform:
         apply,
         separable=all(t.separable for t in transforms),
         idle_alone=all(t.idle_alone for t in transforms),
+        weighs=all(t.weighs for t in transforms),
     )
 
 
@@ -125,4 +130,5 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
         apply,
         separable=all(t.separable for t in branches.values()),
         idle_alone=all(t.idle_alone for t in branches.values()),
+        weighs=all(t.weighs for t in branches.values()),
     )

@@ -57,6 +57,7 @@ class Shard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
+        self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
         self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
         self.num_samples = _count(self._source.dataset)
@@ -130,7 +131,8 @@ class Shard:
             tensors, rows = self._tensors
             return from_tensors(tensors, order if rows is None else rows[order], steps)
         if self._loader is None:
-            self._loader = chosen_loader(self._source, self._chosen)
+            self._loader = chosen_loader(self._source, self._chosen, self._generator)
+        self._generator.manual_seed(((self.seed * 1_000_003 + self.epoch) * 1_000_003 + self.rank) % 2**63)
         self._chosen.batches = [order[step.start : step.stop].tolist() for step in steps]
         return zip(steps, self._loader, strict=True)
 

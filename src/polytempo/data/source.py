@@ -107,12 +107,18 @@ class Chosen:
         return iter(self.batches)
 
 
-def chosen_loader(source: Source, chosen: Chosen) -> DataLoader[Any]:
-    """A loader like the source's that reads the chosen batches in order; a plain one where there is none."""
+def chosen_loader(source: Source, chosen: Chosen, generator: torch.Generator) -> DataLoader[Any]:
+    """A loader like the source's that reads the chosen batches in order; a plain one where there is none.
+
+    It draws its workers' seeds from `generator`, unless the source's loader brings one: not from torch's own,
+    from which the samples' noise is drawn.
+    """
     like = source.loader
     if like is None:
-        return DataLoader(source.dataset, batch_sampler=chosen)
-    return DataLoader(source.dataset, batch_sampler=chosen, collate_fn=like.collate_fn, **worker_settings(like))
+        return DataLoader(source.dataset, batch_sampler=chosen, generator=generator)
+    settings = worker_settings(like)
+    settings["generator"] = like.generator or generator
+    return DataLoader(source.dataset, batch_sampler=chosen, collate_fn=like.collate_fn, **settings)
 
 
 def worker_settings(like: DataLoader[Any]) -> dict[str, Any]:

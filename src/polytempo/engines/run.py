@@ -61,9 +61,7 @@ def run(
             result = Trainer(job, strategy, given, world=world).fit()
             return result.as_json() if seat.rank == 0 else None
 
-        import_module(
-            "torch._dynamo"
-        )  # optimizers need it: a second here instead of in each worker
+        import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
         with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
             follower = _Follower(metrics, show)
             results = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from polytempo.torch.options import RunOptions
 from polytempo.torch.priced import meta_step, priced_step
 from polytempo.torch.replica import Replica
 from polytempo.torch.result import Result
-from polytempo.torch.trainer import result_of
+from polytempo.torch.trainer import recorder, result_of
 from polytempo.torch.training import Course, Summary, train
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -49,6 +50,10 @@ def simulate(
     Memory: one model and one optimizer state for each worker.
     """
     options = replace(options or RunOptions(), **more)
+    if options.resume or options.checkpoint_every:
+        raise ValueError("a simulation has no checkpoints: the same arguments give the same run; leave out resume")
+    if meta and (options.epochs or options.until):
+        raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
     cluster = cluster or ethernet()
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
@@ -68,21 +73,14 @@ def _trained(
     model = _model(job, options.seed)
     flops = flops_per_sample(model, job.loss, _one_batch(data, options))
     courses = [_course(job, strategy, options, data, flops, rank, workers) for rank in range(workers)]
-    writer = None
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        writer = MetricsWriter(options.out / "metrics.jsonl")
-    with show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers") as show:
-
-        def record(row: dict[str, Any]) -> None:
-            show(row)
-            if writer is not None:
-                writer.write(row)
-
-        courses[0].record = record
+    with ExitStack() as files:
+        show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
+        writer = None
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
+        courses[0].record = recorder(writer, show)
         outcome = world.run(lambda port: train(port, courses[port.rank]))
-    if writer is not None:
-        writer.close()
     summary = outcome.results[0]
     assert summary is not None
     return _finish(courses[0], summary, outcome, options.out)
@@ -128,7 +126,18 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
     shard = Shard(data.train, rank=0, size=workers, batch_size=batch_size, seed=options.seed)
     course = Course(job, options, replicas[0], shard, data, _no_step)
     samples = steps * batch_size * workers
-    summary = Summary(steps, samples / len(data.train), samples, samples, outcome.seconds, None, None, None, {})  # type: ignore[arg-type]
+    summary = Summary(
+        steps=steps,
+        epochs=samples / len(data.train),  # type: ignore[arg-type]
+        samples=samples,
+        trained=samples,
+        seconds=outcome.seconds,
+        trained_s=outcome.seconds,
+        score=None,
+        train_loss=None,
+        reached=None,
+        parameters={},
+    )
     return _finish(course, summary, outcome, options.out)
 
 

@@ -13,7 +13,8 @@ def delayed_sgd(delay: int = 1, route: Route = native) -> Strategy:
     θ_{t+1} = θ_t - η · mean(gᵢ(θ_{t-d})). The first d steps apply nothing. The learning rate that is
     stable shrinks with the delay.
 
-    Cost: synchronous SGD's bytes; its time hides behind d steps of computation. Memory for d more gradients.
+    Cost: synchronous SGD's bytes; its time hides behind d steps of computation (on real processes with the
+    route `native`: a route of our own goes on only while it is waited for). Memory for d more gradients.
 
     Source: J. Langford, A. Smola and M. Zinkevich, "Slow learners are fast", 2009; Y. Li et al., "Pipe-SGD", 2018.
     """

@@ -47,4 +47,4 @@ def _when(condition: Callable[[int], bool], transform: Transform) -> Transform:
             out, inner = await transform.apply(port, bundle, inner)
         return out, Counted(step, inner)
 
-    return Transform(init, apply, separable=transform.separable, idle_alone=transform.idle_alone)
+    return transform._replace(init=init, apply=apply)

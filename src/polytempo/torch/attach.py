@@ -40,12 +40,18 @@ class Handle:
         self._find_unused = find_unused
         self._silent = False
         self._joining = False
+        self._left = False
         self._exchanged = False
-        self._in_backward = False
+        self._met_before = False
+        """Whether there was an exchange since the last step already."""
+        self._backward: ref[Callable[[], None]] | None = None
+        """What torch calls when the backward pass is over, and holds no longer than that."""
         self._missing = [len(bucket.parameters) for bucket in replica.buckets]
         self._launched: list[Any] = []
         self._mark_s = world.now_s()
         optimizer = replica.optimizer
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._num_held, self._frozen = len(held), [p for p in held if not p.requires_grad]
         self._hooks: list[Any] = []
         self._idle = not (replica.exchanges_gradients or replica.exchanges_parameters)
         if not self._idle:
@@ -77,9 +83,11 @@ class Handle:
         if self._silent:
             self._exchanged = False
             return
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_exchange)
+        if self._backward is None or self._backward() is None:
+            self._begin_exchange()
+            finish = self._finish_exchange
+            self._backward = ref(finish)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
         self._missing[index] -= 1
         if self._missing[index] < 0:
             raise RuntimeError(
@@ -88,6 +96,24 @@ class Handle:
             )
         if self._missing[index] == 0 and not self._joining and index == len(self._launched):
             self._launch_ready()
+
+    def _begin_exchange(self) -> None:
+        """Forget a backward pass that ended with an error, and refuse a second exchange where a step may have but one."""
+        if self._launched:
+            raise RuntimeError(
+                f"a backward pass ended with an error when {len(self._launched)} of {len(self._missing)} exchanges had "
+                "begun, which cannot be taken back; end this run and go on from its last checkpoint"
+            )
+        self._backward = None
+        self._missing = [len(bucket.parameters) for bucket in self.replica.buckets]
+        buckets = self.replica.buckets
+        counted = self._joining or any(bucket.remembers for bucket in buckets)
+        if self._met_before and counted and any(bucket.accumulating for bucket in buckets):
+            raise RuntimeError(
+                f"gradients would be exchanged a second time before optimizer.step(), but {self.replica.strategy} "
+                "(or join) counts every exchange as a step; put no_sync() around all backward passes but the last, and "
+                "use checkpointing with use_reentrant=False"
+            )
 
     def _launch_ready(self) -> None:
         """Start the buckets that are complete, in their order, which is the same on every rank."""
@@ -102,23 +128,20 @@ class Handle:
         """Start what has not been started, and wait for everything."""
         if self.world.size > 1:
             self.world.record("compute", self._mark_s)
-        if self._joining:
-            self._share_among_active(1.0)
-        else:
-            self.replica.share = self.world.share
-        used = self._used() if self._find_unused or self.world.size == 1 else None
-        for bucket in self.replica.buckets[len(self._launched) :]:
-            self._launch(bucket)
-        if used is not None:
-            self._keep_none(used)
         try:
+            self._agree_on_share()
+            used = self._used() if self._find_unused or self.world.size == 1 else None
+            for bucket in self.replica.buckets[len(self._launched) :]:
+                self._launch(bucket)
+            if used is not None:
+                self._keep_none(used)
             for strand in self._launched:
                 strand.wait()
         finally:
             self._launched = []
             self._missing = [len(bucket.parameters) for bucket in self.replica.buckets]
-            self._in_backward = False
-        self._exchanged = True
+            self._backward = None
+        self._exchanged = self._met_before = True
         self._mark_s = self.world.now_s()
 
     def _used(self) -> list[Tensor]:
@@ -137,11 +160,20 @@ class Handle:
     # ------------------------------------------------------------------ the step
 
     def _before_step(self, *_: Any) -> None:
-        if self.replica.exchanges_gradients:
-            if not self._exchanged:
-                self._finish_exchange()
-        elif self._joining:
-            self._share_among_active(1.0)
+        self._check_parameters()
+        if not self.replica.exchanges_gradients:
+            self._agree_on_share()
+        elif not self._exchanged:
+            self._begin_exchange()
+            self._finish_exchange()
+
+    def _check_parameters(self) -> None:
+        """Parameters that began to train after `attach` would train on every rank apart."""
+        num_held = sum([len(group["params"]) for group in self.replica.optimizer.param_groups])
+        thawed = self._frozen and any(parameter.requires_grad for parameter in self._frozen)
+        if thawed or num_held != self._num_held:
+            what = "a frozen parameter needs gradients now" if thawed else "the optimizer was given other parameters"
+            raise RuntimeError(f"{what}, which nobody exchanges; call detach() on the handle and attach again")
 
     def _after_step(self, *_: Any) -> None:
         if self._idle:
@@ -152,15 +184,17 @@ class Handle:
             self.world.record("compute", self._mark_s)
         self.world.drive(self.replica.finish_step(self.world.port))
         self.world.step = self.replica.step
-        self.world.share = None
-        self._exchanged = False
+        self._exchanged = self._met_before = False
         self._mark_s = self.world.now_s()
 
     # ------------------------------------------------------------------ contexts
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum."""
+        """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum.
+
+        The sum has the weight of the last batch: its share where `pt.shard` deals batches unevenly.
+        """
         before, self._silent = self._silent, True
         try:
             yield
@@ -171,36 +205,56 @@ class Handle:
     def join(self) -> Iterator[None]:
         """Ranks may leave the loop inside after different numbers of steps; nobody hangs.
 
-        A rank that leaves goes on taking part with weight zero until all have left. All end with the same
-        parameters: where a strategy lets models differ, with the mean of those that trained to the last step.
-        Each step costs one more all-reduce of one number, which counts the active ranks.
+        A rank that leaves goes on taking part with weight zero until all have left; those that are still
+        active count the same, whatever `pt.shard` says. All end with the same parameters and running
+        statistics: where a strategy lets models differ, with the mean of those that trained to the last step.
+        Each step costs one more all-reduce of one number for each rank, which tells who is active.
+
+        Raises ValueError where the strategy would hear those that have left: gossip, adasum, robust merges.
         """
+        strategy = self.replica.strategy
+        if not (strategy.gradients.weighs and strategy.parameters.weighs):
+            raise ValueError(
+                f"{strategy} counts every rank alike, also those that have left, so join() cannot work; give all ranks "
+                "equally many batches, as pt.shard does, or use a strategy that weighs (Transform.weighs), e.g. sync_sgd"
+            )
         self._joining = self.world.size > 1
         try:
             yield
+            self._left = True
             while self._joining and self._share_among_active(0.0):
                 self._shadow_step()
             if self._joining and not self.replica.strategy.in_step:
                 self._take_consensus()
         finally:
-            self._joining = False
-            self.replica.weight = None
+            self._joining = self._left = False
+            self.replica.weight, self.replica.source = None, 0
+
+    def _agree_on_share(self) -> None:
+        """This rank's part of the coming exchange: its batch's, or inside `join` an equal part for all who are active."""
+        if not self._joining:
+            self.replica.share = self.world.share
+        elif not self._left:
+            self._share_among_active(1.0)
 
     def _share_among_active(self, active: float) -> bool:
-        count = float(self.world.drive(tree(self.world.port, torch.tensor([active]))))
-        if count:
-            self.replica.share = self.replica.weight = active / count
-        return count > 0
+        mine = torch.zeros(self.world.size)
+        mine[self.world.rank] = active
+        who = self.world.drive(tree(self.world.port, mine)).nonzero().flatten().tolist()
+        if who:
+            self.replica.share = self.replica.weight = active / len(who)
+            self.replica.source = who[0]
+        return bool(who)
 
     @torch.no_grad()
     def _take_consensus(self) -> None:
-        agreed = self.world.drive(self.replica.consensus(self.world.port))
-        for name, parameter in self.replica.model.named_parameters():
-            parameter.copy_(agreed[name])
+        port, replica = self.world.port, self.replica
+        agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
+        for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
+            if name in agreed:
+                tensor.copy_(agreed[name])
 
     def _shadow_step(self) -> None:
-        joining, self._joining = self._joining, False
-        self.world.share = 0.0
         if self.replica.exchanges_gradients:
             self.replica.optimizer.zero_grad()
             self._finish_exchange()
@@ -210,7 +264,6 @@ class Handle:
             self.replica.optimizer.step()  # so that there is optimizer state, which the others average
         else:
             self._after_step()
-        self._joining = joining
 
     # ------------------------------------------------------------------ saving and ending
 
@@ -259,6 +312,10 @@ def attach(
         for x, y in pt.shard(loader):
             optimizer.zero_grad(); loss_fn(model(x), y).backward(); optimizer.step()
 
+    One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that
+    train together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What
+    begins to train later (`add_param_group`, thawed layers) needs detach() and a new attach; `step` says so.
+
     Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all
     run the same strategy on the same model with the same versions (`Mismatch` names both values).
 
@@ -266,8 +323,8 @@ def attach(
     A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
     used keeps `.grad` None, for one more small all-reduce a step.
 
-    `buffers`: what happens to batch-norm statistics when ranks meet: their mean ("average"), rank 0's
-    ("broadcast"), or nothing ("leave"). `strategy` defaults to `sync_sgd()`; `world` to the one that
+    `buffers`: what happens when ranks meet: the mean of the running statistics of torch's batch and instance
+    norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave"). `strategy` defaults to `sync_sgd()`; `world` to the one that
     `pt.init()` joined, or a world of one. `seed`, where given, must be the same everywhere.
 
     Cost alone: nothing but a counter a step for strategies that are idle with one rank. Memory: one flat

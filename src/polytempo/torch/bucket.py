@@ -7,7 +7,7 @@ buckets                [        1        ][         0         ]       backward f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,19 @@ class Bucket:
                 parameter.grad = view
         self._memory = answer
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the transform carries something from exchange to exchange."""
+        return _holds_something(self.state)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a gradient still lies where the last answer was placed: nobody has dropped it since."""
+        if self._memory is None:
+            return False
+        pairs = zip(self.parameters.values(), self._memory.views.values(), strict=True)
+        return any(p.grad is not None and p.numel() and p.grad.data_ptr() == view.data_ptr() for p, view in pairs)
+
     def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
         gradient = parameter.grad
         if gradient is None:
@@ -71,6 +84,14 @@ class Bucket:
             self._row_sparse.add(name)
             return gradient.to_dense()
         return gradient.detach()
+
+
+def _holds_something(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(_holds_something(value) for value in state.values())
+    if isinstance(state, tuple):
+        return any(_holds_something(value) for value in state)
+    return state is not None
 
 
 def _rows(dense: Tensor) -> Tensor:
@@ -84,24 +105,29 @@ def _rows(dense: Tensor) -> Tensor:
 def buckets(parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
     """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
 
-    A bucket is closed as soon as it holds `bucket_bytes`, so a large layer does not wait for the small ones
-    below it, and the first much sooner, so communication begins early. Very large models get larger
-    buckets, at most about 500. None: one bucket, which needs one dtype.
+    One bucket of each dtype and device is open at a time. It is closed as soon as it holds `bucket_bytes`, so a
+    large layer does not wait for the small ones below it, and the first much sooner, so communication begins
+    early. They are numbered in the order in which backward completes them. Very large models get larger
+    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype.
     """
     backward_order = list(reversed(list(parameters.items())))
     total = sum(_num_bytes(p) for _, p in backward_order)
-    full = 2**62 if bucket_bytes is None else max(bucket_bytes, total // _MAX_BUCKETS)
+    full = 2**62 if bucket_bytes is None else max(bucket_bytes, -(-total // _MAX_BUCKETS))
+    first = full if bucket_bytes is None else min(full, _FIRST_BUCKET_BYTES)
     groups: list[dict[str, nn.Parameter]] = []
-    for _, same_kind in groupby(backward_order, key=lambda item: (item[1].dtype, item[1].device)):
-        size = full
-        for name, parameter in same_kind:
-            if size >= (min(full, _FIRST_BUCKET_BYTES) if len(groups) == 1 and bucket_bytes else full):
-                groups.append({})
-                size = 0
-            groups[-1][name] = parameter
-            size += _num_bytes(parameter)
+    open_now: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
+    for name, parameter in backward_order:
+        kind = (parameter.dtype, parameter.device)
+        group, room = open_now.get(kind, ({}, 0))
+        if room <= 0:
+            group, room = {}, full if groups else first
+            groups.append(group)
+        group[name] = parameter
+        open_now[kind] = (group, room - _num_bytes(parameter))
     if bucket_bytes is None and len(groups) > 1:
         raise ValueError("this strategy looks at the whole gradient at once, so all parameters must share one dtype")
+    reached = {name: position for position, (name, _) in enumerate(backward_order)}
+    groups.sort(key=lambda group: reached[next(reversed(group))])
     return [Bucket(i, group) for i, group in enumerate(groups)]
 
 

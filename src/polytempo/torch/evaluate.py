@@ -55,7 +55,7 @@ def _score(
     correct: Callable[[Any, Any], Tensor] | None,
 ) -> Tensor:
     """[samples, summed loss, right predictions, predictions] as float64."""
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     for inputs, targets in _batches(test, start, stop):
@@ -64,7 +64,8 @@ def _score(
         right = correct(outputs, targets) if correct else None
         counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
         sums += torch.tensor([samples, float(loss(outputs, targets)) * samples, *counts], dtype=torch.float64)
-    model.train(training)
+    for module, training in modes:  # one by one: a job may have frozen some
+        module.training = training
     return sums
 
 

@@ -40,6 +40,9 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("resume", "checkpoint_every"):
+            if getattr(self, name) and self.out is None:
+                raise ValueError(f"{name} needs the run's folder; give out=… as well")
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
             raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -49,7 +50,10 @@ class Replica:
         self.share: float | None = None
         self.weight: float | None = None
         """This rank's part of a mean over models (None: equal parts): 0 once it has left a `join`."""
+        self.source = 0
+        """The rank whose buffers count where they cannot be averaged: the first that has not left a `join`."""
         self.buffer_rule = buffer_rule
+        self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self.trainable = trainable(model, optimizer)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
         self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
@@ -89,7 +93,9 @@ class Replica:
         if self.exchanges_parameters:
             met = await self._exchange_parameters(port) or met
         if met and port.size > 1 and self.buffer_rule != "leave":
-            await self._meet_buffers(port.on_channel(_BUFFER_CHANNEL))
+            agreed = await self._met_buffers(port.on_channel(_BUFFER_CHANNEL))
+            for name, buffer in self._buffers().items():
+                buffer.copy_(agreed[name])
 
     def _fill_gradients(self, *_: Any) -> None:
         """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
@@ -103,15 +109,13 @@ class Replica:
     def _parameter_groups(self) -> list[dict[str, Tensor]]:
         tensors = {name: parameter.detach() for name, parameter in self.trainable.items()}
         if self.strategy.carries_optimizer:
-            tensors |= _moments(self.trainable, self.optimizer)
+            tensors |= _moments(self.trainable, self.optimizer)  # each joins the group of its parameter
         return list(_by_kind(tensors).values())
 
     async def _exchange_parameters(self, port: Port) -> bool:
         changed = False
         for i, group in enumerate(self._parameter_groups()):
             bundle = Bundle(group, self.weight)
-            if i == len(self.parameter_states):  # the optimizer's moments, which come with its first step
-                self.parameter_states.append(self.strategy.parameters.init(bundle))
             answer, self.parameter_states[i] = await self.strategy.parameters.apply(
                 port.on_channel(_PARAMETER_CHANNEL + i), bundle, self.parameter_states[i]
             )
@@ -120,15 +124,28 @@ class Replica:
                 changed = True
         return changed
 
-    async def _meet_buffers(self, port: Port) -> None:
-        for kind, group in _by_kind(dict(self.model.named_buffers())).items():
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers that meet: to be averaged, running statistics alone; others are constants or the model's affair."""
+        if self.buffer_rule != "average":
+            return dict(self.model.named_buffers())
+        return {
+            f"{path}.{name}".lstrip("."): buffer
+            for path, module in self._norms.items()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
+    async def _met_buffers(self, port: Port) -> dict[str, Tensor]:
+        """What all ranks make of their buffers by the rule, in memory of its own; counts are those of one rank."""
+        out: dict[str, Tensor] = {}
+        for kind, group in _by_kind(self._buffers()).items():
             bundle = Bundle(group, self.weight)
             if self.buffer_rule == "average" and kind[0].is_floating_point:
                 answer, _ = await mean(tree).apply(port, bundle, None)
                 assert answer is not None
             else:
-                answer = bundle.with_flat(await port.broadcast(bundle.flat))
-            torch._foreach_copy_(list(group.values()), list(answer.views.values()))
+                answer = bundle.with_flat(await port.broadcast(bundle.flat, self.source))
+            out |= answer.views
+        return out
 
     async def consensus(self, port: Port) -> dict[str, Tensor]:
         """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own."""
@@ -142,6 +159,15 @@ class Replica:
                 bundle = answer
             out |= bundle.views
         return {name: out[name] for name in tensors}
+
+    async def consensus_buffers(self, port: Port) -> dict[str, Tensor]:
+        """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
+
+        Batch-norm's running statistics where the models differ between their meetings, else none.
+        """
+        if port.size == 1 or self.strategy.in_step or self.buffer_rule == "leave":
+            return {}
+        return await self._met_buffers(port.on_channel(_BUFFER_CHANNEL))
 
     # ------------------------------------------------------------------ saving
 
@@ -191,10 +217,17 @@ async def take_over(port: Port, model: nn.Module) -> None:
 
 def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name: those that need gradients and that the optimizer holds."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in held}
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    found = {name: p for name, p in model.named_parameters() if id(p) in held}
     if not found:
         raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
+    strangers = held.keys() - {id(p) for p in found.values()}
+    if strangers:
+        shapes = [list(p.shape) for key, p in held.items() if key in strangers]
+        raise ValueError(
+            f"the optimizer trains {len(shapes)} tensors that are no parameters of the model, the first of shape "
+            f"{shapes[0]}; nobody would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
+        )
     return found
 
 
@@ -211,13 +244,17 @@ def _sparse_tables(model: nn.Module) -> frozenset[str]:
 
 
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state tensors that are shaped like their parameter, as `name|key`."""
+    """The optimizer's state tensors that are like their parameter, as `name|key`; counts of steps are none of them."""
     return {
         f"{name}|{key}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        if key != "step" and isinstance(value, Tensor) and _alike(value, parameter)
     }
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]:

@@ -20,9 +20,12 @@ class WorldShard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch."""
-        for batch in self.inner:
-            self._world.share = self.inner.share
-            yield batch
+        try:
+            for batch in self.inner:
+                self._world.share = self.inner.share
+                yield batch
+        finally:
+            self._world.share = None
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on all ranks."""

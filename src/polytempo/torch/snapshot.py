@@ -66,6 +66,7 @@ async def load(port: Port, course: Course, root: Path) -> int:
     optimizer_restore(course.replica.optimizer, Saved(whole.tensors, whole.scalars))
     course.replica.restore(Saved(_under(own.tensors, "strategy/"), _under(own.scalars, "strategy/")))
     course.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
+    course.seconds = float(own.scalars["seconds"] or 0.0)
     if course.scheduler is not None:
         course.scheduler.load_state_dict(json.loads(str(own.scalars["schedule"])))
     return course.replica.step
@@ -76,6 +77,7 @@ def _part(course: Course, *, whole: bool) -> Part:
     tensors = {f"strategy/{name}": tensor for name, tensor in strategy.tensors.items()}
     scalars = {f"strategy/{name}": value for name, value in strategy.scalars.items()}
     scalars["shard"] = json.dumps(course.shard.state_dict())
+    scalars["seconds"] = course.seconds
     if course.scheduler is not None:
         scalars["schedule"] = json.dumps(course.scheduler.state_dict())
     if whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from polytempo.torch.training import Course, Summary, TakeStep, train
 from polytempo.worlds import Event, ProcessWorld, combined_hash, current, write_chrome_trace
 
 _MAX_TRACED = 20_000
+_MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
 
 
 class Trainer:
@@ -56,8 +58,10 @@ class Trainer:
         lr = options.lr or job.lr
         optimizer = job.optimizer(self.model.parameters(), lr)
         self.batch_size = options.batch_size or job.batch_size
-        facts = {"job": job.name, "lr": lr, "batch_size": self.batch_size, "steps": options.steps}
-        self.world.drive(agree(self.world.port, facts | {"epochs": options.epochs, "until": dict(options.until)}))
+        facts = {name: getattr(options, name) for name in _MUST_AGREE}
+        facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
+        facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
+        self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(self.model, optimizer, strategy or sync_sgd(), world=self.world, seed=options.seed)
         shard = Shard(
             self.data.train,
@@ -85,13 +89,14 @@ class Trainer:
             if self.options.resume:
                 resumed_at = world.drive(load(world.port, course, out / "checkpoint"))
             course.save = _saver(course, out / "checkpoint")
-        writer = MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at) if out and world.rank == 0 else None
-        course.record = _recorder(writer, on_row)
-        world.begin()
-        summary = world.drive(train(world.port, course))
-        elapsed_s = world.now_s()
-        if writer is not None:
-            writer.close()
+        with ExitStack() as files:
+            writer = None
+            if out is not None and world.rank == 0:
+                writer = files.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
+            course.record = recorder(writer, on_row)
+            world.begin()
+            summary = world.drive(train(world.port, course))
+            elapsed_s = world.now_s()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(summary.parameters[name])
@@ -164,7 +169,7 @@ def result_of(
         epochs=summary.epochs,
         samples=summary.samples,
         seconds=summary.seconds,
-        samples_per_s=summary.trained / summary.seconds if summary.seconds else 0.0,
+        samples_per_s=summary.trained / summary.trained_s if summary.trained_s else 0.0,
         loss=summary.train_loss if score is None else score.loss,
         accuracy=None if score is None else score.accuracy,
         train_loss=summary.train_loss,
@@ -183,9 +188,11 @@ def _saver(course: Course, root: Path) -> Callable[[Port], Program[None]]:
     return lambda port: save(port, course, root)
 
 
-def _recorder(
+def recorder(
     writer: MetricsWriter | None, on_row: Callable[[dict[str, Any]], None] | None
 ) -> Callable[[dict[str, Any]], None]:
+    """A function that writes a row of metrics and hands it on, as far as there is someone to take it."""
+
     def record(row: dict[str, Any]) -> None:
         if writer is not None:
             writer.write(row)

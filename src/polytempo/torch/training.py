@@ -40,6 +40,8 @@ class Course:
     take_step: TakeStep
     flops_per_sample: float = 0.0
     scheduler: LRScheduler | None = None
+    seconds: float = 0.0
+    """Training time so far, over all runs; a checkpoint carries it."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
     save: Callable[[Port], Program[None]] | None = None
@@ -54,8 +56,11 @@ class Summary(NamedTuple):
     samples: int
     """Samples behind us, over all ranks and, after a resume, earlier runs."""
     trained: int
-    """Samples of this run alone, which `seconds` was spent on."""
+    """Samples of this run alone."""
     seconds: float
+    """Training time until all ranks were done, with that of earlier runs."""
+    trained_s: float
+    """Training time of this run alone."""
     score: Score | None
     train_loss: float | None
     reached: bool | None
@@ -65,48 +70,72 @@ class Summary(NamedTuple):
 async def train(port: Port, course: Course) -> Summary:
     """Train until the options' end: steps, epochs, or what `until` asks for."""
     _check(course)
-    clock = _Clock(await port.now())
-    samples_before = _position(course)[1]
-    meter = _Meter(samples_before)
+    clock = _Clock(await port.now(), course.seconds)
+    samples_before, seconds_before = _position(course)[1], course.seconds
+    meter = _Meter(samples_before, seconds_before)
     score, reached, scored_step = None, None, -1
-    steps_per_epoch = len(course.shard)
-    every_step = course.options.checkpoint_every
     while not _finished(course) and not reached:
-        for batch in course.shard:
-            await _one_step(port, course, batch, meter)
-            step = course.replica.step
-            if step % max(1, steps_per_epoch // _ROWS_PER_EPOCH) == 0:
-                await _train_row(port, course, meter, clock)
-            if course.save and every_step and step % every_step == 0:
-                await clock.outside(port, course.save(port))
-            if _finished(course):
-                break
+        if not await _rest_of_epoch(port, course, meter, clock):
+            continue  # resumed at the end of an epoch: nothing was left of it
+        scored_step = course.replica.step
         score = await clock.outside(port, _evaluate(port, course, clock))
         reached = _reached(score, course.options)
-        scored_step = course.replica.step
-        if course.save and not (every_step and scored_step % every_step == 0):
-            await clock.outside(port, course.save(port))
+        if not _saves_at(course, scored_step):
+            await _save(port, course, clock)
     if scored_step != course.replica.step:  # a resumed run that was finished already
         score = await clock.outside(port, _evaluate(port, course, clock))
         reached = _reached(score, course.options)
-    seconds = clock.training_s(await port.now())
+    course.seconds = clock.training_s(await port.now())
     await course.replica.settle()
-    parameters = await course.replica.consensus(port)
     epochs, samples = _position(course)
-    trained = samples - samples_before
-    step = course.replica.step
-    return Summary(step, epochs, samples, trained, seconds, score, meter.loss, reached, parameters)
+    return Summary(
+        steps=course.replica.step,
+        epochs=epochs,
+        samples=samples,
+        trained=samples - samples_before,
+        seconds=course.seconds,
+        trained_s=course.seconds - seconds_before,
+        score=score,
+        train_loss=meter.loss,
+        reached=reached,
+        parameters=await course.replica.consensus(port),
+    )
 
 
-async def _one_step(port: Port, course: Course, batch: Any, meter: _Meter) -> None:
-    step = course.replica.step
-    await port.mark(step)
-    seed_step(course.options.seed, port.rank, step)
-    course.replica.share = course.shard.share
-    loss = await course.take_step(port, batch)
-    if course.scheduler is not None:
-        course.scheduler.step()
-    meter.add(loss)
+async def _rest_of_epoch(port: Port, course: Course, meter: _Meter, clock: _Clock) -> bool:
+    """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    a_row_every = max(1, len(course.shard) // _ROWS_PER_EPOCH)
+    batches = iter(course.shard)
+    first_step = course.replica.step
+    while True:
+        step = course.replica.step
+        seed_step(course.options.seed, port.rank, step, "data")
+        batch = next(batches, None)
+        if batch is None:
+            return course.replica.step > first_step
+        await port.mark(step)
+        seed_step(course.options.seed, port.rank, step, "model")
+        course.replica.share = course.shard.share
+        meter.add(await course.take_step(port, batch))
+        if course.scheduler is not None:
+            course.scheduler.step()
+        if (step + 1) % a_row_every == 0:
+            await _train_row(port, course, meter, clock)
+        if _saves_at(course, step + 1):
+            await _save(port, course, clock)
+        if _finished(course):
+            return True
+
+
+def _saves_at(course: Course, step: int) -> bool:
+    every = course.options.checkpoint_every
+    return every is not None and step % every == 0
+
+
+async def _save(port: Port, course: Course, clock: _Clock) -> None:
+    if course.save is not None:
+        course.seconds = clock.training_s(await port.now())
+        await clock.outside(port, course.save(port))
 
 
 async def _train_row(port: Port, course: Course, meter: _Meter, clock: _Clock) -> None:
@@ -187,38 +216,40 @@ def _reached(score: Score | None, options: RunOptions) -> bool | None:
     return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
 
 
-def seed_step(seed: int, rank: int, step: int) -> None:
+def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
     """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
-    digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
 
 
 class _Clock:
-    """Training time: the world's time without what is not training."""
+    """Training time: the world's time without what is not training, on top of earlier runs' time."""
 
-    def __init__(self, begin_s: float) -> None:
-        self._begin_s = begin_s
-        self._outside_s = 0.0
+    def __init__(self, begin_s: float, earlier_s: float) -> None:
+        self._zero_s = begin_s - earlier_s
 
     def training_s(self, now_s: float) -> float:
-        return now_s - self._begin_s - self._outside_s
+        """Seconds of training until `now_s`."""
+        return now_s - self._zero_s
 
     async def outside(self, port: Port, what: Program[Any]) -> Any:
+        """Do `what` off the clock. It begins when all ranks are here: waiting for the slowest is training time."""
+        await port.barrier()
         before_s = await port.now()
         answer = await what
-        self._outside_s += await port.now() - before_s
+        self._zero_s += await port.now() - before_s
         return answer
 
 
 class _Meter:
     """The mean loss and the rate since the last row."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, seconds: float) -> None:
         self._last_loss: float | None = None
         self._sum: Tensor | None = None
         self._count = 0
         self._samples = samples
-        self._seconds = 0.0
+        self._seconds = seconds
 
     def add(self, loss: Tensor) -> None:
         detached = loss.detach()

@@ -51,6 +51,19 @@ class Network:
         self._in_s[passage.into] = end_s
         return end_s
 
+    def meet(self, members: Sequence[int], waiting_s: float, busy_s: float, now_s: float) -> float:
+        """Take all members' ends, both ways, for `busy_s`; returns when a collective of them ends.
+
+        `busy_s` is the part of its time that its bytes take, `waiting_s` the latencies. Collectives that are
+        under way together share the bandwidth, so they follow each other there, and hide only latency.
+        """
+        within = len({self.hosts[member] for member in members}) == 1
+        ends: set[End] = {("rank", m) if within else ("host", self.hosts[m]) for m in members}
+        begin_s = max([now_s, *(max(self._out_s[end], self._in_s[end]) for end in ends)])
+        for end in ends:
+            self._out_s[end] = self._in_s[end] = begin_s + busy_s
+        return begin_s + waiting_s + busy_s
+
     def _link(self, sender: int, receiver: int) -> tuple[Link, End, End]:
         if self.hosts[sender] == self.hosts[receiver]:
             return self.cluster.memory, ("rank", sender), ("rank", receiver)

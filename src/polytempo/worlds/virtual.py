@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
+from math import inf
 from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -315,8 +316,11 @@ class VirtualWorld:
     def _settle(self, meeting: Meeting) -> None:
         ordered = [meeting.arrived[member] for member in meeting.first.members]
         answers = members_answers([op for _, op in ordered])
-        link = self.cluster.slowest_link(tuple(self.hosts[member] for member in meeting.first.members))
-        end_s = self.now_s + member_seconds(meeting.first, link.latency_s, link.bytes_per_s)
+        members = meeting.first.members
+        link = self.cluster.slowest_link(tuple(self.hosts[member] for member in members))
+        waiting_s = member_seconds(meeting.first, link.latency_s, inf)
+        busy_s = member_seconds(meeting.first, 0.0, link.bytes_per_s)
+        end_s = self._network.meet(members, waiting_s, busy_s, self.now_s)
         for (flight, op), answer in zip(ordered, answers, strict=True):
 
             def end(flight: Flight = flight, op: Collective[Any] = op, answer: Any = answer) -> None:
