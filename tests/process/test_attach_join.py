@@ -67,19 +67,24 @@ def test_local_sgd_averages_the_models_of_those_who_still_train() -> None:
 
 def test_nobody_hangs_and_all_end_equal() -> None:
     strategies = [
-        s.adasum(),
         s.delayed_sgd(),
         s.diloco(period=2),
-        s.gossip(),
         s.local_sgd(period=3),
         s.parameter_averaging(period=2),
         s.post_local_sgd(switch_step=2, period=2),
-        s.robust_sgd(),
     ]
     ends = together(3, lambda world: {str(one): joined(world, one, (5, 0, 3)) for one in strategies})
     assert ends[0] == ends[1] == ends[2]
     assert len(ends[0]) == len(strategies)
     assert flat(small()) not in ends[0].values()
+
+
+@pytest.mark.parametrize("strategy", [s.adasum(), s.gossip(), s.robust_sgd()], ids=str)
+def test_a_strategy_that_hears_those_who_have_left_is_refused(strategy: Strategy) -> None:
+    net = small()
+    handle = pt.attach(net, SGD(net.parameters(), lr=0.1), strategy)
+    with pytest.raises(ValueError, match=r"counts every rank alike.*join\(\) cannot be used"), handle.join():
+        pass
 
 
 def test_epoch_after_epoch() -> None:
@@ -136,6 +141,54 @@ def test_batch_norm_statistics_of_those_who_have_left_count_nothing() -> None:
     first, second = together(2, work)
     assert first == second
     assert close(first[0], expected.tolist(), 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["average", "broadcast"])
+def test_a_rank_that_has_left_with_broken_or_stale_buffers_spoils_nothing(rule: str) -> None:
+    """Rank 0 leaves after one step; its statistics are NaN by then, and it has seen fewer batches than rank 1."""
+
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        handle = pt.attach(net, optimizer, buffers=rule)  # type: ignore[arg-type]
+        with handle.join():
+            loop(net, optimizer, part(world.rank, 1 + 2 * world.rank))
+            if world.rank == 0:
+                next(net.buffers()).fill_(torch.nan)
+        return [buffer.tolist() for buffer in net.buffers()]
+
+    first, second = together(2, work)
+    assert first == second
+    assert first[2] == 3
+    assert torch.tensor(first[0]).isfinite().all()
+
+
+def test_running_statistics_end_equal_where_models_differ() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        handle = pt.attach(net, optimizer, s.local_sgd(period=4))
+        with handle.join():
+            loop(net, optimizer, part(world.rank, 3))
+        return [buffer.tolist() for buffer in net.buffers()]
+
+    first, second = together(2, work)
+    assert first == second
+
+
+def test_a_second_exchange_in_a_step_is_refused_inside() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        handle = pt.attach(net, SGD(net.parameters(), lr=0.1))
+        inputs, targets = part(world.rank, 1)[0]
+        with handle.join():
+            squared(net(inputs), targets).backward()
+            with pytest.raises(RuntimeError, match=r"a second time before optimizer.step.*no_sync\(\)"):
+                squared(net(inputs), targets).backward()
+            handle.replica.optimizer.step()
+        return None
+
+    together(2, work)
 
 
 def test_join_alone_is_an_ordinary_loop() -> None:

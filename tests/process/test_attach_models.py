@@ -13,6 +13,7 @@ import polytempo as pt
 from polytempo.aggregation import krum
 from polytempo.core import Strategy
 from polytempo.engines.worker import Result
+from polytempo.torch.bucket import buckets
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 
@@ -58,6 +59,34 @@ def test_many_buckets_equal_one_bucket_bitwise() -> None:
     assert first == second
     for name in STRATEGIES:
         assert first[f"{name} 1"] == first[f"{name} 200"] == first[f"{name} {2**20}"], name
+
+
+def test_alternating_dtypes_make_no_small_buckets() -> None:
+    """One bucket of each dtype, numbered in the order in which backward completes them."""
+    layers = [nn.Parameter(torch.ones(1, dtype=[torch.float32, torch.float64][i % 2])) for i in range(600)]
+    cut = buckets({str(i): layer for i, layer in enumerate(layers)}, 2**20)
+    assert [bucket.index for bucket in cut] == [0, 1]
+    assert [next(reversed(bucket.parameters)) for bucket in cut] == ["1", "0"]
+    assert [len(bucket.parameters) for bucket in cut] == [300, 300]
+
+
+def test_there_are_not_many_more_than_400_buckets() -> None:
+    layers = [nn.Parameter(torch.ones(3, dtype=[torch.float32, torch.float64][i % 3 // 2])) for i in range(2000)]
+    cut = buckets({str(i): layer for i, layer in enumerate(layers)}, 1)
+    assert 200 < len(cut) <= 403
+    assert sorted(int(name) for bucket in cut for name in bucket.parameters) == list(range(2000))
+
+
+def test_a_model_of_alternating_dtypes_trains() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.ParameterList([torch.ones(2, dtype=[torch.float32, torch.float64][i % 2]) for i in range(7)])
+        optimizer = SGD(net.parameters(), lr=0.5)
+        pt.attach(net, optimizer, bucket_bytes=16)
+        sum(i * p.double().sum() * (world.rank + 1.0) for i, p in enumerate(net)).backward()
+        optimizer.step()
+        return [p.tolist() for p in net]
+
+    assert together(2, work) == [[[1 - 0.75 * i] * 2 for i in range(7)]] * 2
 
 
 def test_a_parameter_without_elements() -> None:
@@ -240,6 +269,53 @@ def test_batch_norm_statistics_meet_by_rule(rule: str, strategy: Strategy) -> No
     for (mean, variance, num_batches), wanted in zip(together(2, work), expected, strict=True):
         assert num_batches == 1
         assert close([*mean, *variance], wanted.flatten().tolist(), 1e-12)
+
+
+def test_only_running_statistics_are_averaged() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        table = torch.full((2,), 5.0, dtype=torch.float64)
+        net.register_buffer("table", table)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        pt.attach(net, optimizer)
+        table.fill_(world.rank)
+        loop(net, optimizer, mine(batches(1), world))
+        return [table.tolist(), net.state_dict()["0.running_mean"].tolist()]
+
+    first, second = together(2, work)
+    assert (first[0], second[0]) == ([0.0, 0.0], [1.0, 1.0])
+    assert first[1] == second[1]
+
+
+def test_the_consensus_has_the_mean_of_the_running_statistics() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        replica = pt.attach(net, optimizer, s.local_sgd(period=2)).replica
+        seen = []
+        for batch in mine(batches(1), world):
+            loop(net, optimizer, [batch])
+            agreed = world.drive(replica.consensus_buffers(world.port))
+            seen += [
+                net.state_dict()["0.running_mean"].tolist(),
+                {name: buffer.tolist() for name, buffer in agreed.items()},
+            ]
+        return seen
+
+    (mine_0, agreed_0), (mine_1, agreed_1) = together(2, work)
+    assert agreed_0 == agreed_1
+    assert list(agreed_0) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    assert close(agreed_0["0.running_mean"], [(a + b) / 2 for a, b in zip(mine_0, mine_1, strict=True)], 1e-12)
+    assert mine_0 != mine_1
+
+
+def test_where_ranks_are_in_step_the_consensus_needs_no_buffers() -> None:
+    def work(world: ProcessWorld) -> Result:
+        net = nn.BatchNorm1d(4)
+        replica = pt.attach(net, SGD(net.parameters(), lr=0.1)).replica
+        return list(world.drive(replica.consensus_buffers(world.port)))
+
+    assert together(2, work) == [[], []]
 
 
 def test_buffers_do_not_meet_between_the_models_meetings() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import polytempo as pt
+from polytempo.engines import init as joining
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
@@ -169,6 +170,64 @@ def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pt.init()
 
 
+def test_a_host_that_others_cannot_reach_is_named(script: Path) -> None:
+    port = free_port()
+    variables = torch_variables(0, port) | {"LOCAL_WORLD_SIZE": "1"}
+    message = r"MASTER_ADDR=localhost is \S+ here, which other hosts cannot reach, .*; set MASTER_ADDR to an address of"
+    with pytest.raises(AssertionError, match=message):
+        ended(script, [[]], [variables])
+
+
+@pytest.mark.parametrize(
+    ("found", "spread", "expected"),
+    [
+        (["192.0.2.1", "127.0.0.1"], False, "127.0.0.1"),  # nobody's address here; then one that is
+        (["127.0.1.1", "0.0.0.0"], True, "0.0.0.0"),
+    ],
+)
+def test_every_address_of_a_name_is_tried(
+    found: list[str], spread: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(*stream, (name, port)) for name in found])
+    with socket.socket(fileno=joining._bound("somewhere", 0, spread=spread)) as listener:
+        assert listener.getsockname()[0] == expected
+
+
+ENDING = """
+import atexit, os, pathlib, sys
+
+def threads():
+    tasks = pathlib.Path("/proc/self/task")
+    names = [(tasks / task / "comm").read_text() for task in os.listdir(tasks)]
+    pathlib.Path(sys.argv[1], f"{world.rank}.json").write_text(str(sum("gloo" in name for name in names)))
+
+atexit.register(threads)  # the first to be registered is the last to be called
+
+import torch
+import polytempo as pt
+
+world = pt.init(timeout_s=30, quiet=True)
+
+import torch._dynamo  # as the first optimizer does: it loads much of torch.distributed
+
+async def program(port):
+    inner = port.among((1, 0))
+    return await inner.all_reduce(await port.all_reduce(torch.ones(1)))
+
+assert world.drive(program(world.port)).item() == 4.0
+"""
+
+
+def test_no_thread_of_the_transport_outlives_the_interpreter(tmp_path: Path) -> None:
+    """One that did could ask for Python's lock when there is no Python any more, which aborts the process."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    port = free_port()
+    answers, _ = ended(script, [[], []], [torch_variables(rank, port) for rank in range(2)])
+    assert answers == [0, 0]
+
+
 # --- inside workers of our own engine
 
 
@@ -185,6 +244,28 @@ def test_a_process_group_that_exists_already_is_used() -> None:
         return [world.rank, world.size]
 
     assert launch(work, 2, threads=1, timeout_s=30) == [[0, 2], [1, 2]]
+
+
+def test_a_process_group_without_a_launcher_is_announced_as_such(script: Path, tmp_path: Path) -> None:
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        "store = dist.FileStore(sys.argv[1] + '/store', 2)\n"
+        "dist.init_process_group('gloo', store=store, rank=int(sys.argv[2]), world_size=2)\n"
+        "import polytempo as pt\n"
+        "pt.init()\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(rank)],
+            env=plain_environment() | {"GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert said[0] == "polytempo: an existing process group, 2 ranks on 1 host\n"
+    assert said[1] == ""
 
 
 def test_it_says_nothing_when_told_so_and_once_otherwise(tmp_path: Path) -> None:

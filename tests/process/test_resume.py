@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, StepLR
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
@@ -163,3 +165,69 @@ def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
 def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.WorkerDied, match=r"there is no checkpoint in .*checkpoint to resume from"):
         fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    fitted(s.sync_sgd(), steps=2, out=tmp_path)
+
+    def work(world: ProcessWorld) -> Result:
+        other = replace(job(), name="other")
+        with pytest.raises(pt.Mismatch, match=r"was saved by job 'job', this run trains 'other'; use another --out"):
+            pt.Trainer(other, s.sync_sgd(), world=world, steps=4, out=tmp_path, resume=True).fit()
+        return None
+
+    together(1, work)
+
+
+def rates(trainer: pt.Trainer) -> list[float]:
+    return [group["lr"] for group in trainer.handle.replica.optimizer.param_groups]
+
+
+def twofold(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """The last two parameters learn ten times as fast."""
+    *slow, weight, bias = parameters
+    groups: list[dict[str, Any]] = [{"params": slow}, {"params": [weight, bias], "lr": 10 * lr}]
+    return Adam(groups, lr=lr)
+
+
+@pytest.mark.parametrize(("lr", "expected"), [(None, [0.05, 0.5]), (0.01, [0.01, 0.1])])
+def test_a_learning_rate_that_is_given_replaces_the_saved_one(
+    lr: float | None, expected: list[float], tmp_path: Path
+) -> None:
+    plain = replace(job(), schedule=None, optimizer=twofold)
+
+    def work(world: ProcessWorld) -> Result:
+        pt.Trainer(plain, s.sync_sgd(), world=world, steps=2, out=tmp_path).fit()
+        resumed = pt.Trainer(plain, s.sync_sgd(), world=world, steps=4, out=tmp_path, resume=True, lr=lr)
+        resumed.fit()
+        return rates(resumed)
+
+    assert together(1, work) == [expected]
+
+
+def test_a_learning_rate_that_contradicts_the_saved_schedule_is_refused(tmp_path: Path) -> None:
+    def work(world: ProcessWorld) -> Result:
+        pt.Trainer(job(), s.sync_sgd(), world=world, steps=4, out=tmp_path).fit()
+        pt.Trainer(job(), s.sync_sgd(), world=world, steps=5, out=tmp_path, resume=True, lr=0.05).fit()
+        with pytest.raises(
+            ValueError, match=r"schedule, which began at learning rate \[0.05\], and lr=0.01 would begin"
+        ):
+            pt.Trainer(job(), s.sync_sgd(), world=world, steps=6, out=tmp_path, resume=True, lr=0.01).fit()
+        return None
+
+    together(1, work)
+
+
+def test_a_schedule_with_milestones_goes_on(tmp_path: Path) -> None:
+    falling = replace(job(), schedule=lambda optimizer, steps: MultiStepLR(optimizer, [2, 6], gamma=0.1))
+
+    def work(world: ProcessWorld) -> Result:
+        straight = pt.Trainer(falling, s.sync_sgd(), world=world, steps=8)
+        expected = straight.fit().parameters_sha256
+        pt.Trainer(falling, s.sync_sgd(), world=world, steps=4, out=tmp_path).fit()
+        resumed = pt.Trainer(falling, s.sync_sgd(), world=world, steps=8, out=tmp_path, resume=True)
+        assert resumed.fit().parameters_sha256 == expected
+        return [rates(straight), rates(resumed)]
+
+    ((straight, resumed),) = together(1, work)
+    assert straight == resumed == [pytest.approx(0.0005)]

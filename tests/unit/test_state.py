@@ -91,6 +91,13 @@ def test_a_bundle_that_waited_in_a_queue_is_restored_where_init_had_none() -> No
     assert torch.equal(second.flat, -layout.flat)
 
 
+def test_what_waited_in_a_queue_comes_back_in_the_dtype_and_on_the_device_of_the_parameters() -> None:
+    source = saved((parameters("a"),), "queue")
+    layout = Bundle({"a": torch.zeros(2, 3, dtype=torch.float64, device="meta")})
+    (back,) = restored((None,), source, "queue", layout)
+    assert (back.flat.dtype, back.flat.device.type) == (torch.float64, "meta")
+
+
 def test_settled_waits_for_answers_that_are_on_their_way() -> None:
     async def sleep_and_answer(port: Port) -> tuple[Bundle, int]:
         await port.compute(lambda: None, flops=3.0)

@@ -202,6 +202,26 @@ def test_flags(transform: Transform, idle_alone: bool, idle_among_two: bool, sep
     assert transform.separable is separable
 
 
+WEIGHED = SUM._replace(weighs=True)
+
+
+@pytest.mark.parametrize(
+    ("transform", "weighs"),
+    [
+        (identity(), True),
+        (SUM, False),
+        (add(1), False),
+        (WEIGHED, True),
+        (chain(WEIGHED, identity()), True),
+        (chain(WEIGHED, SUM), False),
+        (split(lambda name, tensor: "a", {"a": WEIGHED, "b": identity()}), True),
+        (split(lambda name, tensor: "a", {"a": WEIGHED, "b": SUM}), False),
+    ],
+)
+def test_only_what_weighs_throughout_weighs(transform: Transform, weighs: bool) -> None:
+    assert transform.weighs is weighs
+
+
 def test_a_stateless_transform_leaves_a_lone_rank_alone() -> None:
     bundle = Bundle(tensors())
     assert one_step_returns_what_it_was_given(SUM, bundle)

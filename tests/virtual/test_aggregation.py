@@ -34,6 +34,11 @@ def test_mean_weighs_by_shares(route: Route, ranks: list[Bundle], expected: list
     assert [flat.tolist() for flat in flats(mean(route), [b.copy() for b in ranks])] == [expected] * len(ranks)
 
 
+def test_with_share_0_not_even_nan_counts() -> None:
+    given = [bundle(1, 10, share=1.0), bundle(float("nan"), float("inf"), share=0.0)]
+    assert [flat.tolist() for flat in flats(mean(tree), given)] == [[1, 10]] * 2
+
+
 def test_mean_of_mean_gradients_over_uneven_batches_is_the_gradient_of_the_joined_batch() -> None:
     samples = normal(1, 24)[0].view(12, 2)
     parts = samples.split([1, 4, 7])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers import CLUSTER, bundle
-from polytempo.aggregation import mean, nesterov
+from polytempo.aggregation import adasum, from_anchor, mean, median, merged, mix, nesterov, ring_graph
 from polytempo.core import Bundle, Port, Transform, chain, identity, is_idle
 from polytempo.synchronization import after, delayed, every, until
 from polytempo.worlds import VirtualWorld
@@ -89,6 +89,22 @@ def test_on_the_other_steps_nothing_is_done_at_all() -> None:
 def test_flags_are_those_of_what_is_inside(transform: Transform, separable: bool, idle_alone: bool) -> None:
     assert transform.separable is separable
     assert is_idle(transform, 1) is idle_alone
+
+
+@pytest.mark.parametrize(
+    ("transform", "weighs"),
+    [
+        (every(2, mean()), True),
+        (every(2, adasum()), False),
+        (after(2, nesterov()), True),
+        (delayed(1, mean()), True),
+        (delayed(1, merged(median)), False),
+        (from_anchor(mean()), True),
+        (from_anchor(mix(ring_graph)), False),
+    ],
+)
+def test_what_weighs_by_share_does_so_inside_others(transform: Transform, weighs: bool) -> None:
+    assert transform.weighs is weighs
 
 
 @pytest.mark.parametrize("make", [every, delayed])

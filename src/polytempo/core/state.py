@@ -53,7 +53,8 @@ def saved(state: Any, path: str) -> Saved:
 def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
     """A state shaped as `like` (what `init` made) with the leaves of `source`.
 
-    A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved.
+    A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
+    in the dtype and on the device of `like`, or of `layout`.
     """
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
@@ -66,7 +67,8 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
     if isinstance(like, tuple):
         return _tuple_like(like, [restored(v, source, f"{path}/{i}", layout) for i, v in enumerate(like)])
     if like is None and f"{path}/{layout.names[0]}" in source.tensors:
-        return Bundle(_tensors(layout.names, source, path))
+        found = _tensors(layout.names, source, path)
+        return Bundle({name: found[name].to(tensor) for name, tensor in layout.tensors.items()})
     if path not in source.scalars:
         raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
     return source.scalars[path]

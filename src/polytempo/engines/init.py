@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import ipaddress
 import os
 import re
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # holds the group as default arguments if it is loaded after joining: see _leave
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import TimedOut, world_port
@@ -32,15 +37,18 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
     if world.size > 1:
         return world
     place = recognise(os.environ)
-    if not dist.is_initialized():
-        if place.size == 1:
-            _say(place, 1, quiet)
-            return world
+    launcher = "" if place.launcher == "none" else place.launcher
+    if dist.is_initialized():
+        launcher = launcher or "an existing process group"
+    elif place.size == 1:
+        _say(launcher, world, quiet)
+        return world
+    else:
         _join(place, timeout_s, backend)
     world = ProcessWorld(dist.get_rank(), _hosts())
     set_current(world)
     if world.rank == 0:
-        _say(place, len(set(world.port.hosts)), quiet)
+        _say(launcher, world, quiet)
     return world
 
 
@@ -78,27 +86,47 @@ def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Stor
     address = (place.master_address, place.master_port)
     if place.rank or agent_holds_it:
         return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-    listener = _bound(*address)
+    spread = place.local_size is not None and place.local_size < place.size
+    listener = _bound(*address, spread=spread)
     return TCPStore(*address, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
-def _bound(address: str, port: int) -> int:
-    """A socket that listens on this one address; left to itself, a TCP store would listen on all interfaces."""
+def _bound(address: str, port: int, *, spread: bool) -> int:
+    """A socket that listens on this one address; left to itself, a TCP store would listen on all interfaces.
+
+    Of the addresses that a name has, it is the first that this host can listen on; in a world that is `spread` over
+    several hosts, the first of those that other hosts can reach.
+    """
+    problem = OSError(0, "it has no address")
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family, backlog=1024).detach()
+        found = [entry[4] for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
+        within = [where for where in found if not _is_loopback(str(where[0]))] if spread else found
+        if not within:
+            raise ValueError(
+                f"MASTER_ADDR={address} is {found[0][0]} here, which other hosts cannot reach, and this world spans "
+                "several hosts; set MASTER_ADDR to an address of rank 0's host in their network"
+            )
+        for where in within:
+            try:
+                family = socket.AF_INET6 if ":" in str(where[0]) else socket.AF_INET
+                return socket.create_server(where, family=family, backlog=1024).detach()
+            except OSError as error:
+                problem = error
     except OSError as error:
-        raise ValueError(
-            f"rank 0 cannot listen on {address}:{port} ({error.strerror}); MASTER_ADDR must be an address of "
-            "rank 0's host, and MASTER_PORT free there"
-        ) from error
+        problem = error
+    raise ValueError(
+        f"rank 0 cannot listen on {address}:{port} ({problem.strerror}); MASTER_ADDR must be an address of "
+        "rank 0's host, and MASTER_PORT free there"
+    ) from problem
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _hosts() -> list[int]:
-    """Each rank's host as a small number: ranks with one host name are on one host."""
-    name = torch.zeros(256, dtype=torch.uint8)
-    encoded = socket.gethostname().encode()[:256]
-    name[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
+    name = torch.frombuffer(bytearray(hashlib.sha256(_host_identity().encode()).digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())
 
     async def everyone() -> list[torch.Tensor]:
@@ -109,13 +137,30 @@ def _hosts() -> list[int]:
     return [order.index(n) for n in names]
 
 
-def _say(place: Place, num_hosts: int, quiet: bool) -> None:
+def _host_identity() -> str:
+    """Two hosts may have one name; two containers may run on one kernel, but between them there is a network."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return "\n".join(parts)
+
+
+def _say(launcher: str, world: ProcessWorld, quiet: bool) -> None:
     if not quiet:
-        where = f"{place.size} ranks on {num_hosts} host{'s' * (num_hosts > 1)}" if place.size > 1 else "a world of one"
-        by = "" if place.launcher == "none" else f"{place.launcher}, "
-        print(f"polytempo: {by}{where}", file=sys.stderr)
+        num_hosts = len(set(world.port.hosts))
+        where = f"{world.size} ranks on {num_hosts} host{'s' * (num_hosts > 1)}" if world.size > 1 else "a world of one"
+        print(f"polytempo: {launcher}{', ' * bool(launcher)}{where}", file=sys.stderr)
 
 
 def _leave() -> None:
+    """Destroy the process group before the interpreter ends.
+
+    gloo's threads let go of tensors, for which they take Python's lock; a thread that asks for it after Python has
+    ended aborts the process ("terminate called without an active exception"). The threads end with the last
+    reference to their group, so nobody may hold one any longer: neither our world nor torch's default arguments.
+    """
     if dist.is_initialized():
+        current().forget_groups()
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,6 @@ from polytempo.core import Strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Seat
-from polytempo.report.metrics import read_metrics
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
@@ -153,17 +153,30 @@ def show_rows(
 
 
 class _Follower:
-    """Reads the metrics that rank 0 writes while the run goes on."""
+    """Reads the metrics that rank 0 writes while the run goes on; each line is parsed once.
+
+    The rows that are there when it is made are no news. A resumed run puts a new file in the old one's place:
+    the rows that it keeps are shown.
+    """
 
     def __init__(self, metrics: Path, show: Callable[[dict[str, Any]], None]) -> None:
         self._metrics, self._show = metrics, show
-        self._seen = 0
+        there = metrics.stat() if metrics.exists() else None
+        self._file = there and there.st_ino
+        self._read_bytes = there.st_size if there else 0
 
     def look(self) -> None:
         """Show the rows that have come since the last look."""
-        if not self._metrics.exists():
+        try:
+            stream = self._metrics.open("rb")
+        except FileNotFoundError:
             return
-        rows = read_metrics(self._metrics)
-        for row in rows[self._seen :]:
-            self._show(row)
-        self._seen = len(rows)
+        with stream:
+            status = os.fstat(stream.fileno())
+            if status.st_ino != self._file or status.st_size < self._read_bytes:
+                self._file, self._read_bytes = status.st_ino, 0
+            stream.seek(self._read_bytes)
+            whole_lines, newline, _ = stream.read().rpartition(b"\n")
+        self._read_bytes += len(whole_lines) + len(newline)
+        for line in whole_lines.splitlines():
+            self._show(json.loads(line))

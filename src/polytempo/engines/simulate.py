@@ -137,6 +137,7 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         train_loss=None,
         reached=None,
         parameters={},
+        buffers={},
     )
     return _finish(course, summary, outcome, options.out)
 

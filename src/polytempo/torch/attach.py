@@ -85,9 +85,7 @@ class Handle:
             return
         if self._backward is None or self._backward() is None:
             self._begin_exchange()
-            finish = self._finish_exchange
-            self._backward = ref(finish)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            self._follow_backward()
         self._missing[index] -= 1
         if self._missing[index] < 0:
             raise RuntimeError(
@@ -98,7 +96,7 @@ class Handle:
             self._launch_ready()
 
     def _begin_exchange(self) -> None:
-        """Forget a backward pass that ended with an error, and refuse a second exchange where a step may have but one."""
+        """Forget a backward pass that failed, and refuse a second exchange where a step may have but one."""
         if self._launched:
             raise RuntimeError(
                 f"a backward pass ended with an error when {len(self._launched)} of {len(self._missing)} exchanges had "
@@ -114,6 +112,11 @@ class Handle:
                 "(or join) counts every exchange as a step; put no_sync() around all backward passes but the last, and "
                 "use checkpointing with use_reentrant=False"
             )
+
+    def _follow_backward(self) -> None:
+        finish = self._finish_exchange
+        self._backward = ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _launch_ready(self) -> None:
         """Start the buckets that are complete, in their order, which is the same on every rank."""
@@ -215,8 +218,8 @@ class Handle:
         strategy = self.replica.strategy
         if not (strategy.gradients.weighs and strategy.parameters.weighs):
             raise ValueError(
-                f"{strategy} counts every rank alike, also those that have left, so join() cannot work; give all ranks "
-                "equally many batches, as pt.shard does, or use a strategy that weighs (Transform.weighs), e.g. sync_sgd"
+                f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
+                "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"
             )
         self._joining = self.world.size > 1
         try:
@@ -231,7 +234,7 @@ class Handle:
             self.replica.weight, self.replica.source = None, 0
 
     def _agree_on_share(self) -> None:
-        """This rank's part of the coming exchange: its batch's, or inside `join` an equal part for all who are active."""
+        """This rank's part of the coming exchange: its batch's; inside `join` the same for all who are active."""
         if not self._joining:
             self.replica.share = self.world.share
         elif not self._left:
@@ -324,8 +327,9 @@ def attach(
     used keeps `.grad` None, for one more small all-reduce a step.
 
     `buffers`: what happens when ranks meet: the mean of the running statistics of torch's batch and instance
-    norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave"). `strategy` defaults to `sync_sgd()`; `world` to the one that
-    `pt.init()` joined, or a world of one. `seed`, where given, must be the same everywhere.
+    norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave").
+    `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
+    where given, must be the same everywhere.
 
     Cost alone: nothing but a counter a step for strategies that are idle with one rank. Memory: one flat
     copy of the gradients, which `.grad` then points into.

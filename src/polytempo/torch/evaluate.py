@@ -25,18 +25,18 @@ class Score(NamedTuple):
 async def evaluate(
     port: Port,
     model: nn.Module,
-    parameters: dict[str, Tensor] | None,
+    tensors: dict[str, Tensor] | None,
     test: Dataset[Any],
     loss: Callable[[Any, Any], Tensor],
     correct: Callable[[Any, Any], Tensor] | None,
     flops_per_sample: float,
 ) -> Score:
-    """Score `model`, with `parameters` in place of its own where given, on rank r's slice of `test`, and add up."""
+    """Score `model` on rank r's slice of `test`, and add up. `tensors` stand in for its parameters and buffers."""
     length = len(test)  # type: ignore[arg-type]
     start, stop = length * port.rank // port.size, length * (port.rank + 1) // port.size
 
     def score() -> Tensor:
-        return _score(model, parameters, test, start, stop, loss, correct)
+        return _score(model, tensors, test, start, stop, loss, correct)
 
     sums = await tree(port, await port.compute(score, flops_per_sample * (stop - start)))
     samples, total_loss, num_correct, num_predictions = sums.tolist()
@@ -47,7 +47,7 @@ async def evaluate(
 @torch.no_grad()
 def _score(
     model: nn.Module,
-    parameters: dict[str, Tensor] | None,
+    tensors: dict[str, Tensor] | None,
     test: Dataset[Any],
     start: int,
     stop: int,
@@ -59,7 +59,7 @@ def _score(
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     for inputs, targets in _batches(test, start, stop):
-        outputs = model(inputs) if parameters is None else torch.func.functional_call(model, parameters, (inputs,))
+        outputs = model(inputs) if tensors is None else torch.func.functional_call(model, tensors, (inputs,))
         samples = len(targets)
         right = correct(outputs, targets) if correct else None
         counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))

@@ -11,26 +11,35 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port
 from polytempo.core.state import Saved
+from polytempo.torch.plain import plain, typed
 
 
 def optimizer_saved(optimizer: Optimizer, path: str = "optimizer") -> Saved:
-    """The state's tensors as `path/<parameter>/<key>`, and everything else as one JSON text at `path`."""
+    """The state's tensors as `path/<parameter>/<key>`, and everything else as one JSON text at `path`.
+
+    Raises ValueError that names a hyper-parameter or state which JSON cannot hold.
+    """
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for index, entries in state["state"].items():
+        if not isinstance(index, int):
+            raise ValueError(f"{_named(optimizer)} keeps state under {index!r}; only state of parameters can be saved")
         numbers[str(index)] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"{path}/{index}/{key}"] = value
             else:
-                numbers[str(index)][key] = value
-    groups = [{k: _plain(v) for k, v in group.items()} for group in state["param_groups"]]
+                numbers[str(index)][key] = plain(value, f"{_named(optimizer)}: state {key!r} of parameter {index}")
+    groups = [
+        {key: plain(value, f"{_named(optimizer)}: {key!r} of parameter group {i}") for key, value in group.items()}
+        for i, group in enumerate(state["param_groups"])
+    ]
     return Saved(tensors, {path: json.dumps({"groups": groups, "numbers": numbers})})
 
 
 def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimizer") -> None:
-    """Load what `optimizer_saved` returned. Settings that are tuples stay tuples."""
+    """Load what `optimizer_saved` returned. Hyper-parameters that are tuples or tensors now stay tuples or tensors."""
     text = source.scalars.get(path)
     if not isinstance(text, str):
         raise ValueError(f"no optimizer state under {path!r}")
@@ -44,7 +53,7 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
             _, index, key = name.rsplit("/", 2)
             state.setdefault(int(index), {})[key] = tensor
     groups = [
-        {key: tuple(value) if isinstance(old.get(key), tuple) else value for key, value in group.items()}
+        {key: typed(value, old.get(key)) for key, value in group.items()}
         for group, old in zip(described["groups"], now["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -53,7 +62,9 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
 async def broadcast_optimizer(port: Port, optimizer: Optimizer) -> None:
     """Give rank 0's optimizer state to all ranks; they may not have any yet. Hyper-parameters too."""
     mine = optimizer_saved(optimizer)
-    layout = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in mine.tensors.items()}
+    layout = {
+        name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type] for name, t in mine.tensors.items()
+    }
     about = json.dumps({"text": mine.scalars["optimizer"], "layout": layout}).encode()
     length = int(await port.broadcast(torch.tensor([len(about)])))
     text = torch.zeros(length, dtype=torch.uint8)
@@ -61,17 +72,29 @@ async def broadcast_optimizer(port: Port, optimizer: Optimizer) -> None:
         text = torch.frombuffer(bytearray(about), dtype=torch.uint8)
     described = json.loads(bytes((await port.broadcast(text)).tolist()))
     tensors: dict[str, Tensor] = {}
-    for name, (shape, dtype) in described["layout"].items():
-        given = (
-            mine.tensors[name].detach().clone() if port.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
-        )
+    for name, (shape, dtype, device_type) in described["layout"].items():
+        if port.rank == 0:
+            # Transports send raw memory: strides other than a fresh tensor's would arrive as a permutation.
+            given = mine.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        else:
+            device = state_device(optimizer, name, device_type)
+            given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         tensors[name] = await port.broadcast(given)
     if port.rank:
         optimizer_restore(optimizer, Saved(tensors, {"optimizer": described["text"]}))
 
 
-def _plain(value: Any) -> Any:
-    """A hyper-parameter as JSON can hold it; a learning rate may be a tensor."""
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.device:
+    """Where state `name` (`path/<parameter>/<key>`) belongs on this rank if it is on a `device_type` elsewhere.
+
+    State on the CPU, as some optimizers' step counters, stays there; other state goes where the parameter is.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    place: torch.device = parameters[int(name.rsplit("/", 2)[1])].device
+    return place
+
+
+def _named(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

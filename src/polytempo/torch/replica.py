@@ -125,7 +125,7 @@ class Replica:
         return changed
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers that meet: to be averaged, running statistics alone; others are constants or the model's affair."""
+        """The buffers that meet. Only running statistics are averaged; others are constants or the model's affair."""
         if self.buffer_rule != "average":
             return dict(self.model.named_buffers())
         return {

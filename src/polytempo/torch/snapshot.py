@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Mismatch, Port
 from polytempo.core.state import Saved, Scalar
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.torch.plain import plain, typed
 from polytempo.torch.training import Course
 
 V = TypeVar("V")
@@ -45,6 +48,9 @@ async def load(port: Port, course: Course, root: Path) -> int:
 
     With another number of ranks than saved, rank r takes the optimizer and the strategy's state of saved
     rank r mod N; parameters are the saved ranks' mean where those differed.
+
+    A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
+    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError.
     """
     folder = latest(root)
     await agree(port, {"checkpoint": folder.name if folder else None})
@@ -54,6 +60,9 @@ async def load(port: Port, course: Course, root: Path) -> int:
     strategy = str(course.replica.strategy)
     if manifest.about["strategy"] != strategy:
         raise Mismatch(f"{folder} was saved by {manifest.about['strategy']}, this run uses {strategy}; use the same")
+    job = manifest.about["job"]
+    if job != course.job.name:
+        raise Mismatch(f"{folder} was saved by job {job!r}, this run trains {course.job.name!r}; use another --out")
     saved_ranks = len(manifest.parts)
     own = read_part(folder, port.rank % saved_ranks)
     in_step = course.replica.strategy.in_step
@@ -63,12 +72,15 @@ async def load(port: Port, course: Course, root: Path) -> int:
         parts = [_under(read_part(folder, rank).tensors, "model/") for rank in range(saved_ranks)]
         model = {name: _mean([part[name] for part in parts]) for name in model}
     course.replica.model.load_state_dict(model)
+    fresh = _rates(course.replica.optimizer)
     optimizer_restore(course.replica.optimizer, Saved(whole.tensors, whole.scalars))
     course.replica.restore(Saved(_under(own.tensors, "strategy/"), _under(own.scalars, "strategy/")))
     course.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     course.seconds = float(own.scalars["seconds"] or 0.0)
     if course.scheduler is not None:
-        course.scheduler.load_state_dict(json.loads(str(own.scalars["schedule"])))
+        schedule_restore(course.scheduler, str(own.scalars["schedule"]))
+    if course.options.lr is not None:
+        _set_rates(course, fresh, folder)
     return course.replica.step
 
 
@@ -79,13 +91,44 @@ def _part(course: Course, *, whole: bool) -> Part:
     scalars["shard"] = json.dumps(course.shard.state_dict())
     scalars["seconds"] = course.seconds
     if course.scheduler is not None:
-        scalars["schedule"] = json.dumps(course.scheduler.state_dict())
+        scalars["schedule"] = schedule_saved(course.scheduler)
     if whole:
         optimizer = optimizer_saved(course.replica.optimizer)
         tensors |= {f"model/{name}": tensor for name, tensor in course.replica.model.state_dict().items()}
         tensors |= optimizer.tensors
         scalars |= optimizer.scalars
     return Part(tensors, scalars)
+
+
+def schedule_saved(scheduler: LRScheduler) -> str:
+    """A schedule's state as JSON. Raises ValueError that names what JSON cannot hold."""
+    return json.dumps(
+        {key: plain(value, f"{type(scheduler).__name__}: {key!r}") for key, value in scheduler.state_dict().items()}
+    )
+
+
+def schedule_restore(scheduler: LRScheduler, text: str) -> None:
+    """Load what `schedule_saved` returned into a schedule that was made alike."""
+    scheduler.load_state_dict(typed(json.loads(text), scheduler.state_dict()))
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    """Each parameter group's learning rate; under a schedule, the one that it began with."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+
+def _set_rates(course: Course, rates: list[Any], folder: Path) -> None:
+    optimizer = course.replica.optimizer
+    if course.scheduler is None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return
+    saved, given = ([float(rate) for rate in several] for several in (_rates(optimizer), rates))
+    if saved != given:
+        raise ValueError(
+            f"{folder} goes on with its schedule, which began at learning rate {saved}, and lr={course.options.lr} "
+            f"would begin it at {given}; resume without a learning rate"
+        )
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:

@@ -97,9 +97,12 @@ class Trainer:
             world.begin()
             summary = world.drive(train(world.port, course))
             elapsed_s = world.now_s()
+            world.share = None
+        final = summary.parameters | summary.buffers
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(summary.parameters[name])
+            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                if name in final:
+                    tensor.copy_(final[name])
         return self._finish(summary, world.waited_s / max(elapsed_s, 1e-9))
 
     def _finish(self, summary: Summary, communication_share: float) -> Result:

@@ -65,6 +65,9 @@ class Summary(NamedTuple):
     train_loss: float | None
     reached: bool | None
     parameters: dict[str, Tensor]
+    """The final model: the ranks' mean where they differ."""
+    buffers: dict[str, Tensor]
+    """The ranks' mean of running statistics, where they differ."""
 
 
 async def train(port: Port, course: Course) -> Summary:
@@ -99,6 +102,7 @@ async def train(port: Port, course: Course) -> Summary:
         train_loss=meter.loss,
         reached=reached,
         parameters=await course.replica.consensus(port),
+        buffers=await course.replica.consensus_buffers(port),
     )
 
 
@@ -161,13 +165,13 @@ async def _evaluate(port: Port, course: Course, clock: _Clock) -> Score | None:
     seconds = clock.training_s(await port.now())
     if course.data.test is None:
         return None
-    parameters = None
+    agreed = None
     if not course.replica.strategy.in_step and port.size > 1:
-        parameters = await course.replica.consensus(port)
+        agreed = await course.replica.consensus(port) | await course.replica.consensus_buffers(port)
     score = await evaluate(
         port,
         course.replica.model,
-        parameters,
+        agreed,
         course.data.test,
         course.job.loss,
         course.job.correct,

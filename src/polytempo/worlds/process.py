@@ -256,6 +256,10 @@ class ProcessWorld:
                 return _Pending(self, op, event, dist.barrier(group=group, async_op=True), lambda: None)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
 
+    def forget_groups(self) -> None:
+        """Let go of sub-groups, so that their transport can end. The world is of no use afterwards."""
+        self._groups.clear()
+
     def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         if members not in self._groups:
             timeout = timedelta(seconds=_group_timeout_s())
