@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +23,10 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from polytempo.core import TimedOut, world_port
 from polytempo.engines.environment import Place, recognise
 from polytempo.worlds import ProcessWorld, current, set_current
+
+_LAST_MOMENT_S = 0.05
+"""Between the last operation on a group that is not ours to destroy and Python's end (see `_leave`): its threads
+let go of the last tensors within microseconds of answering, and until then Python has to be there."""
 
 
 def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = False) -> ProcessWorld:
@@ -40,6 +45,7 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
     launcher = "" if place.launcher == "none" else place.launcher
     if dist.is_initialized():
         launcher = launcher or "an existing process group"
+        atexit.register(time.sleep, _LAST_MOMENT_S)
     elif place.size == 1:
         _say(launcher, world, quiet)
         return world
