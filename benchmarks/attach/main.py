@@ -91,8 +91,8 @@ def symbols() -> Batch:
 DIGITS = Workload("digits MLP 64-128-10, batch 256", lambda: mlp(64, 128, 10), vectors(256, 64), 100)
 AGAINST_DDP = [
     Workload("(a) MLP 784-2048-2048-10, batch 64", lambda: mlp(784, 2048, 2048, 10), vectors(64, 784), 5),
-    Workload("(b) CNN, batch 64", cnn, vectors(64, 1, 28, 28), 10),
-    Workload("(c) transformer, 4 layers of 256, batch 8 x 64", Transformer, symbols, 3),
+    Workload("(b) CNN, batch 64", cnn, vectors(64, 1, 28, 28), 20),
+    Workload("(c) transformer, 4 layers of 256, batch 8 x 64", Transformer, symbols, 6),
 ]
 
 

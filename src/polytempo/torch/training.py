@@ -1,7 +1,7 @@
 """The training program: one coroutine that runs a job in either world.
 
 for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
-at the end of an epoch:          evaluate  ── reached what was asked for?
+at the end of an epoch:          evaluate  ── reached what was asked for?    (not after fewer than four steps)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TakeStep = Callable[[Port, Any], Program[Tensor]]
 """One optimizer step on one batch; answers the batch's mean loss."""
 
 _ROWS_PER_EPOCH = 10
+_STEPS_BETWEEN_SCORES = 4
 
 
 @dataclass
@@ -76,16 +77,19 @@ async def train(port: Port, course: Course) -> Summary:
     clock = _Clock(await port.now(), course.seconds)
     samples_before, seconds_before = _position(course)[1], course.seconds
     meter = _Meter(samples_before, seconds_before)
-    score, reached, scored_step = None, None, -1
+    score, reached, scored_step = None, None, course.replica.step
+    scored = False
     while not _finished(course) and not reached:
         if not await _rest_of_epoch(port, course, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
+        if course.replica.step - scored_step < _STEPS_BETWEEN_SCORES and not _finished(course):
+            continue  # many workers make short epochs
         scored_step = course.replica.step
         score = await clock.outside(port, _evaluate(port, course, clock))
-        reached = _reached(score, course.options)
+        reached, scored = _reached(score, course.options), True
         if not _saves_at(course, scored_step):
             await _save(port, course, clock)
-    if scored_step != course.replica.step:  # a resumed run that was finished already
+    if not scored:  # a resumed run that was finished already
         score = await clock.outside(port, _evaluate(port, course, clock))
         reached = _reached(score, course.options)
     course.seconds = clock.training_s(await port.now())
