@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.folder import checked_folder, default_folder, slug
+from polytempo.cli.folder import checked_folder, default_folder
+from polytempo.engines.names import slug
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 _TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
 MAX_RUNS = 10_000
-
-
-def slug(text: str) -> str:
-    """`text` as part of a file name: `local_sgd(period=8)` is `local_sgd-period-8`."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")[:80] or "run"
 
 
 def holds_run(folder: Path) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from polytempo import jobs
-from polytempo.cli.folder import slug
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.show import show_json, show_table
+from polytempo.engines.names import slug
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 

@@ -15,6 +15,7 @@ from typing import Any
 from polytempo.core import Strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
+from polytempo.engines.names import slug
 from polytempo.engines.worker import Seat
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
@@ -121,12 +122,6 @@ def reported(result: Result, out: Path) -> Result:
     named.write(out)
     write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
     return named
-
-
-def slug(text: str) -> str:
-    """`local_sgd(period=8)` as a name for a folder: `local_sgd-period-8`."""
-    kept = "".join(c if c.isalnum() or c in "_." else "-" for c in text)
-    return "-".join(part for part in kept.split("-") if part)[:80]
 
 
 @contextmanager
