@@ -27,7 +27,7 @@ class RunOptions:
     threads: int | None = None
     """Threads per worker; None: the cores of this host, shared among its workers."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None: at the end of every epoch."""
+    """Steps between checkpoints; None: at the end of every epoch, at least four steps apart."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
 
