@@ -4,12 +4,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+LIBRARY := src/polytempo/native/libpolytempo.so
 PYTEST := $(BIN)/python -m pytest
 
 # Tests of the report need a browser. CI installs one and leaves out nothing; so does a machine that has one.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome \
 	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
 WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
+
+# Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
+COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint fmt bench clean
@@ -18,7 +22,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
 		printf 'make %-8s %s\n' "$$name" "$$what"; done
 
-install: $(INSTALLED) ## make .venv with everything (needs Python 3.11 or newer)
+install: $(INSTALLED) $(LIBRARY) ## make .venv with everything (needs Python 3.11 or newer)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Polytempo needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make install PYTHON=python3.12")'
@@ -27,6 +31,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
 	touch $@
+
+# The old library goes first: a failed build must not leave it behind, and those who have it open keep theirs.
+$(LIBRARY): $(wildcard native/*.*) $(INSTALLED)
+	@rm -f $@
+ifeq ($(COMPILER)$(CI),)
+	@echo 'note: no C++ compiler here, so the native core is not built; everything works without it, more slowly'
+else
+	@echo 'building the native core'
+	@$(BIN)/cmake -S native -B build/native -G Ninja \
+		-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPOLYTEMPO_WERROR=$(if $(CI),ON,OFF) >/dev/null
+	@$(BIN)/cmake --build build/native -- --quiet
+	@$(BIN)/cmake --install build/native --prefix src >/dev/null
+endif
 
 demo: install ## train digits with seven strategies and two real workers each; prints where the report lies
 	@$(BIN)/polytempo compare digits --workers 2
@@ -53,5 +70,5 @@ bench: install ## run every benchmark (longer)
 	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
 
 clean: ## remove what make has made; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(LIBRARY) .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

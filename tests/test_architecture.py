@@ -16,18 +16,19 @@ FILES = sorted(SOURCE.rglob("*.py"))
 AXES = {"synchronization", "aggregation", "collectives"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "native": {"core"},
     "cluster": {"core"},
     "data": {"core"},
     "synchronization": {"core"},
     "aggregation": {"core"},
     "collectives": {"core"},
     "strategies": {"core", *AXES},
-    "worlds": {"core", "cluster", "collectives"},
+    "worlds": {"core", "native", "cluster", "collectives"},
     "report": {"core", "worlds"},
-    "torch": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report.metrics"},
-    "engines": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch"},
+    "torch": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report.metrics"},
+    "engines": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch"},
     "jobs": {"torch.job", "data"},
-    "cli": {"core", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch", "engines", "jobs"},
+    "cli": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch", "engines", "jobs"},
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
@@ -183,7 +184,12 @@ def test_nothing_forbidden(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import polytempo", "import polytempo.cli.main", "import polytempo.jobs; polytempo.jobs.names()"],
+    [
+        "import polytempo",
+        "import polytempo.cli.main",
+        "import polytempo.jobs; polytempo.jobs.names()",
+        "import polytempo.native.library; polytempo.native.library.available()",
+    ],
 )
 def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
     check = f"{statement}\nimport sys\nassert not [m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules]"

@@ -195,9 +195,18 @@ def test_doctor_lets_two_workers_talk(tmp_path: Path) -> None:
     assert health["backends"]["gloo"] is True
     assert health["start_ms"] > 0
     assert health["all_reduce_ms"] > 0
+    assert health["native"] in ("baseline", "v3", "v4")
+    assert health["native_missing"] is None
     people = polytempo("doctor", cwd=tmp_path)
     assert people.returncode == 0
     assert "2 workers met in" in people.stdout
+
+
+def test_doctor_says_why_there_is_no_native_core(tmp_path: Path) -> None:
+    """Which is nothing broken: everything works without it."""
+    done = polytempo("doctor", cwd=tmp_path, POLYTEMPO_NATIVE="0")
+    assert done.returncode == 0
+    assert "no: POLYTEMPO_NATIVE=0 in the environment" in done.stdout
 
 
 def test_doctor_names_what_is_broken(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Seat
+from polytempo.native.library import instruction_set, why_not
 
 _TOOLS = ("torchrun", "srun", "mpirun", "ray", "nvidia-smi")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, never written to
@@ -44,6 +45,9 @@ class Health:
     memory_free: int | None
     shared_memory: int | None
     shared_memory_free: int | None
+    native: str | None
+    """The instruction set that the native core uses; None without a core, and then why not and the remedy:"""
+    native_missing: str | None
     launcher: str
     tools: dict[str, bool]
     start_ms: float | None
@@ -98,6 +102,8 @@ def examined() -> Health:
         memory_free=memory_free,
         shared_memory=shared and shared.total,
         shared_memory_free=shared and shared.free,
+        native=instruction_set(),
+        native_missing=why_not(),
         launcher=launcher,
         tools={name: shutil.which(name, path=_search_path()) is not None for name in _TOOLS},
         start_ms=start_ms,
@@ -166,6 +172,7 @@ def _rows(health: Health) -> list[tuple[str, str]]:
         ("cores", f"{health.cores}, torch uses {health.threads} threads"),
         ("memory", room(health.memory, health.memory_free)),
         ("shared memory", room(health.shared_memory, health.shared_memory_free)),
+        ("native core", f"yes, {health.native}" if health.native else f"no: {health.native_missing}"),
         ("launcher", health.launcher),
         ("optional tools", there(health.tools)),
     ]

@@ -6,7 +6,7 @@ from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
 from polytempo.core.state import Late
-from polytempo.core.strategy import Strategy, spelled
+from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import State, Transform, chain, identity, is_idle, split, stateless
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Strategy",
     "TimedOut",
     "Transform",
+    "Turn",
     "Work",
     "chain",
     "identity",

@@ -10,22 +10,23 @@ class PolytempoError(RuntimeError):
 class PeerLost(PolytempoError):
     """A rank that this one needs is gone. Raised at the `await` of the operation that needed it.
 
-    `peer` is the lost rank, or None where the transport cannot tell which member of a group it was.
+    `peer` is the lost rank, or None where the transport cannot tell which member of a group it was. `step` is None
+    where the operation belongs to no step of training.
     """
 
-    def __init__(self, rank: int, step: int, operation: str, peer: int | None, reason: str = "") -> None:
-        self.rank, self.step, self.operation, self.peer = rank, step, operation, peer
+    def __init__(self, rank: int, step: int | None, operation: str, peer: int | None, reason: str = "") -> None:
+        self.rank, self.step, self.operation, self.peer, self.reason = rank, step, operation, peer, reason
         who = f"rank {peer}" if peer is not None else "a peer"
         detail = f" ({reason})" if reason else ""
-        super().__init__(f"rank {rank}, step {step}: {operation} cannot finish, {who} is lost{detail}")
+        super().__init__(f"{_where(rank, step)}: {operation} cannot finish, {who} is lost{detail}")
 
 
 class TimedOut(PolytempoError):
     """An operation did not finish before its deadline. Raised at its `await`."""
 
-    def __init__(self, rank: int, step: int, operation: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float) -> None:
         self.rank, self.step, self.operation, self.timeout_s = rank, step, operation, timeout_s
-        super().__init__(f"rank {rank}, step {step}: {operation} did not finish within {timeout_s:g} s")
+        super().__init__(f"{_where(rank, step)}: {operation} did not finish within {timeout_s:g} s")
 
 
 class Deadlock(PolytempoError):
@@ -34,3 +35,7 @@ class Deadlock(PolytempoError):
 
 class Mismatch(PolytempoError):
     """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""
+
+
+def _where(rank: int, step: int | None) -> str:
+    return f"rank {rank}" if step is None else f"rank {rank}, step {step}"

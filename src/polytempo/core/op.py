@@ -130,6 +130,11 @@ class Compute(Op[T]):
 
 
 @dataclass(frozen=True, eq=False)
+class Alone(Compute[T]):
+    """Run `work()` while no other rank of this host is in one of these; they are let in one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
 class Now(Op[float]):
     """The world's clock, in seconds since the run began."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from polytempo.core.op import (
     AllGather,
     AllReduce,
+    Alone,
     Barrier,
     Broadcast,
     Compute,
@@ -97,6 +98,10 @@ class Port:
     def compute(self, work: Callable[[], T], flops: float) -> Op[T]:
         """Run `work()`; a virtual world charges `flops` floating-point operations for it."""
         return Compute(work, flops)
+
+    def alone(self, work: Callable[[], T], flops: float) -> Op[T]:
+        """Run `work()` while no other rank of this host is in one of these; see `compute`."""
+        return Alone(work, flops, timeout_s=self.timeout_s)
 
     def now(self) -> Op[float]:
         """The world's clock in seconds, virtual or real."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from polytempo.core.transform import Transform, identity
+
+Turn = Literal["together", "free", "locked", "in_turn"]
+"""Who writes to one copy of the parameters, and when: all ranks' gradients make one update, everybody at any time,
+one after the other, or in the order of ranks, each once."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Strategy:
     `in_step`: all ranks hold equal parameters after every step. Where it is False, a model that is
     evaluated or handed out is the mean of the ranks' models.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
+    `one_copy`: the parameters exist once per host, and its ranks write to them by this turn. None: every rank has
+    its own.
     """
 
     name: str
@@ -25,6 +32,7 @@ class Strategy:
     parameters: Transform = field(default_factory=identity)
     in_step: bool = True
     carries_optimizer: bool = False
+    one_copy: Turn | None = None
 
     def __str__(self) -> str:
         return self.name

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from polytempo.core import PeerLost, Port, TimedOut, world_port
 from polytempo.core.op import (
     AllGather,
     AllReduce,
+    Alone,
     Barrier,
     Broadcast,
     Collective,
@@ -35,6 +38,7 @@ from polytempo.core.op import (
     Work,
 )
 from polytempo.worlds.collective import member_bytes, num_bytes
+from polytempo.worlds.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -123,6 +127,9 @@ class _Strand:
             value, error = None, None
             try:
                 match op:
+                    case Alone(work, _):
+                        with world.alone(op.timeout_s):
+                            value = world.compute(work)
                     case Compute(work, _):
                         value = world.compute(work)
                     case Now():
@@ -156,6 +163,7 @@ class ProcessWorld:
         self.share: float | None = None
         """This rank's part of the present global batch, as `pt.shard` says it; None: equal parts."""
         self._zero_s = time.monotonic()
+        self._lock: HostLock | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {self.port.members: None}
 
     def now_s(self) -> float:
@@ -198,6 +206,25 @@ class ProcessWorld:
             return work()
         finally:
             self.record("compute", start_s)
+
+    @contextmanager
+    def alone(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Inside, no other rank of this host is in `alone`. Raises TimedOut where its turn does not come in time."""
+        if self.port.hosts.count(self.port.hosts[self.rank]) == 1:
+            yield
+            return
+        limit_s = timeout_s or _group_timeout_s()
+        if self._lock is None:
+            self._lock = HostLock(distributed_c10d._get_default_store(), self.port.hosts[self.rank])
+        since_s = self.now_s()
+        entered = self._lock.acquire(limit_s)
+        self.waited_s += self.now_s() - since_s
+        if not entered:
+            raise TimedOut(self.rank, self.step, "alone", limit_s)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def record(self, kind: str, start_s: float) -> None:
         """Write the line of something that this rank did from `start_s` until now."""

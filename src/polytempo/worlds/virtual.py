@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import Deadlock, Mismatch, PeerLost, Port, TimedOut, world_port
-from polytempo.core.op import Collective, Compute, Mark, Now, Op, Program, Recv, Send, Start, Work
+from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, Start, Work
 from polytempo.worlds.collective import member_bytes, member_seconds, members_answers, num_bytes
 from polytempo.worlds.flight import Flight, Meeting, Strand, signature, who_waits_for_what
 from polytempo.worlds.network import Network
@@ -72,6 +72,8 @@ class VirtualWorld:
         self._meetings: dict[tuple[tuple[int, ...], int, int], Meeting] = {}
         self._calls: dict[tuple[tuple[int, ...], int, int], int] = defaultdict(int)
         self._network = Network(cluster, self.hosts)
+        self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
+        """Those who want to be alone on a host, in the order in which they asked; the first one is."""
         self._unreceived = 0
         self._free_s = [0.0] * num_ranks
         self._results: list[Any] = [None] * num_ranks
@@ -198,6 +200,11 @@ class VirtualWorld:
             late = TimedOut(rank, flight.step, str(op), op.timeout_s)
             self._at(self.now_s + op.timeout_s, lambda: self._land(flight, None, late), deadline_of=flight)
         match op:
+            case Alone():
+                queue = self._alone[self.hosts[rank]]
+                queue.append((flight, op))
+                if len(queue) == 1:
+                    self._let_in(queue)
             case Compute():
                 self._compute(flight, op)
             case Send():
@@ -235,6 +242,19 @@ class VirtualWorld:
         except Exception as raised:
             error = raised
         self._at(self._free_s[rank], lambda: self._end(flight, "compute", 0, value, error=error))
+
+    def _let_in(self, queue: deque[tuple[Flight, Alone[Any]]]) -> None:
+        """Let the first who still waits compute alone, and the next one when that is over."""
+        while queue and (queue[0][0].done or queue[0][0].rank in self._lost):
+            queue.popleft()
+        if queue:
+            self._compute(*queue[0])
+
+            def leave() -> None:
+                queue.popleft()
+                self._let_in(queue)
+
+            self._at(self._free_s[queue[0][0].rank], leave)
 
     def _send(self, flight: Flight, op: Send) -> None:
         rank = flight.rank

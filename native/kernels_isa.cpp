@@ -1,0 +1,41 @@
+// Compiled once per instruction set, with PT_ISA naming it: baseline, v3 or v4.
+//
+// Nothing in here may have external linkage but the table at the end: of two equal inline functions the linker keeps
+// one, and it might keep the one that the machine cannot run. Hence the unnamed namespace, and no standard library.
+#include "kernels.h"
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+// An out may be a source, but only the very same elements: no iteration waits for another.
+#ifdef __clang__
+#define PT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define PT_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+#define PT_EACH(i, count) PT_INDEPENDENT for (int64_t i = 0; i < (count); ++i)
+#define PT_NAME_OF(isa) PT_QUOTED(isa)
+#define PT_QUOTED(isa) #isa
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+// A T at any address, whatever else the memory is.
+template <class T> struct At {
+    typedef T type __attribute__((aligned(1), may_alias));
+};
+template <class T> using Loose = typename At<T>::type;
+
+#include "half.inc"
+#include "reduce.inc"
+#include "many.inc"
+#include "update.inc"
+
+} // namespace
+
+extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, update<float>, update<double>};
+
+} // namespace PT_ISA
+} // namespace pt

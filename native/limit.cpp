@@ -1,0 +1,204 @@
+// The least that an all-reduce of f32 costs on this machine: nothing but the memory traffic, with the simplest
+// hand-shake. What `polytempo bench` compares with. No deadlines inside a wait but a crude one, no liveness, no
+// comparison of calls, one type, one operation: it does less than any library may.
+//
+// A barrier: each rank has a line of its own, which counts how often it has arrived.
+//
+//   direct      barrier │ data[own slice] of every rank = Σ over ranks data[own slice] │ barrier
+//   staged      for each block, staging[b & 1]; a slot is written again two blocks later, after a barrier that no
+//               rank passes before all have finished reading it:
+//     one shot  copy in │ barrier │ own data += all others' staging                        two ranks, or few bytes
+//     two shot  copy in others' slices │ barrier │ add own slice, also into own staging │ barrier │ copy out others'
+//
+// The loops are plain: the compiler makes vectors of them, and the loader chooses a variant for this processor.
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+
+#include <atomic>
+
+#include "polytempo.h"
+
+// A thread sanitizer is not yet awake when the loader chooses.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define VARIANTS __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define VARIANTS
+#endif
+
+extern "C" {
+
+typedef struct {
+    int32_t rank, size;
+    int32_t spins;          // looks before the core is yielded: few where ranks outnumber cores
+    int32_t block_count;    // elements of one of the two slots of a rank's staging
+    void* lines;            // pt_limit_lines_bytes(size) bytes in shared memory, zero at the beginning
+    void* const* buffers;   // direct: each rank's data. staged: each rank's staging, of 2 * block_count elements
+    int64_t arrivals;       // of this rank
+    int64_t blocks;         // staged
+    double timeout_s;       // for one wait
+} pt_limit_place;
+
+PT_EXPORT int64_t pt_limit_lines_bytes(int32_t size);
+
+// Do it `repeats` times. 0 fine, 2 somebody did not come.
+PT_EXPORT int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats);
+PT_EXPORT int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats);
+PT_EXPORT int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats);
+}
+
+namespace {
+
+constexpr int32_t FINE = 0, LATE = 2;
+constexpr int64_t FEW_ELEMENTS = 4096; // up to here a second barrier costs more than adding everything everywhere
+constexpr int32_t YIELDS_A_CLOCK = 256;
+
+struct alignas(64) Line {
+    std::atomic<int64_t> arrivals;
+};
+
+double now_s() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// The acquiring load makes visible what the other rank wrote before its releasing store.
+bool wait_for(const std::atomic<int64_t>& word, int64_t wanted, int32_t spins, double timeout_s) {
+    for (int32_t i = 0; i < spins; i++) {
+        if (word.load(std::memory_order_acquire) >= wanted) return true;
+        relax();
+    }
+    double late_s = 0;
+    for (int32_t yields = 0; word.load(std::memory_order_acquire) < wanted; yields++) {
+        sched_yield();
+        if (yields % YIELDS_A_CLOCK) continue;
+        if (!late_s) late_s = now_s() + timeout_s;
+        if (now_s() > late_s) return false;
+    }
+    return true;
+}
+
+bool barrier(pt_limit_place& place) {
+    Line* lines = static_cast<Line*>(place.lines);
+    lines[place.rank].arrivals.store(++place.arrivals, std::memory_order_release);
+    for (int32_t r = 0; r < place.size; r++)
+        if (!wait_for(lines[r].arrivals, place.arrivals, place.spins, place.timeout_s)) return false;
+    return true;
+}
+
+// into[i] += a[i]; the compiler knows that they do not overlap.
+VARIANTS void add(float* __restrict into, const float* __restrict a, int64_t count) {
+    for (int64_t i = 0; i < count; i++) into[i] += a[i];
+}
+
+VARIANTS void sum_2(float* __restrict a, float* __restrict b, int64_t count) {
+    for (int64_t i = 0; i < count; i++) a[i] = b[i] = a[i] + b[i];
+}
+
+VARIANTS void sum_4(float* __restrict a, float* __restrict b, float* __restrict c, float* __restrict d, int64_t count) {
+    for (int64_t i = 0; i < count; i++) a[i] = b[i] = c[i] = d[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+VARIANTS void sum_into_2(float* __restrict a, float* __restrict out, const float* __restrict b,
+                         const float* __restrict c, const float* __restrict d, int64_t count) {
+    for (int64_t i = 0; i < count; i++) a[i] = out[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+// Every rank's data[begin, end) becomes their sum.
+void sum_everywhere(float* const* data, int32_t size, int64_t begin, int64_t end) {
+    int64_t count = end - begin;
+    if (size == 2) return sum_2(data[0] + begin, data[1] + begin, count);
+    if (size == 4) return sum_4(data[0] + begin, data[1] + begin, data[2] + begin, data[3] + begin, count);
+    constexpr int64_t PIECE = 2048; // stays in the first cache between the passes
+    for (int64_t at = begin; at < end; at += PIECE) {
+        int64_t piece = end - at < PIECE ? end - at : PIECE;
+        for (int32_t r = 1; r < size; r++) add(data[0] + at, data[r] + at, piece);
+        for (int32_t r = 1; r < size; r++) memcpy(data[r] + at, data[0] + at, size_t(piece) * sizeof(float));
+    }
+}
+
+// data[i] += the other ranks' staging[i], and staging[own][i] = data[i].
+void sum_staged(pt_limit_place& place, float* data, float* const* staging, int64_t count) {
+    int32_t me = place.rank;
+    if (place.size == 4)
+        return sum_into_2(data, staging[me], staging[(me + 1) % 4], staging[(me + 2) % 4], staging[(me + 3) % 4], count);
+    for (int32_t r = 0; r < place.size; r++)
+        if (r != me) add(data, staging[r], count);
+    memcpy(staging[me], data, size_t(count) * sizeof(float));
+}
+
+// Where a rank's part begins: on a cache line, so that no line has two writers.
+int64_t edge(int64_t count, int32_t part, int32_t size) {
+    return part == size ? count : count * part / size & ~int64_t(15);
+}
+
+bool one_shot(pt_limit_place& place, float* data, float* const* slots, int64_t count) {
+    memcpy(slots[place.rank], data, size_t(count) * sizeof(float));
+    if (!barrier(place)) return false;
+    for (int32_t r = 0; r < place.size; r++)
+        if (r != place.rank) add(data, slots[r], count);
+    return true;
+}
+
+bool two_shot(pt_limit_place& place, float* data, float* const* slots, int64_t count) {
+    int32_t me = place.rank, size = place.size;
+    int64_t begin = edge(count, me, size), end = edge(count, me + 1, size);
+    memcpy(slots[me], data, size_t(begin) * sizeof(float));
+    memcpy(slots[me] + end, data + end, size_t(count - end) * sizeof(float));
+    if (!barrier(place)) return false;
+    constexpr int32_t MOST = 64;
+    float* slices[MOST];
+    for (int32_t r = 0; r < size; r++) slices[r] = slots[r] + begin;
+    sum_staged(place, data + begin, slices, end - begin);
+    if (!barrier(place)) return false;
+    for (int32_t r = 0; r < size; r++) {
+        int64_t from = edge(count, r, size), to = edge(count, r + 1, size);
+        if (r != me) memcpy(data + from, slots[r] + from, size_t(to - from) * sizeof(float));
+    }
+    return true;
+}
+
+} // namespace
+
+int64_t pt_limit_lines_bytes(int32_t size) { return int64_t(sizeof(Line)) * size; }
+
+int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats) {
+    for (int64_t i = 0; i < repeats; i++)
+        if (!barrier(*place)) return LATE;
+    return FINE;
+}
+
+int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats) {
+    float* const* data = reinterpret_cast<float* const*>(place->buffers);
+    int64_t begin = edge(count, place->rank, place->size), end = edge(count, place->rank + 1, place->size);
+    for (int64_t i = 0; i < repeats; i++) {
+        if (!barrier(*place)) return LATE;
+        sum_everywhere(data, place->size, begin, end);
+        if (!barrier(*place)) return LATE;
+    }
+    return FINE;
+}
+
+int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats) {
+    constexpr int32_t MOST = 64;
+    if (place->size > MOST) return 1;
+    float* slots[MOST];
+    for (int64_t i = 0; i < repeats; i++)
+        for (int64_t at = 0; at < count; at += place->block_count) {
+            int64_t piece = count - at < place->block_count ? count - at : place->block_count;
+            int64_t parity = place->blocks++ & 1;
+            for (int32_t r = 0; r < place->size; r++)
+                slots[r] = static_cast<float*>(place->buffers[r]) + parity * place->block_count;
+            bool in_one = place->size == 2 || piece <= FEW_ELEMENTS;
+            if (!(in_one ? one_shot : two_shot)(*place, data + at, slots, piece)) return LATE;
+        }
+    return FINE;
+}

@@ -1,0 +1,400 @@
+// Send and receive. Each rank has a ring for every other rank in its own arena, where that rank leaves frames:
+//
+//   ring of receiver r for sender s     head (written by s) │ tail (written by r) │ frame 0 │ frame 1 │ frame 2 │ frame 3
+//   frame                               total bytes, offset, bytes, tag, dtype │ payload
+//
+// A message is cut into frames, which follow each other in the ring, so sending and receiving overlap. A message whose
+// tag nobody has asked for waits in the ring; when something behind it is asked for, it is set aside in private memory.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include <pthread.h>
+
+#include "group.h"
+#include "polytempo.h"
+
+struct pt_transfer {
+    bool sends, done;
+    int peer; // -1: from any rank, until one is found
+    int tag, dtype;
+    char* data;
+    int64_t num_bytes, moved_bytes;
+    pt::Status status;
+    int64_t arrived_bytes; // what was sent, where that is not what was asked for
+    int arrived_dtype;
+    pt_transfer* next;
+};
+
+namespace pt {
+
+constexpr int FRAMES = 4;
+constexpr int64_t MAX_ASIDE_BYTES = 1LL << 30; // of messages set aside; beyond it they wait in the ring
+
+struct Frame {
+    int64_t total_bytes, offset, num_bytes;
+    int32_t tag, dtype;
+    int64_t unused[4];
+};
+static_assert(sizeof(Frame) == 64);
+
+struct Ring {
+    alignas(64) std::atomic<uint64_t> head;
+    alignas(64) std::atomic<uint64_t> tail;
+};
+
+struct Aside { // a message that came before it was asked for
+    int tag, dtype;
+    int64_t num_bytes, moved_bytes;
+    char* data;
+    Aside* next;
+};
+
+struct Incoming {        // what is arriving from one rank
+    pt_transfer* target; // null while a message is set aside or dropped
+    Aside* aside;        // the one under way
+    Aside* kept;         // all that were set aside, the oldest first
+    bool dropping;
+};
+
+struct Points {
+    pthread_mutex_t lock;
+    int64_t ring_bytes;
+    pt_transfer** sends; // by destination, the oldest first
+    pt_transfer* receives;
+    Incoming* incoming; // by source
+    int64_t aside_bytes;
+    int num_pending;
+};
+
+static int64_t frame_stride(int64_t ring_bytes) { return static_cast<int64_t>(sizeof(Frame)) + ring_bytes; }
+static int64_t ring_stride(int64_t ring_bytes) {
+    return static_cast<int64_t>(sizeof(Ring)) + FRAMES * frame_stride(ring_bytes);
+}
+
+static Ring& ring_of(const Group& group, int receiver, int sender) {
+    return *reinterpret_cast<Ring*>(group.rings[receiver] + sender * ring_stride(group.points->ring_bytes));
+}
+
+static Frame& frame_of(const Group& group, Ring& ring, uint64_t number) {
+    return *reinterpret_cast<Frame*>(
+        reinterpret_cast<char*>(&ring + 1) + number % FRAMES * frame_stride(group.points->ring_bytes));
+}
+
+static char* payload(Frame& frame) { return reinterpret_cast<char*>(&frame + 1); }
+
+static void ring_bell(Group& group, int rank) {
+    Member& member = group.member(rank);
+    // seq_cst, as in arrive(): no sleeper is missed.
+    member.bell.fetch_add(1, std::memory_order_seq_cst);
+    if (member.bell_sleepers.load(std::memory_order_seq_cst)) wake(member.bell);
+}
+
+static void append(pt_transfer*& list, pt_transfer* transfer) {
+    pt_transfer** end = &list;
+    while (*end) end = &(*end)->next;
+    *end = transfer;
+}
+
+static void take_out(pt_transfer*& list, pt_transfer* transfer) {
+    for (pt_transfer** place = &list; *place; place = &(*place)->next)
+        if (*place == transfer) {
+            *place = transfer->next;
+            transfer->next = nullptr;
+            return;
+        }
+}
+
+static void finish(Points& points, pt_transfer& transfer, Status status) {
+    transfer.done = true;
+    transfer.status = status;
+    --points.num_pending;
+}
+
+// ------------------------------------------------------------------------------------------------------- sending
+
+static bool push(Group& group, int to) {
+    Points& points = *group.points;
+    Ring& ring = ring_of(group, to, group.rank);
+    bool moved = false;
+    while (pt_transfer* transfer = points.sends[to]) {
+        const uint64_t head = ring.head.load(std::memory_order_relaxed); // only this rank writes it
+        if (head - ring.tail.load(std::memory_order_acquire) == FRAMES) break;
+        Frame& frame = frame_of(group, ring, head);
+        const int64_t part = std::min(points.ring_bytes, transfer->num_bytes - transfer->moved_bytes);
+        frame = Frame{transfer->num_bytes, transfer->moved_bytes, part, transfer->tag, transfer->dtype, {}};
+        if (part) std::memcpy(payload(frame), transfer->data + transfer->moved_bytes, part);
+        transfer->moved_bytes += part;
+        ring.head.store(head + 1, std::memory_order_release); // the frame is there before it is counted
+        ring_bell(group, to);
+        moved = true;
+        if (transfer->moved_bytes == transfer->num_bytes) {
+            take_out(points.sends[to], transfer);
+            finish(points, *transfer, FINE);
+        }
+    }
+    return moved;
+}
+
+// ------------------------------------------------------------------------------------------------------ receiving
+
+static bool fits(pt_transfer& transfer, int64_t num_bytes, int dtype) {
+    transfer.arrived_bytes = num_bytes;
+    transfer.arrived_dtype = dtype;
+    return num_bytes == transfer.num_bytes && dtype == transfer.dtype;
+}
+
+// Who is the message that begins with `frame` for? False: for nobody yet, so it has to wait.
+static bool begin_message(Points& points, Incoming& incoming, int source, const Frame& frame) {
+    bool wanted = false; // does anyone wait for something from this rank?
+    for (pt_transfer* transfer = points.receives; transfer; transfer = transfer->next) {
+        if (transfer->peer >= 0 && transfer->peer != source) continue;
+        wanted = true;
+        if (transfer->tag != frame.tag) continue;
+        take_out(points.receives, transfer);
+        transfer->peer = source;
+        if (fits(*transfer, frame.total_bytes, frame.dtype)) {
+            incoming.target = transfer;
+        } else {
+            incoming.dropping = true;
+            finish(points, *transfer, MISMATCH);
+        }
+        return true;
+    }
+    if (!wanted || points.aside_bytes + frame.total_bytes > MAX_ASIDE_BYTES) return false;
+    auto* aside = static_cast<Aside*>(std::calloc(1, sizeof(Aside)));
+    *aside = Aside{frame.tag, frame.dtype, frame.total_bytes, 0, static_cast<char*>(std::malloc(frame.total_bytes + 1)), nullptr};
+    points.aside_bytes += frame.total_bytes;
+    Aside** end = &incoming.kept;
+    while (*end) end = &(*end)->next;
+    *end = incoming.aside = aside;
+    return true;
+}
+
+static bool pull(Group& group, int source) {
+    Points& points = *group.points;
+    Incoming& incoming = points.incoming[source];
+    Ring& ring = ring_of(group, group.rank, source);
+    bool moved = false;
+    while (true) {
+        const uint64_t tail = ring.tail.load(std::memory_order_relaxed); // only this rank writes it
+        if (ring.head.load(std::memory_order_acquire) == tail) break;
+        Frame& frame = frame_of(group, ring, tail);
+        if (frame.offset == 0 && !begin_message(points, incoming, source, frame)) break;
+        if (incoming.target && frame.num_bytes)
+            std::memcpy(incoming.target->data + frame.offset, payload(frame), frame.num_bytes);
+        if (incoming.target) incoming.target->moved_bytes = frame.offset + frame.num_bytes;
+        if (incoming.aside && frame.num_bytes)
+            std::memcpy(incoming.aside->data + frame.offset, payload(frame), frame.num_bytes);
+        if (incoming.aside) incoming.aside->moved_bytes = frame.offset + frame.num_bytes;
+        const bool last = frame.offset + frame.num_bytes == frame.total_bytes;
+        ring.tail.store(tail + 1, std::memory_order_release); // read before its place is given back
+        ring_bell(group, source);
+        moved = true;
+        if (last) {
+            if (incoming.target) finish(points, *incoming.target, FINE);
+            incoming.target = nullptr;
+            incoming.aside = nullptr;
+            incoming.dropping = false;
+        }
+    }
+    return moved;
+}
+
+// A message that was set aside earlier, for a receive that has just been asked for.
+static bool from_aside(Points& points, pt_transfer& transfer, int source) {
+    Incoming& incoming = points.incoming[source];
+    for (Aside** place = &incoming.kept; *place; place = &(*place)->next) {
+        Aside* aside = *place;
+        if (aside->tag != transfer.tag) continue;
+        transfer.peer = source;
+        const bool under_way = incoming.aside == aside;
+        if (!fits(transfer, aside->num_bytes, aside->dtype)) {
+            finish(points, transfer, MISMATCH);
+            incoming.dropping = under_way;
+        } else {
+            if (aside->moved_bytes) std::memcpy(transfer.data, aside->data, aside->moved_bytes);
+            transfer.moved_bytes = aside->moved_bytes;
+            if (under_way)
+                incoming.target = &transfer;
+            else
+                finish(points, transfer, FINE);
+        }
+        if (under_way) incoming.aside = nullptr;
+        *place = aside->next;
+        points.aside_bytes -= aside->num_bytes;
+        std::free(aside->data);
+        std::free(aside);
+        return true;
+    }
+    return false;
+}
+
+// ------------------------------------------------------------------------------------------------------- progress
+
+static bool advance(Group& group) {
+    bool moved = false;
+    for (int rank = 0; rank < group.size; ++rank) {
+        if (rank == group.rank) continue;
+        if (group.points->sends[rank]) moved |= push(group, rank);
+        moved |= pull(group, rank);
+    }
+    return moved;
+}
+
+static bool hopeless(const Group& group, const pt_transfer& transfer) {
+    if (transfer.peer >= 0) return is_gone(group, transfer.peer);
+    for (int rank = 0; rank < group.size; ++rank)
+        if (rank != group.rank && !is_gone(group, rank)) return false;
+    return true;
+}
+
+static void give_up(Group& group, pt_transfer& transfer, Status status) {
+    Points& points = *group.points;
+    if (transfer.sends)
+        take_out(points.sends[transfer.peer], &transfer);
+    else
+        take_out(points.receives, &transfer);
+    for (int rank = 0; rank < group.size; ++rank) // what still comes of a message under way is dropped
+        if (points.incoming[rank].target == &transfer) {
+            points.incoming[rank].target = nullptr;
+            points.incoming[rank].dropping = true;
+        }
+    finish(points, transfer, status);
+}
+
+struct Locked {
+    pthread_mutex_t& lock;
+    explicit Locked(Points& points) : lock(points.lock) { pthread_mutex_lock(&lock); }
+    ~Locked() { pthread_mutex_unlock(&lock); }
+};
+
+// Advance everything until `finished()`, which is asked under the lock. `idle()` is asked after each slice of sleep.
+template <typename Finished, typename Idle> static void advance_until(Group& group, Finished finished, Idle idle) {
+    Member& me = group.member(group.rank);
+    Patience patience(group);
+    while (true) {
+        const uint32_t seen = me.bell.load(std::memory_order_acquire);
+        {
+            Locked locked(*group.points);
+            const bool moved = advance(group);
+            if (finished()) return;
+            if (moved) patience = Patience(group);
+        }
+        if (!patience.exhausted()) continue;
+        me.bell_sleepers.fetch_add(1, std::memory_order_seq_cst);
+        if (me.bell.load(std::memory_order_seq_cst) == seen) sleep_on(me.bell, seen, SLICE_NS);
+        me.bell_sleepers.fetch_sub(1, std::memory_order_relaxed);
+        if (idle()) return;
+    }
+}
+
+Points* open_points(const Group& group, int64_t ring_bytes) {
+    auto* points = static_cast<Points*>(std::calloc(1, sizeof(Points)));
+    pthread_mutex_init(&points->lock, nullptr);
+    points->ring_bytes = ring_bytes;
+    points->sends = static_cast<pt_transfer**>(std::calloc(group.size, sizeof(pt_transfer*)));
+    points->incoming = static_cast<Incoming*>(std::calloc(group.size, sizeof(Incoming)));
+    return points;
+}
+
+void close_points(const Group& group) {
+    Points* points = group.points;
+    for (int rank = 0; rank < group.size; ++rank)
+        while (Aside* aside = points->incoming[rank].kept) {
+            points->incoming[rank].kept = aside->next;
+            std::free(aside->data);
+            std::free(aside);
+        }
+    pthread_mutex_destroy(&points->lock);
+    std::free(points->sends);
+    std::free(points->incoming);
+    std::free(points);
+}
+
+} // namespace pt
+
+using namespace pt;
+
+int64_t pt_rings_bytes(int32_t size, int64_t ring_bytes) { return size * ring_stride(ring_bytes); }
+
+static pt_transfer* made(bool sends, int peer, int tag, int dtype, void* data, int64_t num_bytes) {
+    auto* transfer = static_cast<pt_transfer*>(std::calloc(1, sizeof(pt_transfer)));
+    transfer->sends = sends;
+    transfer->peer = peer;
+    transfer->tag = tag;
+    transfer->dtype = dtype;
+    transfer->data = static_cast<char*>(data);
+    transfer->num_bytes = num_bytes;
+    return transfer;
+}
+
+pt_transfer* pt_send(pt_group* handle, int32_t to, int32_t tag, int32_t dtype, const void* data, int64_t num_bytes) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    Locked locked(*group.points);
+    pt_transfer* transfer = made(true, to, tag, dtype, const_cast<void*>(data), num_bytes);
+    ++group.points->num_pending;
+    append(group.points->sends[to], transfer);
+    push(group, to);
+    return transfer;
+}
+
+pt_transfer* pt_receive(pt_group* handle, int32_t source, int32_t tag, int32_t dtype, void* data, int64_t num_bytes) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    Points& points = *group.points;
+    Locked locked(points);
+    pt_transfer* transfer = made(false, source, tag, dtype, data, num_bytes);
+    ++points.num_pending;
+    for (int rank = 0; rank < group.size; ++rank)
+        if ((source < 0 || source == rank) && from_aside(points, *transfer, rank)) return transfer;
+    append(points.receives, transfer);
+    for (int rank = 0; rank < group.size; ++rank)
+        if (rank != group.rank && (source < 0 || source == rank)) pull(group, rank);
+    return transfer;
+}
+
+int32_t pt_transfer_done(pt_group* handle, pt_transfer* transfer) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    Locked locked(*group.points);
+    if (!transfer->done) advance(group);
+    return transfer->done;
+}
+
+int32_t pt_transfer_wait(pt_group* handle, pt_transfer* transfer, double timeout_s) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    const int64_t deadline_ns = deadline_after(timeout_s);
+    advance_until(
+        group, [&] { return transfer->done; },
+        [&] {
+            const bool gone = hopeless(group, *transfer);
+            const bool late = now_ns() > deadline_ns;
+            if (!gone && !late) return false;
+            Locked locked(*group.points);
+            advance(group); // what it sent before it was gone still counts
+            if (!transfer->done) give_up(group, *transfer, gone ? LOST : LATE);
+            return true;
+        });
+    return transfer->status;
+}
+
+int32_t pt_transfers_advance(pt_group* handle, double timeout_s) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    const int64_t deadline_ns = deadline_after(timeout_s);
+    advance_until(
+        group, [&] { return group.points->num_pending == 0; }, [&] { return now_ns() > deadline_ns; });
+    Locked locked(*group.points);
+    return group.points->num_pending;
+}
+
+int32_t pt_transfer_peer(pt_transfer* transfer) { return transfer->peer; }
+int64_t pt_transfer_arrived_bytes(pt_transfer* transfer) { return transfer->arrived_bytes; }
+int32_t pt_transfer_arrived_dtype(pt_transfer* transfer) { return transfer->arrived_dtype; }
+
+void pt_transfer_free(pt_group* handle, pt_transfer* transfer) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    {
+        Locked locked(*group.points);
+        if (!transfer->done) give_up(group, *transfer, BROKEN);
+    }
+    std::free(transfer);
+}

@@ -1,0 +1,249 @@
+"""`Arena`: memory of one process that the other processes of its host can map.
+
+own arena     [ tensor | tensor |  (free)  | staging | … ]     a file without a name, of pages that exist once touched
+window        the same pages, mapped by a neighbour
+
+The segment has no name in any file system: it is a `memfd`, or, where the kernel has none, a nameless file in
+`/dev/shm`. Neighbours open it through `/proc`, which only lets the same user in. So whatever is killed, and how, the
+memory is gone with the last process that maps it, and nothing is left in `/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from bisect import insort
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PAGE_BYTES = mmap.PAGESIZE
+_LINE_BYTES = 64
+_GIB = 1 << 30
+_HUGE_PAGES, _REMOVE = 14, 9  # madvise: MADV_HUGEPAGE, MADV_REMOVE
+_GIVE_BACK_BYTES = 1 << 20
+_SEALS = 1033, 0x0002 | 0x0004  # F_ADD_SEALS: F_SEAL_SHRINK | F_SEAL_GROW, so that no mapping loses its pages
+
+
+class Block(NamedTuple):
+    """A part of an arena."""
+
+    offset: int
+    num_bytes: int
+
+
+class Address(NamedTuple):
+    """What a neighbour needs to map an arena."""
+
+    pid: int
+    descriptor: int
+    inode: int
+    num_bytes: int
+
+
+class Arena:
+    """This process's own segment. `num_bytes` is address space; memory is used when it is touched.
+
+    Blocks are cut first-fit from a sorted free list; large ones go back to the system when they are freed.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        self._descriptor, self._named_memory = _nameless()
+        self.num_bytes = _reserved(self._descriptor, num_bytes or _physical_bytes())
+        self._memory = mmap.mmap(self._descriptor, self.num_bytes)
+        self.base = _address(self._memory)
+        if self._named_memory:
+            self._memory.madvise(_HUGE_PAGES)
+        self._free: list[Block] = [Block(0, self.num_bytes)]
+        self._returned: deque[Block] = deque()
+        self._owner = os.getpid()
+        self.used_bytes = 0
+
+    @property
+    def address(self) -> Address:
+        """Where neighbours find it."""
+        return Address(self._owner, self._descriptor, os.fstat(self._descriptor).st_ino, self.num_bytes)
+
+    def allocate(self, num_bytes: int) -> Block:
+        """A block of zeros, at least `num_bytes` long. Raises MemoryError when the arena or the machine has no more."""
+        while self._returned:
+            self._take_back(self._returned.popleft())
+        unit = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
+        wanted = max(unit, -(-num_bytes // unit) * unit)
+        for i, (offset, free_bytes) in enumerate(self._free):
+            begin = -(-offset // unit) * unit
+            if begin + wanted <= offset + free_bytes:
+                self._commit(begin, wanted)
+                rest = [Block(offset, begin - offset), Block(begin + wanted, offset + free_bytes - begin - wanted)]
+                self._free[i : i + 1] = [block for block in rest if block.num_bytes]
+                self.used_bytes += wanted
+                return Block(begin, wanted)
+        raise MemoryError(
+            f"shared memory for {num_bytes} bytes: this process's arena has {self.num_bytes} bytes, of which "
+            f"{self.used_bytes} are in use; let go of tensors, or use fewer workers on this host"
+        )
+
+    def free(self, block: Block) -> None:
+        """Give a block back. May be called at any time, also by the garbage collector: it is merged later."""
+        if os.getpid() == self._owner:  # a forked child has our objects, but the memory is ours
+            self._returned.append(block)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of zeros in the arena. Its memory is given back with the last tensor that uses it."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        block = self.allocate(count * dtype.itemsize)
+        array: Any = (ctypes.c_char * block.num_bytes).from_buffer(self._memory, block.offset)
+        weakref.finalize(array, self.free, block).atexit = False
+        return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where a tensor lies in the arena; None if elsewhere."""
+        offset = tensor.data_ptr() - self.base
+        return offset if 0 <= offset < self.num_bytes else None
+
+    def _commit(self, offset: int, num_bytes: int) -> None:
+        """Fail now, in words, rather than later by a signal."""
+        try:
+            if self._named_memory:
+                if num_bytes > max(_available_bytes(), 64 << 20):
+                    raise OSError(errno.ENOSPC, "the machine has no more memory")
+            else:
+                os.posix_fallocate(self._descriptor, offset, num_bytes)
+        except OSError as error:
+            raise MemoryError(
+                f"shared memory for {num_bytes} bytes: {error.strerror}; {_available_bytes()} bytes of memory are "
+                "available. Use fewer workers or a smaller model, or give /dev/shm more room"
+            ) from error
+
+    def _take_back(self, block: Block) -> None:
+        self.used_bytes -= block.num_bytes
+        whole_pages = block.offset % _PAGE_BYTES == 0 and block.num_bytes % _PAGE_BYTES == 0
+        if block.num_bytes >= _GIVE_BACK_BYTES and whole_pages:
+            self._memory.madvise(_REMOVE, block.offset, block.num_bytes)
+        else:
+            ctypes.memset(self.base + block.offset, 0, block.num_bytes)
+        insort(self._free, block)
+        at = self._free.index(block)
+        for left in (at, at - 1):
+            if 0 <= left < len(self._free) - 1:
+                a, b = self._free[left], self._free[left + 1]
+                if a.offset + a.num_bytes == b.offset:
+                    self._free[left : left + 2] = [Block(a.offset, a.num_bytes + b.num_bytes)]
+
+
+class Window:
+    """A neighbour's arena, mapped here, and a descriptor that tells when its process has ended (-1: none)."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.num_bytes = address.num_bytes
+        descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_ino != address.inode:
+                raise ProcessLookupError(errno.ESRCH, f"process {address.pid} is no longer the one that asked to meet")
+            self._memory = mmap.mmap(descriptor, address.num_bytes)
+        finally:
+            os.close(descriptor)
+        self.base = _address(self._memory)
+        if hasattr(os, "memfd_create"):
+            self._memory.madvise(_HUGE_PAGES)
+        self.pidfd = _pidfd(address.pid)
+        if self.pidfd >= 0:
+            weakref.finalize(self, os.close, self.pidfd)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor over the neighbour's memory; it keeps the mapping alive."""
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+_own: Arena | None = None
+_windows: weakref.WeakValueDictionary[Address, Window] = weakref.WeakValueDictionary()
+
+
+def own_arena() -> Arena:
+    """This process's arena, made when first asked for; a forked child gets one of its own."""
+    global _own
+    if _own is None or _own._owner != os.getpid():
+        _own = Arena()
+        _windows.clear()
+    return _own
+
+
+def window(address: Address) -> Window:
+    """A window onto the arena at `address`, shared by all who look through it."""
+    found = _windows.get(address)
+    if found is None:
+        found = _windows[address] = Window(address)
+    return found
+
+
+def _nameless() -> tuple[int, bool]:
+    """A file without a name, only for this user, and whether it is a memfd."""
+    try:
+        descriptor = os.memfd_create("polytempo", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+        return descriptor, True
+    except (OSError, AttributeError):
+        pass
+    try:
+        return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), False  # noqa: S108
+    except (OSError, AttributeError) as error:
+        raise OSError(
+            getattr(error, "errno", None) or errno.ENOSYS,
+            "this system has neither memfd_create nor a /dev/shm with nameless files, so workers cannot share memory; "
+            "mount a tmpfs at /dev/shm, or set POLYTEMPO_NATIVE=0 to use gloo",
+        ) from error
+
+
+def _reserved(descriptor: int, num_bytes: int) -> int:
+    """Make the file as long as asked for, or as long as limits allow; its pages come when they are touched."""
+    wanted = -(-num_bytes // _GIB) * _GIB
+    while True:
+        try:
+            os.ftruncate(descriptor, wanted)
+            mmap.mmap(descriptor, wanted).close()  # address space may be limited (ulimit -v)
+        except OSError:
+            if wanted <= 64 << 20:
+                raise
+            os.ftruncate(descriptor, 0)
+            wanted //= 2
+            continue
+        with suppress(OSError):  # a file in /dev/shm has no seals
+            fcntl.fcntl(descriptor, *_SEALS)
+        return wanted
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return _physical_bytes()
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1

@@ -1,0 +1,167 @@
+"""Sparse updates of shared weights: the Python face of `native/sparse.cpp`, and its twins in torch and numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polytempo.core import TimedOut
+from polytempo.native.library import load
+
+FREE, LOCKED, IN_TURN = 0, 1, 2
+_LATE, _MISMATCH, _NO_MEMORY = 2, 3, 5
+
+Floats = NDArray[np.float32]
+
+
+def scatter_add_(table: Tensor, rows: Tensor, values: Tensor, scale: float) -> None:
+    """table[rows[i]] += scale · values[i] for every i, also where a row occurs several times.
+
+    Shapes: table (num_rows, …) contiguous float32, rows (count,) int64, values (count, …). With the native core each
+    element is one load and one store of 4 bytes, in the order of i, so processes may do this to one table at the same
+    time; without it torch's `index_add_` does the same.
+    Raises IndexError where a row is not in the table; then nothing was added.
+    """
+    library = load()
+    if library is None:
+        table.index_add_(0, rows, values, alpha=scale)
+        return
+    if table.dtype != torch.float32 or not table.is_contiguous():
+        raise ValueError(f"scatter_add_ needs a contiguous table of float32, got {table.dtype}; use index_add_")
+    rows, values = rows.to(torch.int64).contiguous(), values.to(torch.float32).contiguous()
+    width = table[0].numel() if len(table) else 1
+    if values.numel() != len(rows) * width:
+        raise ValueError(f"{len(rows)} rows of {width} need as many values, got {tuple(values.shape)}")
+    status = library.pt_scatter_add(
+        table.data_ptr(), len(table), width, rows.data_ptr(), values.data_ptr(), len(rows), scale
+    )
+    if status == _MISMATCH:
+        raise IndexError(f"rows run from 0 to {len(table) - 1}, got {int(rows.min())} to {int(rows.max())}")
+
+
+class Problem(NamedTuple):
+    """Rows to learn from, and the weights that all workers share."""
+
+    starts: NDArray[np.int64]
+    """Row r has the entries starts[r] to starts[r + 1] - 1."""
+    columns: NDArray[np.int32]
+    values: Floats
+    labels: Floats
+    """+1 or -1."""
+    decay: Floats | None
+    """For each column, what is added to the gradient times the weight."""
+    weights: Floats
+    locks: NDArray[np.uint32]
+    """A word for each column, 0 at the beginning."""
+    turn: NDArray[np.uint64]
+    """One number: the position whose update is next."""
+
+
+class Part(NamedTuple):
+    """Which of an order's positions are a worker's: range(begin, end, stride)."""
+
+    begin: int
+    end: int
+    stride: int = 1
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in Problem._fields],
+        ("num_columns", ctypes.c_int64),
+    ]
+
+
+def logistic_epoch(
+    problem: Problem,
+    order: NDArray[np.int64],
+    part: Part,
+    step_size: float,
+    *,
+    update: int = FREE,
+    window: int = 1,
+    timeout_s: float = 60.0,
+    lock: AbstractContextManager[object] | None = None,
+) -> int:
+    """One worker's pass over its part of `order`, a gradient step a row; returns how many steps it took.
+
+    For row z with label y, on the row's columns v:  wᵥ ← wᵥ - γ (-y σ(-y z·w) zᵥ + decayᵥ wᵥ).
+    FREE writes without asking, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
+    everything, by `lock`); IN_TURN waits until position - 1 is written.
+    Errors: TimedOut where a lock or a turn does not come in time.
+    """
+    library = load()
+    if library is None:
+        return _twin_epoch(problem, order, part, step_size, update, timeout_s, lock)
+    addresses = [None if array is None else array.ctypes.data for array in problem]
+    native = _Problem(*addresses, len(problem.weights))
+    updates = ctypes.c_int64()
+    status = library.pt_logistic_epoch(
+        ctypes.byref(native), order.ctypes.data, *part, step_size, update, window, timeout_s, ctypes.byref(updates)
+    )
+    if status == _LATE:
+        raise _late(timeout_s)
+    if status == _NO_MEMORY:
+        raise MemoryError(f"no memory for a worker's own {8 * len(problem.weights)} bytes of weights; use window=1")
+    return updates.value
+
+
+def _twin_epoch(
+    problem: Problem,
+    order: NDArray[np.int64],
+    part: Part,
+    step_size: float,
+    update: int,
+    timeout_s: float,
+    lock: AbstractContextManager[object] | None,
+) -> int:
+    step, positions = np.float32(step_size), range(*part)
+    for position in positions:
+        columns, gradient = _gradient(problem, int(order[position]))
+        if update == IN_TURN:
+            _wait_for_turn(problem.turn, position, timeout_s)
+        with lock if update == LOCKED and lock is not None else nullcontext():
+            for column, value in zip(columns, gradient, strict=True):
+                decay = np.float32(0) if problem.decay is None else problem.decay[column]
+                problem.weights[column] -= step * (value + decay * problem.weights[column])
+        if update == IN_TURN:
+            problem.turn[0] = position + 1
+    return len(positions)
+
+
+def _gradient(problem: Problem, row: int) -> tuple[NDArray[np.int32], Floats]:
+    """The columns of a row, and the loss's derivative at each of its entries."""
+    entries = slice(problem.starts[row], problem.starts[row + 1])
+    columns, values, label = problem.columns[entries], problem.values[entries], problem.labels[row]
+    with np.errstate(over="ignore"):
+        slope = -label / (np.float32(1) + np.exp(label * np.dot(values, problem.weights[columns])))
+    return columns, np.asarray(slope * values, np.float32)
+
+
+def _wait_for_turn(turn: NDArray[np.uint64], position: int, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for _ in _until(deadline_s):
+        if int(turn[0]) == position:
+            return
+    raise _late(timeout_s)
+
+
+def _until(deadline_s: float) -> Iterator[None]:
+    """Once, and then again, giving the core away between, while there is time."""
+    yield
+    while time.monotonic() < deadline_s:
+        os.sched_yield()
+        yield
+
+
+def _late(timeout_s: float) -> TimedOut:
+    return TimedOut(0, None, "an update of shared weights", timeout_s)

@@ -1,0 +1,32 @@
+"""Hogwild!: workers of one host update one copy of the parameters, without locks."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from polytempo.core import Strategy, spelled
+
+Update = Literal["free", "locked", "in_turn"]
+
+
+def hogwild(update: Update = "free") -> Strategy:
+    """Every worker: read the parameters as they are, compute a gradient, subtract it from them as they are by then.
+
+    θᵥ ← θᵥ - γ gᵥ for the components v that the gradient touches. Nobody waits, so of two writes to one component at
+    the same moment one may be lost; where gradients are sparse that is rare. For comparison, as in the paper:
+    `update="locked"` lets one worker write at a time (AIG), and `update="in_turn"` lets them write in the order of
+    ranks, each once (round-robin: gradients are N - 1 updates old).
+
+    The optimizer's state, where it has any, stays with the worker; the paper's has none (plain SGD, with the step size
+    multiplied by β = 0.9 after each epoch: a job's `schedule`). Steps count a worker's own updates, so N workers make
+    N updates a step. Workers must be on one host.
+
+    Cost: an update writes the touched components: the rows of an embedding's sparse gradient, all of a dense one.
+
+    Source: B. Recht, C. Re, S. Wright and F. Niu, "Hogwild!: a lock-free approach to parallelizing stochastic gradient
+    descent", 2011, section 2 (the rule) and section 7 (AIG and round-robin). It locks the components of one sample
+    where we lock the model (`fit_logistic` does as the paper).
+    """
+    if update not in get_args(Update):
+        raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {update!r}")
+    return Strategy(spelled("hogwild", update=update), in_step=False, one_copy=update)

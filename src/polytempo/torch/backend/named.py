@@ -1,0 +1,55 @@
+"""`NamedGroup`: what torch.distributed asks of every process group that is written in Python."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+
+class NamedGroup(dist.ProcessGroup):
+    """A process group's name, description and deadline. `timeout` is that of each wait."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.store, self.timeout = store, timeout
+        self._name = self._description = "undefined"
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Its name in torch."""
+        return "polytempo"
+
+    def name(self) -> str:
+        """Its name in torch."""
+        return "polytempo"
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch gave it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Called by torch."""
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says it is for."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of each wait from now on."""
+        self.timeout = timeout

@@ -1,0 +1,185 @@
+"""`Lane`: runs a group's collectives one after the other, in the order in which they were issued.
+
+A collective waits for the other ranks, and whoever issued it may have better things to do. So:
+
+    blocking                       in the caller, after what was issued before
+    async, all others are waiting  in the caller: it takes no longer than the work itself
+    async, otherwise               queued; a thread takes it, or whoever waits for it first
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+Run = Callable[[], None]
+
+
+class Finished(Work):
+    """Something that is done."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It went well; what does not is raised where it was issued."""
+        return True
+
+    def exception(self) -> None:
+        """There was none."""
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """A future that has the tensors."""
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+
+class Queued(Work):
+    """Something that a lane has still to do, or is doing."""
+
+    def __init__(self, lane: Lane, run: Run, result: Any) -> None:
+        super().__init__()
+        self._lane, self._run, self._result = lane, run, result
+        self._done = False
+        self._error: Exception | None = None
+        self._future: Future[Any] | None = None
+
+    def perform(self) -> None:
+        """Do it. Called once, by whoever holds the lane."""
+        try:
+            self._run()
+        except Exception as error:
+            self._error = error
+        with self._lane.futures:
+            self._done = True
+            future = self._future
+        if future is not None:
+            future.set_result(None)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Until it is done; raises what went wrong. Each collective has its own deadline."""
+        if not self._done:
+            self._lane.work_off(until=self)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is done and went well."""
+        return self._done and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors, once it is done."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """A future that gets the tensors, or the error."""
+        with self._lane.futures:
+            if not self._done:
+                self._future = self._future or Future()
+        first: Future[Any] = self._future or Future()
+        if self._future is None:
+            first.set_result(None)
+        return first.then(self._answer)  # an error raised in `then` is one for C++, too
+
+    def _answer(self, _: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether it is done."""
+        return self._done
+
+
+class Lane:
+    """The order of one group's collectives. `ready()` tells whether all other ranks wait for this one."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._queue: deque[Queued] = deque()
+        self._running = threading.Lock()
+        self.futures = threading.Lock()
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:
+        """Run, now or later, in the order of issue."""
+        if blocking or (not self._queue and self._ready()):
+            with self._running:
+                self._empty()
+                run()
+            return Finished(result)
+        queued = Queued(self, run, result)
+        self._queue.append(queued)
+        self._call_thread()
+        return queued
+
+    def work_off(self, until: Queued) -> None:
+        """Do what is queued, in order, until `until` is done."""
+        with self._running:
+            while not until.done:
+                self._queue.popleft().perform()
+
+    def close(self) -> None:
+        """Let the thread end once the queue is empty."""
+        self._closed = True
+        self._news.set()
+
+    def _empty(self) -> None:
+        while self._queue:
+            self._queue.popleft().perform()
+
+    def _call_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="polytempo-collectives", daemon=True)
+            self._thread.start()
+        self._news.set()
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)
+        while not self._closed:
+            self._news.wait()
+            self._news.clear()
+            while self._queue:
+                with self._running:
+                    if self._queue:
+                        self._queue.popleft().perform()
