@@ -12,7 +12,6 @@
 //
 // The loops are plain: the compiler makes vectors of them, and the loader chooses a variant for this processor.
 #include <sched.h>
-#include <string.h>
 #include <time.h>
 
 #include <atomic>
@@ -25,6 +24,11 @@
 #define VARIANTS __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define VARIANTS
+#endif
+#if defined(__clang__)
+#define NO_MEMCPY __attribute__((no_builtin("memcpy")))
+#else
+#define NO_MEMCPY __attribute__((optimize("no-tree-loop-distribute-patterns")))
 #endif
 
 extern "C" {
@@ -94,6 +98,11 @@ bool barrier(pt_limit_place& place) {
     return true;
 }
 
+// A loop rather than memcpy, which on some processors copies by `rep movsb`, at a speed that depends on addresses.
+NO_MEMCPY VARIANTS void copy(float* __restrict into, const float* __restrict a, int64_t count) {
+    for (int64_t i = 0; i < count; i++) into[i] = a[i];
+}
+
 // into[i] += a[i]; the compiler knows that they do not overlap.
 VARIANTS void add(float* __restrict into, const float* __restrict a, int64_t count) {
     for (int64_t i = 0; i < count; i++) into[i] += a[i];
@@ -121,7 +130,7 @@ void sum_everywhere(float* const* data, int32_t size, int64_t begin, int64_t end
     for (int64_t at = begin; at < end; at += PIECE) {
         int64_t piece = end - at < PIECE ? end - at : PIECE;
         for (int32_t r = 1; r < size; r++) add(data[0] + at, data[r] + at, piece);
-        for (int32_t r = 1; r < size; r++) memcpy(data[r] + at, data[0] + at, size_t(piece) * sizeof(float));
+        for (int32_t r = 1; r < size; r++) copy(data[r] + at, data[0] + at, piece);
     }
 }
 
@@ -132,7 +141,7 @@ void sum_staged(pt_limit_place& place, float* data, float* const* staging, int64
         return sum_into_2(data, staging[me], staging[(me + 1) % 4], staging[(me + 2) % 4], staging[(me + 3) % 4], count);
     for (int32_t r = 0; r < place.size; r++)
         if (r != me) add(data, staging[r], count);
-    memcpy(staging[me], data, size_t(count) * sizeof(float));
+    copy(staging[me], data, count);
 }
 
 // Where a rank's part begins: on a cache line, so that no line has two writers.
@@ -141,7 +150,7 @@ int64_t edge(int64_t count, int32_t part, int32_t size) {
 }
 
 bool one_shot(pt_limit_place& place, float* data, float* const* slots, int64_t count) {
-    memcpy(slots[place.rank], data, size_t(count) * sizeof(float));
+    copy(slots[place.rank], data, count);
     if (!barrier(place)) return false;
     for (int32_t r = 0; r < place.size; r++)
         if (r != place.rank) add(data, slots[r], count);
@@ -151,8 +160,8 @@ bool one_shot(pt_limit_place& place, float* data, float* const* slots, int64_t c
 bool two_shot(pt_limit_place& place, float* data, float* const* slots, int64_t count) {
     int32_t me = place.rank, size = place.size;
     int64_t begin = edge(count, me, size), end = edge(count, me + 1, size);
-    memcpy(slots[me], data, size_t(begin) * sizeof(float));
-    memcpy(slots[me] + end, data + end, size_t(count - end) * sizeof(float));
+    copy(slots[me], data, begin);
+    copy(slots[me] + end, data + end, count - end);
     if (!barrier(place)) return false;
     constexpr int32_t MOST = 64;
     float* slices[MOST];
@@ -161,7 +170,7 @@ bool two_shot(pt_limit_place& place, float* data, float* const* slots, int64_t c
     if (!barrier(place)) return false;
     for (int32_t r = 0; r < size; r++) {
         int64_t from = edge(count, r, size), to = edge(count, r + 1, size);
-        if (r != me) memcpy(data + from, slots[r] + from, size_t(to - from) * sizeof(float));
+        if (r != me) copy(data + from, slots[r] + from, to - from);
     }
     return true;
 }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         core,
         data,
         jobs,
+        native,
         strategies,
         synchronization,
         torch,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from polytempo.engines.local import WorkerDied, launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
+    from polytempo.native.arena import shared_empty
     from polytempo.torch.attach import Handle, attach, no_sync
     from polytempo.torch.job import Data, Job
     from polytempo.torch.options import RunOptions
@@ -43,6 +45,7 @@ _FOLDERS = (
     "core",
     "data",
     "jobs",
+    "native",
     "strategies",
     "synchronization",
     "torch",
@@ -64,6 +67,7 @@ _HOMES = {
     "polytempo.engines.local": ("WorkerDied", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
+    "polytempo.native.arena": ("shared_empty",),
     "polytempo.torch.attach": ("Handle", "attach", "no_sync"),
     "polytempo.torch.job": ("Data", "Job"),
     "polytempo.torch.options": ("RunOptions",),
@@ -103,9 +107,11 @@ __all__ = [
     "init",
     "jobs",
     "launch",
+    "native",
     "no_sync",
     "run",
     "shard",
+    "shared_empty",
     "simulate",
     "strategies",
     "synchronization",

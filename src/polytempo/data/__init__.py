@@ -5,22 +5,29 @@ from polytempo.data.digits import digits
 from polytempo.data.idx import mnist, read_idx
 from polytempo.data.libsvm import libsvm
 from polytempo.data.plan import Pick, permutation, plan, slices
+from polytempo.data.rows import SparseRows, libsvm_rows, random_rows
 from polytempo.data.shard import Shard
+from polytempo.data.sparsity import Sparsity, sparsity
 from polytempo.data.split import Split
 from polytempo.data.text import characters, read_characters
 
 __all__ = [
     "Pick",
     "Shard",
+    "SparseRows",
+    "Sparsity",
     "Split",
     "characters",
     "csv_regression",
     "digits",
     "libsvm",
+    "libsvm_rows",
     "mnist",
     "permutation",
     "plan",
+    "random_rows",
     "read_characters",
     "read_idx",
     "slices",
+    "sparsity",
 ]

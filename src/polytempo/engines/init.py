@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import TimedOut, world_port
 from polytempo.engines.environment import Place, recognise
+from polytempo.native.library import available
+from polytempo.torch.backend import register
 from polytempo.worlds import ProcessWorld, current, set_current
 
 _LAST_MOMENT_S = 0.05
@@ -35,8 +37,9 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
     Says on rank 0's standard error which it recognised. Without any of them it is a world of one. A process
     group that exists already is used as it is. Calling it again returns the same world.
 
-    `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by
-    default gloo for tensors on CPU and NCCL for tensors on CUDA, where there is one.
+    `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by default
+    "polytempo" (shared memory) for tensors on CPU where all ranks are on one host and it has the native core, else
+    gloo, and NCCL for tensors on CUDA, where there is one.
     """
     world = current()
     if world.size > 1:
@@ -67,7 +70,7 @@ def _join(place: Place, timeout_s: float, backend: str | None) -> None:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     try:
         dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
+            backend or _backend(place),
             store=PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
             rank=place.rank,
             world_size=place.size,
@@ -78,6 +81,12 @@ def _join(place: Place, timeout_s: float, backend: str | None) -> None:
             raise TimedOut(place.rank, 0, f"meeting all {place.size} ranks ({place})", timeout_s) from error
         raise
     atexit.register(_leave)
+
+
+def _backend(place: Place) -> str:
+    within = "polytempo" if place.local_size == place.size and available() else "gloo"
+    register()  # torch has done it already where its entry points are read
+    return f"cpu:{within},cuda:nccl" if torch.cuda.is_available() else within
 
 
 def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Store:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from torch import nn
 
-from polytempo.cluster import Cluster, ethernet
+from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.data.shard import Shard
 from polytempo.engines.run import reported, show_rows
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.torch.flops import flops_per_sample
+from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.priced import meta_step, priced_step
@@ -38,7 +40,7 @@ def simulate(
     progress: Progress | None = None,
     **more: Any,
 ) -> Result:
-    """Train `job` by `strategy` with `workers` virtual workers on `cluster` (default `ethernet()`).
+    """Train `job` by `strategy` with `workers` virtual workers on `cluster`.
 
         pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
 
@@ -47,6 +49,10 @@ def simulate(
     its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
     only the time is told; it needs `steps` (default 10).
 
+    `cluster` defaults to `ethernet()`, and to `one_host()` for strategies with one copy of the parameters. Where
+    workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
+    seed: each seed is one interleaving of their updates.
+
     Memory: one model and one optimizer state for each worker.
     """
     options = replace(options or RunOptions(), **more)
@@ -54,7 +60,14 @@ def simulate(
         raise ValueError("a simulation has no checkpoints: the same arguments give the same run; leave out resume")
     if meta and (options.epochs or options.until):
         raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
-    cluster = cluster or ethernet()
+    if cluster is None:
+        cluster = ethernet() if strategy.one_copy is None else one_host(max(64, workers))
+    num_hosts = len(set(cluster.hosts(workers)))
+    if is_hogwild(strategy) and num_hosts > 1:
+        raise ValueError(
+            f"{strategy} has one copy of the parameters in the memory of one host, but on {cluster.name} {workers} "
+            f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
@@ -72,7 +85,16 @@ def _trained(
     data = job.data(options.data)
     model = _model(job, options.seed)
     flops = flops_per_sample(model, job.loss, _one_batch(data, options))
-    courses = [_course(job, strategy, options, data, flops, rank, workers) for rank in range(workers)]
+    updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
+    courses = [_course(job, strategy, options, data, flops, updates[rank], rank, workers) for rank in range(workers)]
+    if is_hogwild(strategy):
+        share_storage([course.replica.model for course in courses])
+
+    async def program(port: Port) -> Summary:
+        summary = await train(port, courses[port.rank])
+        await updates[port.rank].settle()
+        return summary
+
     with ExitStack() as files:
         show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
         writer = None
@@ -80,14 +102,21 @@ def _trained(
             options.out.mkdir(parents=True, exist_ok=True)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         courses[0].record = recorder(writer, show)
-        outcome = world.run(lambda port: train(port, courses[port.rank]))
+        outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
     return _finish(courses[0], summary, outcome, options.out)
 
 
 def _course(
-    job: Job, strategy: Strategy, options: RunOptions, data: Data, flops: float, rank: int, workers: int
+    job: Job,
+    strategy: Strategy,
+    options: RunOptions,
+    data: Data,
+    flops: float,
+    updates: Updates,
+    rank: int,
+    workers: int,
 ) -> Course:
     model = _model(job, options.seed)
     optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
@@ -100,7 +129,7 @@ def _course(
         replica=replica,
         shard=shard,
         data=data,
-        take_step=priced_step(replica, job, flops),
+        take_step=priced_step(replica, job, flops, updates),
         flops_per_sample=flops,
         scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
     )
@@ -116,11 +145,14 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         models = [job.model() for _ in range(workers)]
     replicas = [Replica(m, job.optimizer(m.parameters(), options.lr or job.lr), strategy, workers) for m in models]
 
+    updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
+
     async def program(port: Port) -> None:
         for step in range(steps):
             await port.mark(step)
-            await meta_step(port, replicas[port.rank], flops)
+            await meta_step(port, replicas[port.rank], flops, updates[port.rank])
         await replicas[port.rank].settle()
+        await updates[port.rank].settle()
 
     outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
     shard = Shard(data.train, rank=0, size=workers, batch_size=batch_size, seed=options.seed)
@@ -160,6 +192,11 @@ def _finish(course: Course, summary: Summary, outcome: Outcome[Any], out: Path |
     write_chrome_trace(out / "trace.json", trace.events, title=f"{result.job}, {result.strategy}, simulated")
     result.write(out)
     return reported(result, out)
+
+
+def _updates(strategy: Strategy, seed: int, rank: int) -> Updates:
+    random = Random(f"{seed}/{rank}/interleaving") if is_hogwild(strategy) else None
+    return Updates(strategy.one_copy, random)
 
 
 def _model(job: Job, seed: int) -> nn.Module:

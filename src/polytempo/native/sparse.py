@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from polytempo.core import TimedOut
 from polytempo.native.library import load
 
 FREE, LOCKED, IN_TURN = 0, 1, 2
+_WAITED_FOR = "an update of shared weights"
 _LATE, _MISMATCH, _NO_MEMORY = 2, 3, 5
 
 Floats = NDArray[np.float32]
@@ -91,17 +91,18 @@ def logistic_epoch(
     window: int = 1,
     timeout_s: float = 60.0,
     lock: AbstractContextManager[object] | None = None,
+    rank: int = 0,
 ) -> int:
     """One worker's pass over its part of `order`, a gradient step a row; returns how many steps it took.
 
     For row z with label y, on the row's columns v:  wᵥ ← wᵥ - γ (-y σ(-y z·w) zᵥ + decayᵥ wᵥ).
     FREE writes without asking, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
     everything, by `lock`); IN_TURN waits until position - 1 is written.
-    Errors: TimedOut where a lock or a turn does not come in time.
+    Errors: TimedOut, which names `rank`, where a lock or a turn does not come in time.
     """
     library = load()
     if library is None:
-        return _twin_epoch(problem, order, part, step_size, update, timeout_s, lock)
+        return _twin_epoch(problem, order, part, step_size, update, timeout_s, lock, rank)
     addresses = [None if array is None else array.ctypes.data for array in problem]
     native = _Problem(*addresses, len(problem.weights))
     updates = ctypes.c_int64()
@@ -109,7 +110,7 @@ def logistic_epoch(
         ctypes.byref(native), order.ctypes.data, *part, step_size, update, window, timeout_s, ctypes.byref(updates)
     )
     if status == _LATE:
-        raise _late(timeout_s)
+        raise TimedOut(rank, None, _WAITED_FOR, timeout_s)
     if status == _NO_MEMORY:
         raise MemoryError(f"no memory for a worker's own {8 * len(problem.weights)} bytes of weights; use window=1")
     return updates.value
@@ -123,12 +124,13 @@ def _twin_epoch(
     update: int,
     timeout_s: float,
     lock: AbstractContextManager[object] | None,
+    rank: int,
 ) -> int:
     step, positions = np.float32(step_size), range(*part)
     for position in positions:
         columns, gradient = _gradient(problem, int(order[position]))
-        if update == IN_TURN:
-            _wait_for_turn(problem.turn, position, timeout_s)
+        if update == IN_TURN and not _came(problem.turn, position, timeout_s):
+            raise TimedOut(rank, None, _WAITED_FOR, timeout_s)
         with lock if update == LOCKED and lock is not None else nullcontext():
             for column, value in zip(columns, gradient, strict=True):
                 decay = np.float32(0) if problem.decay is None else problem.decay[column]
@@ -147,21 +149,11 @@ def _gradient(problem: Problem, row: int) -> tuple[NDArray[np.int32], Floats]:
     return columns, np.asarray(slope * values, np.float32)
 
 
-def _wait_for_turn(turn: NDArray[np.uint64], position: int, timeout_s: float) -> None:
+def _came(turn: NDArray[np.uint64], position: int, timeout_s: float) -> bool:
+    """Wait until it is the turn of `position`, and give the core away meanwhile; says whether it came in time."""
     deadline_s = time.monotonic() + timeout_s
-    for _ in _until(deadline_s):
-        if int(turn[0]) == position:
-            return
-    raise _late(timeout_s)
-
-
-def _until(deadline_s: float) -> Iterator[None]:
-    """Once, and then again, giving the core away between, while there is time."""
-    yield
-    while time.monotonic() < deadline_s:
+    while int(turn[0]) != position:
+        if time.monotonic() >= deadline_s:
+            return False
         os.sched_yield()
-        yield
-
-
-def _late(timeout_s: float) -> TimedOut:
-    return TimedOut(0, None, "an update of shared weights", timeout_s)
+    return True

@@ -5,6 +5,7 @@ Both give the same bits, wherever the result is a number; the payload of a NaN i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -58,7 +59,9 @@ def reduce(sources: Sequence[Tensor], op: str, order: Order = "linear") -> Tenso
     """
     dtype = sources[0].dtype
     if not supports(dtype, op):
-        raise ValueError(f"{op} of {dtype} is not defined; floats have no bit operations, and only they have an average")
+        raise ValueError(
+            f"{op} of {dtype} is not defined; floats have no bit operations, and only they have an average"
+        )
     combine = (_COMBINE_BOOLS if dtype == torch.bool else _COMBINE)[op]
     wide = [source.float() if dtype in (torch.bfloat16, torch.float16) else source for source in sources]
     result = (_in_a_tree if order == "tree" else _in_a_row)(wide, combine)
@@ -154,11 +157,12 @@ def _sgd(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None)
 
 
 def _adam(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
-    assert m is not None and v is not None, "Adam has two moments"
+    assert m is not None, "Adam has a first moment"
+    assert v is not None, "Adam has a second moment"
     m = m + (1 - hyper.beta1) * (g - m)
     v = hyper.beta2 * v + (1 - hyper.beta2) * (g * g)
     step_size = hyper.lr / (1 - hyper.beta1**hyper.step)
-    root = 1 / (1 - hyper.beta2**hyper.step) ** 0.5
+    root = 1 / math.sqrt(1 - hyper.beta2**hyper.step)
     keep = 1 - hyper.lr * hyper.weight_decay if hyper.rule == "adamw" else 1.0
     return p * keep - step_size * m / (v.sqrt() * root + hyper.eps), m, v
 

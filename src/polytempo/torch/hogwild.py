@@ -1,9 +1,9 @@
 """One rank's updates of a copy of the parameters that all ranks of a host share.
 
-    free        rank 0  ──gradient──▶ update ──gradient──▶ update         whenever a gradient is there
-                rank 1  ────gradient────▶ update ──gradient──▶ …
-    locked      the same, but one update at a time
-    in_turn     rank 0 updates, then rank 1, …, then rank 0 again: a baton goes round
+free        rank 0  ──gradient──▶ update ──gradient──▶ update         whenever a gradient is there
+            rank 1  ────gradient────▶ update ──gradient──▶ …
+locked      the same, but one update at a time
+in_turn     rank 0 updates, then rank 1, …, then rank 0 again: a baton goes round
 """
 
 from __future__ import annotations

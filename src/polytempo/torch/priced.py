@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port
+from polytempo.torch.hogwild import Updates
 from polytempo.torch.job import Job
 from polytempo.torch.replica import Replica
 from polytempo.torch.training import TakeStep
@@ -21,8 +22,11 @@ _UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step: SGD with momentum does two multiplications and two additions."""
 
 
-def priced_step(replica: Replica, job: Job, flops_per_sample: float) -> TakeStep:
-    """A step that computes for real and charges `flops_per_sample`: a third forward, two thirds backward."""
+def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Updates) -> TakeStep:
+    """A step that computes for real and charges `flops_per_sample`: a third forward, two thirds backward.
+
+    The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
+    """
 
     def forward_and_backward(batch: Any) -> Tensor:
         inputs, targets = batch
@@ -32,25 +36,31 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float) -> TakeStep
         return loss.detach()
 
     async def take_step(port: Port, batch: Any) -> Tensor:
-        flops = flops_per_sample * len(batch[1])
-        loss: Tensor = await _step(port, replica, flops, lambda: forward_and_backward(batch), replica.optimizer.step)
+        flops = updates.varied(flops_per_sample * len(batch[1]))
+        update = replica.optimizer.step
+        loss: Tensor = await _step(port, replica, flops, lambda: forward_and_backward(batch), update, updates)
         return loss
 
     return take_step
 
 
-async def meta_step(port: Port, replica: Replica, flops: float) -> None:
+async def meta_step(port: Port, replica: Replica, flops: float, updates: Updates) -> None:
     """A step of a model on the meta device: nothing is computed, everything is charged."""
 
     def gradients() -> None:
         for parameter in replica.trainable.values():
             parameter.grad = torch.empty_like(parameter)
 
-    await _step(port, replica, flops, gradients, lambda: None)
+    await _step(port, replica, updates.varied(flops), gradients, lambda: None, updates)
 
 
 async def _step(
-    port: Port, replica: Replica, flops: float, gradients: Callable[[], Any], update: Callable[[], Any]
+    port: Port,
+    replica: Replica,
+    flops: float,
+    gradients: Callable[[], Any],
+    update: Callable[[], Any],
+    updates: Updates,
 ) -> Any:
     size = sum(p.numel() for p in replica.trainable.values())
     buckets = replica.buckets
@@ -61,6 +71,6 @@ async def _step(
         exchanges.append(await port.start(replica.exchange(port, bucket)))
     for exchange in exchanges:
         await exchange
-    await port.compute(update, _UPDATE_FLOPS * size)
+    await updates.perform(port, update, _UPDATE_FLOPS * size)
     await replica.finish_step(port)
     return answer

@@ -15,10 +15,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from polytempo.core import PeerLost, Port, TimedOut, world_port
+from polytempo.core import PeerLost, PolytempoError, Port, TimedOut, world_port
 from polytempo.core.op import (
     AllGather,
     AllReduce,
@@ -37,7 +44,10 @@ from polytempo.core.op import (
     Start,
     Work,
 )
+from polytempo.native.group import Group
+from polytempo.native.library import available
 from polytempo.worlds.collective import member_bytes, num_bytes
+from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
 
@@ -164,7 +174,9 @@ class ProcessWorld:
         """This rank's part of the present global batch, as `pt.shard` says it; None: equal parts."""
         self._zero_s = time.monotonic()
         self._lock: HostLock | None = None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {self.port.members: None}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._host_group: Group | None = None
+        self._asked_for_host_group = False
 
     def now_s(self) -> float:
         """Seconds since the world's zero."""
@@ -259,35 +271,57 @@ class ProcessWorld:
     def _collective(self, op: Collective[Any], event: Event) -> _Pending:
         if len(op.members) == 1:
             return _Pending(self, op, event, None, lambda: _alone(op))
-        group = self._group(op.members)
+        group, ranks = self._group(op.members), sorted(op.members)
         match op:
             case AllReduce(buffer):
-                return _Pending(self, op, event, dist.all_reduce(buffer, group=group, async_op=True), lambda: buffer)
+                return _Pending(
+                    self, op, event, group.allreduce([buffer], _options(AllreduceOptions, op)), lambda: buffer
+                )
             case Broadcast(buffer, source):
-                work = dist.broadcast(buffer, source, group=group, async_op=True)
-                return _Pending(self, op, event, work, lambda: buffer)
+                options = _options(BroadcastOptions, op)
+                options.rootRank = ranks.index(source)
+                return _Pending(self, op, event, group.broadcast([buffer], options), lambda: buffer)
             case AllGather(buffer):
-                gathered = [torch.empty_like(buffer) for _ in op.members]
-                work = dist.all_gather(gathered, buffer.contiguous(), group=group, async_op=True)
-                order = [sorted(op.members).index(member) for member in op.members]
+                gathered = [torch.empty_like(buffer) for _ in ranks]
+                work = group.allgather([gathered], [buffer.contiguous()], _options(AllgatherOptions, op))
+                order = [ranks.index(member) for member in op.members]
                 return _Pending(self, op, event, work, lambda: [gathered[i] for i in order])
             case ReduceScatter(buffer):
-                place = sorted(op.members).index(self.rank)
-                pieces = list(buffer.chunk(len(op.members)))
-                ordered = [pieces[op.members.index(member)] for member in sorted(op.members)]
-                mine = torch.empty_like(ordered[place])
-                return _Pending(
-                    self, op, event, dist.reduce_scatter(mine, ordered, group=group, async_op=True), lambda: mine
-                )
+                pieces = buffer.chunk(len(ranks))
+                ordered = [pieces[op.members.index(member)] for member in ranks]
+                mine = torch.empty_like(ordered[ranks.index(self.rank)])
+                work = group.reduce_scatter([mine], [ordered], _options(ReduceScatterOptions, op))
+                return _Pending(self, op, event, work, lambda: mine)
             case Barrier():
-                return _Pending(self, op, event, dist.barrier(group=group, async_op=True), lambda: None)
+                options = _options(BarrierOptions, op)
+                options.device = torch.device("cpu")
+                return _Pending(self, op, event, group.barrier(options), lambda: None)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
 
     def forget_groups(self) -> None:
         """Let go of sub-groups, so that their transport can end. The world is of no use afterwards."""
         self._groups.clear()
+        self._host_group, self._asked_for_host_group = None, True
 
-    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def host_group(self) -> Group | None:
+        """All ranks as a group that shares memory; None where they are on several hosts or lack the native core.
+
+        All ranks must call it, and all get a group or none does.
+        """
+        if not self._asked_for_host_group:
+            self._asked_for_host_group = True
+            has_core = torch.tensor([float(self.size > 1 and available() and len(set(self.port.hosts)) == 1)])
+
+            async def how_many() -> float:
+                return float(await self.port.all_reduce(has_core))
+
+            if self.drive(how_many()) == self.size:
+                self._host_group = shared_by_all(self.rank, self.size, _group_timeout_s())
+        return self._host_group
+
+    def _group(self, members: tuple[int, ...]) -> Any:
+        if len(members) == self.size:
+            return dist.group.WORLD
         if members not in self._groups:
             timeout = timedelta(seconds=_group_timeout_s())
             self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
@@ -295,6 +329,13 @@ class ProcessWorld:
 
     def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
         """A transport's error in the words that both worlds use."""
+        match error:
+            case PeerLost(peer=lost, reason=reason):
+                return PeerLost(self.rank, event.step, str(op), lost, reason)
+            case TimedOut(operation=what, timeout_s=timeout_s):
+                return TimedOut(self.rank, event.step, what, timeout_s)
+            case PolytempoError():
+                return error
         text = str(error)
         peer = event.peer if event.peer >= 0 else None
         if _LATE.search(text):
@@ -302,6 +343,13 @@ class ProcessWorld:
         if _LOST.search(text):
             return PeerLost(self.rank, event.step, str(op), peer, text.splitlines()[0][:200])
         return error
+
+
+def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
+    options = kind()
+    if op.timeout_s is not None:
+        options.timeout = timedelta(seconds=op.timeout_s)
+    return options
 
 
 def _wire_tag(channel: int, tag: int) -> int:
@@ -325,6 +373,8 @@ def _group_timeout_s() -> float:
     """The deadline that the process group was made with."""
     world = dist.group.WORLD
     assert world is not None
+    if isinstance(own := getattr(world, "timeout", None), timedelta):
+        return own.total_seconds()
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     timeout = getattr(options, "_timeout", default_pg_timeout)
     return float(timeout.total_seconds())
