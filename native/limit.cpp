@@ -1,6 +1,6 @@
 // The least that an all-reduce of f32 costs on this machine: nothing but the memory traffic, with the simplest
-// hand-shake. What `polytempo bench` compares with. No deadlines inside a wait but a crude one, no liveness, no
-// comparison of calls, one type, one operation: it does less than any library may.
+// hand-shake. What `polytempo bench` compares with. It asks nobody whether the others live or make the same call, and
+// knows one type and one operation: it does less than any library may.
 //
 // A barrier: each rank has a line of its own, which counts how often it has arrived.
 //
@@ -38,7 +38,8 @@ typedef struct {
     int32_t spins;          // looks before the core is yielded: few where ranks outnumber cores
     int32_t block_count;    // elements of one of the two slots of a rank's staging
     void* lines;            // pt_limit_lines_bytes(size) bytes in shared memory, zero at the beginning
-    void* const* buffers;   // direct: each rank's data. staged: each rank's staging, of 2 * block_count elements
+    void* const* data;      // each rank's, for direct
+    void* const* staging;   // each rank's, of 2 * block_count elements, for staged
     int64_t arrivals;       // of this rank
     int64_t blocks;         // staged
     double timeout_s;       // for one wait
@@ -46,7 +47,7 @@ typedef struct {
 
 PT_EXPORT int64_t pt_limit_lines_bytes(int32_t size);
 
-// Do it `repeats` times. 0 fine, 2 somebody did not come.
+// Do it `repeats` times. 0 fine, 1 too many ranks, 2 somebody did not come.
 PT_EXPORT int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats);
 PT_EXPORT int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats);
 PT_EXPORT int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats);
@@ -54,7 +55,8 @@ PT_EXPORT int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t co
 
 namespace {
 
-constexpr int32_t FINE = 0, LATE = 2;
+constexpr int32_t FINE = 0, TOO_MANY = 1, LATE = 2;
+constexpr int32_t MOST_RANKS = 64;
 constexpr int64_t FEW_ELEMENTS = 4096; // up to here a second barrier costs more than adding everything everywhere
 constexpr int32_t YIELDS_A_CLOCK = 256;
 
@@ -116,7 +118,7 @@ VARIANTS void sum_4(float* __restrict a, float* __restrict b, float* __restrict 
     for (int64_t i = 0; i < count; i++) a[i] = b[i] = c[i] = d[i] = (a[i] + b[i]) + (c[i] + d[i]);
 }
 
-VARIANTS void sum_into_2(float* __restrict a, float* __restrict out, const float* __restrict b,
+VARIANTS void sum_other_3(float* __restrict a, float* __restrict out, const float* __restrict b,
                          const float* __restrict c, const float* __restrict d, int64_t count) {
     for (int64_t i = 0; i < count; i++) a[i] = out[i] = (a[i] + b[i]) + (c[i] + d[i]);
 }
@@ -138,7 +140,7 @@ void sum_everywhere(float* const* data, int32_t size, int64_t begin, int64_t end
 void sum_staged(pt_limit_place& place, float* data, float* const* staging, int64_t count) {
     int32_t me = place.rank;
     if (place.size == 4)
-        return sum_into_2(data, staging[me], staging[(me + 1) % 4], staging[(me + 2) % 4], staging[(me + 3) % 4], count);
+        return sum_other_3(data, staging[me], staging[(me + 1) % 4], staging[(me + 2) % 4], staging[(me + 3) % 4], count);
     for (int32_t r = 0; r < place.size; r++)
         if (r != me) add(data, staging[r], count);
     copy(staging[me], data, count);
@@ -163,8 +165,7 @@ bool two_shot(pt_limit_place& place, float* data, float* const* slots, int64_t c
     copy(slots[me], data, begin);
     copy(slots[me] + end, data + end, count - end);
     if (!barrier(place)) return false;
-    constexpr int32_t MOST = 64;
-    float* slices[MOST];
+    float* slices[MOST_RANKS];
     for (int32_t r = 0; r < size; r++) slices[r] = slots[r] + begin;
     sum_staged(place, data + begin, slices, end - begin);
     if (!barrier(place)) return false;
@@ -186,7 +187,7 @@ int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats) {
 }
 
 int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats) {
-    float* const* data = reinterpret_cast<float* const*>(place->buffers);
+    float* const* data = reinterpret_cast<float* const*>(place->data);
     int64_t begin = edge(count, place->rank, place->size), end = edge(count, place->rank + 1, place->size);
     for (int64_t i = 0; i < repeats; i++) {
         if (!barrier(*place)) return LATE;
@@ -197,15 +198,14 @@ int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats) {
 }
 
 int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats) {
-    constexpr int32_t MOST = 64;
-    if (place->size > MOST) return 1;
-    float* slots[MOST];
+    if (place->size > MOST_RANKS) return TOO_MANY;
+    float* slots[MOST_RANKS];
     for (int64_t i = 0; i < repeats; i++)
         for (int64_t at = 0; at < count; at += place->block_count) {
             int64_t piece = count - at < place->block_count ? count - at : place->block_count;
             int64_t parity = place->blocks++ & 1;
             for (int32_t r = 0; r < place->size; r++)
-                slots[r] = static_cast<float*>(place->buffers[r]) + parity * place->block_count;
+                slots[r] = static_cast<float*>(place->staging[r]) + parity * place->block_count;
             bool in_one = place->size == 2 || piece <= FEW_ELEMENTS;
             if (!(in_one ? one_shot : two_shot)(*place, data + at, slots, piece)) return LATE;
         }

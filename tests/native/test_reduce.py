@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_every_f32_mantissa_rounds_to_the_nearest_even_half(isa: str, dtype: tor
             assert_same_bits(out.values(), twin.reduce(values, op))
 
 
-FLOATS = (
+FLOATS: tuple[tuple[str, list[list[float]], list[float]], ...] = (
     # op, sources, result
     ("sum", [[1e30, INF, INF], [-1e30, 1.0, -INF], [1.0, 1.0, 1.0]], [1.0, INF, NAN]),
     ("average", [[1.0, 3.0, INF], [2.0, NAN, 0.0]], [1.5, NAN, INF]),
@@ -145,7 +145,7 @@ FLOATS = (
     ("min", [[0.0, -0.0], [-0.0, 0.0]], [0.0, -0.0]),
     ("product", [[3.0, INF, 2.0], [-2.0, 0.0, -INF]], [-6.0, NAN, -INF]),
 )
-INTEGERS = (
+INTEGERS: tuple[tuple[torch.dtype, str, list[list[int]], list[int]], ...] = (
     # dtype, op, sources, result
     (torch.int8, "sum", [[127, -128, 100], [1, -1, 100]], [-128, 127, -56]),
     (torch.int8, "min", [[-1, 5], [1, -128]], [-1, -128]),
@@ -167,11 +167,19 @@ INTEGERS = (
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_literal_sums(isa: str) -> None:
     assert choose(isa)
-    floats = [(dtype, *row) for row in FLOATS for dtype in (torch.float32, torch.float64)]
-    for dtype, op, values, expected in (*floats, *INTEGERS):
-        sources = [Buffer(torch.tensor(value, dtype=dtype), 0) for value in values]
-        assert reduce_(sources[-1:], sources, op) == 0
-        assert_same_bits(sources[-1].values(), torch.tensor(expected, dtype=dtype))
+    for op, floats, result in FLOATS:
+        for dtype in (torch.float32, torch.float64):
+            assert_reduces_to(dtype, op, floats, result)
+    for dtype, op, integers, wrapped in INTEGERS:
+        assert_reduces_to(dtype, op, integers, wrapped)
+
+
+def assert_reduces_to(
+    dtype: torch.dtype, op: str, values: Sequence[Sequence[float]], expected: Sequence[float]
+) -> None:
+    sources = [Buffer(torch.tensor(value, dtype=dtype), 0) for value in values]
+    assert reduce_(sources[-1:], sources, op) == 0
+    assert_same_bits(sources[-1].values(), torch.tensor(expected, dtype=dtype))
 
 
 @pytest.mark.parametrize("isa", instruction_sets())

@@ -50,9 +50,9 @@ def has_v(hyper: Hyper) -> bool:
 
 def state_of(hyper: Hyper, dtype: torch.dtype, count: int, generator: torch.Generator) -> list[Tensor | None]:
     """p, m, v as they may be in the middle of a training, a few components of p still 0."""
-    draw = lambda: torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    p = draw() * (torch.rand(count, generator=generator) > 0.1).to(dtype)
-    return [p, draw() if has_m(hyper) else None, draw().square() if has_v(hyper) else None]
+    p, m, v = (torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    p = p * (torch.rand(count, generator=generator) > 0.1).to(dtype)
+    return [p, m if has_m(hyper) else None, v.square() if has_v(hyper) else None]
 
 
 def applied(
@@ -113,19 +113,17 @@ def test_equals_the_twin_to_the_bit(
 
 
 def torch_optimizer(hyper: Hyper, parameter: Tensor) -> Optimizer:
-    own = [parameter]
-    common = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
+    own, lr, decay, uphill = [parameter], hyper.lr, hyper.weight_decay, hyper.maximize
     betas = (hyper.beta1, hyper.beta2)
     match hyper.rule:
         case "sgd":
-            momentum = {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
-            return SGD(own, **common, **momentum)
+            return SGD(own, lr, hyper.momentum, hyper.dampening, decay, hyper.nesterov, maximize=uphill)
         case "adam":
-            return Adam(own, **common, betas=betas, eps=hyper.eps)
+            return Adam(own, lr, betas, hyper.eps, decay, maximize=uphill)
         case "adamw":
-            return AdamW(own, **common, betas=betas, eps=hyper.eps)
+            return AdamW(own, lr, betas, hyper.eps, decay, maximize=uphill)
         case _:
-            return Adagrad(own, **common, lr_decay=hyper.lr_decay, eps=hyper.eps)
+            return Adagrad(own, lr, hyper.lr_decay, decay, eps=hyper.eps, maximize=uphill)
 
 
 def torch_step(hyper: Hyper, gradient: Tensor, state: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -176,13 +174,12 @@ def test_losses_over_200_steps_are_those_of_torch(name: str) -> None:
     hyper = HYPERS[name]
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, 8, generator=generator), torch.randn(64, generator=generator)
-    p = torch.randn(8 * 16 + 16, generator=generator) / 4
-    theirs = p.clone()
+    theirs = torch.randn(8 * 16 + 16, generator=generator) / 4
     optimizer = torch_optimizer(hyper, theirs)
     state: list[Tensor | None] = [
-        p,
-        torch.zeros_like(p) if has_m(hyper) else None,
-        torch.zeros_like(p) if has_v(hyper) else None,
+        theirs.clone(),
+        torch.zeros_like(theirs) if has_m(hyper) else None,
+        torch.zeros_like(theirs) if has_v(hyper) else None,
     ]
     losses = []
     for step in range(1, 201):

@@ -136,14 +136,14 @@ LAUNCHERS = {"torchrun": torch_variables, "Slurm": slurm_variables, "Open MPI": 
 def test_two_processes_find_each_other_by_what_a_launcher_has_set(launcher: str, script: Path) -> None:
     port = free_port()
     answers, said = ended(script, [[], []], [LAUNCHERS[launcher](rank, port) for rank in range(2)])
-    assert answers == [[rank, 2, 3.0, [0, 0], LOOPBACK] for rank in range(2)]
+    assert answers == [[0, 2, 3.0, [0, 0], LOOPBACK], [1, 2, 3.0, [0, 0], []]]  # rank 0 keeps the store
     assert said == [f"polytempo: {launcher}, 2 ranks on 1 host\n", ""]
 
 
 def test_torchrun_itself(script: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     answers, (said,) = ended(script, [command], [{}])
-    assert answers == [[rank, 2, 3.0, [0, 0], LOOPBACK] for rank in range(2)]
+    assert answers == [[rank, 2, 3.0, [0, 0], []] for rank in range(2)]  # the agent keeps the store
     assert said.count("polytempo: torchrun, 2 ranks on 1 host\n") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +17,7 @@ from torch import Tensor
 import polytempo as pt
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives import native, ring
-from polytempo.core import Bundle, PeerLost, Port, Program, TimedOut
+from polytempo.core import Bundle, Mismatch, PeerLost, Port, Program, TimedOut
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.worlds import ProcessWorld, VirtualWorld
@@ -294,17 +295,35 @@ def test_the_worlds_own_deadline_holds_where_none_is_asked_for() -> None:
             pair = world.port.among([1, 0])
             await pair.barrier()
             try:
-                await pair.broadcast(torch.zeros(1), source=world.rank)  # each waits for the other
+                if world.rank == 0:
+                    await pair.all_reduce(torch.zeros(1))
             except TimedOut as error:
                 return str(error)
-            return ""
+            return "did not come"
 
         said = world.drive(program())
         leave_together(world)
         return said
 
-    texts = [f"rank {rank}, step 0: broadcast among 2 ranks did not finish within 0.5 s" for rank in range(2)]
-    assert launch(serve, 2, threads=1, timeout_s=30) == texts
+    text = "rank 0, step 0: all_reduce among 2 ranks did not finish within 0.5 s (rank 1 did not come)"
+    assert launch(serve, 2, threads=1, timeout_s=30) == [text, "did not come"]
+
+
+def test_ranks_that_do_different_things_are_told_so() -> None:
+    def work(world: ProcessWorld) -> Result:
+        async def program() -> str:
+            try:
+                await world.port.broadcast(torch.zeros(1), source=world.rank)
+            except Mismatch as error:
+                return str(error)
+            return ""
+
+        return world.drive(program())
+
+    for text in together(2, work):
+        assert isinstance(text, str)
+        for rank in range(2):
+            assert re.search(rf"rank {rank} (is )?in call \d+: broadcast\(1 elements of float32, root {rank}\)", text)
 
 
 def test_a_lost_peer_is_an_error_at_the_await(tmp_path: Path) -> None:
@@ -333,6 +352,6 @@ def test_a_lost_peer_is_an_error_at_the_await(tmp_path: Path) -> None:
     assert died.value.exit_code == 5
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "recv": "0 3 recv from rank 1 (tag 0) 1",
-        "all_reduce": "0 3 all_reduce among 2 ranks None",
+        "all_reduce": "0 3 all_reduce among 2 ranks 1",
         "send": "0 3 send to rank 1 (tag 0) 1",
     }

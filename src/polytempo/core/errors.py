@@ -22,11 +22,12 @@ class PeerLost(PolytempoError):
 
 
 class TimedOut(PolytempoError):
-    """An operation did not finish before its deadline. Raised at its `await`."""
+    """An operation did not finish before its deadline. Raised at its `await`. `reason` names who is missing, if known."""
 
-    def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float) -> None:
-        self.rank, self.step, self.operation, self.timeout_s = rank, step, operation, timeout_s
-        super().__init__(f"{_where(rank, step)}: {operation} did not finish within {timeout_s:g} s")
+    def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float, reason: str = "") -> None:
+        self.rank, self.step, self.operation, self.timeout_s, self.reason = rank, step, operation, timeout_s, reason
+        detail = f" ({reason})" if reason else ""
+        super().__init__(f"{_where(rank, step)}: {operation} did not finish within {timeout_s:g} s{detail}")
 
 
 class Deadlock(PolytempoError):

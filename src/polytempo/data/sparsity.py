@@ -19,7 +19,7 @@ class Sparsity(NamedTuple):
     delta: float
     """Δ = max |{e ∋ v}| / |E|: the part of the samples that have the commonest feature."""
     rho: float
-    """max |{ê: ê ∩ e ≠ ∅}| / |E|, the paper's rho: the largest part of the samples that share a feature with one sample."""
+    """max |{ê: ê ∩ e ≠ ∅}| / |E|: the largest part of the samples that share a feature with one of them."""
 
 
 def sparsity(indptr: NDArray[np.int64], indices: NDArray[np.int32]) -> Sparsity:

@@ -320,9 +320,9 @@ class Group:
             raise PeerLost(me, None, what, self.names[culprit], "its process has ended, or it has left the group")
         self.failed = True
         if status == _LATE:
-            missing = [self.names[r] for r in range(self.size) if self._library.pt_group_missing(self._handle, r)]
+            missing = [str(self.names[r]) for r in range(self.size) if self._library.pt_group_missing(self._handle, r)]
             self.leave()
-            raise TimedOut(me, None, f"{what}, for which rank {', '.join(map(str, missing))} did not come,", timeout_s)
+            raise TimedOut(me, None, what, timeout_s, f"rank {', '.join(missing)} did not come")
         if status == _MISMATCH:
             mine, theirs = self.call_of(self.rank), self.call_of(culprit)
             self.leave()

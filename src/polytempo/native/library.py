@@ -57,6 +57,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_transfer_arrived_dtype": (_i32, _pointer),
     "pt_transfer_free": (None, _pointer, _pointer),
     "pt_transfers_advance": (_i32, _pointer, _f64),
+    "pt_notes_bytes": (_i64, _i64),
+    "pt_log_bytes": (_i64,),
+    "pt_most_row_bytes": (_i64,),
+    "pt_plan_open": (_pointer, _pointer, _pointer),
+    "pt_plan_close": (None, _pointer),
+    "pt_step": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
+    "pt_norm": (_i32, _pointer, _pointer, _pointer, _f64, _pointer),
 }
 """The type of the result, then those of the arguments, for each function of the library."""
 

@@ -31,13 +31,13 @@ def scatter_add_(table: Tensor, rows: Tensor, values: Tensor, scale: float) -> N
     time; without it torch's `index_add_` does the same.
     Raises IndexError where a row is not in the table; then nothing was added.
     """
+    if table.dtype != torch.float32 or not table.is_contiguous():
+        raise ValueError(f"scatter_add_ needs a contiguous table of float32, got {table.dtype}; use index_add_")
+    rows, values = rows.to(torch.int64).contiguous(), values.to(torch.float32).contiguous()
     library = load()
     if library is None:
         table.index_add_(0, rows, values, alpha=scale)
         return
-    if table.dtype != torch.float32 or not table.is_contiguous():
-        raise ValueError(f"scatter_add_ needs a contiguous table of float32, got {table.dtype}; use index_add_")
-    rows, values = rows.to(torch.int64).contiguous(), values.to(torch.float32).contiguous()
     width = table[0].numel() if len(table) else 1
     if values.numel() != len(rows) * width:
         raise ValueError(f"{len(rows)} rows of {width} need as many values, got {tuple(values.shape)}")

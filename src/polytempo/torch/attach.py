@@ -24,6 +24,9 @@ from polytempo.core.state import Saved
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from polytempo.torch.hogwild import TurnHooks
+from polytempo.torch.join import Membership
+from polytempo.torch.one_copy import OneCopy
 from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.replica import BufferRule, Replica, take_over
 from polytempo.worlds import ProcessWorld, current
@@ -35,12 +38,20 @@ _handles: WeakKeyDictionary[nn.Module, ref[Handle]] = WeakKeyDictionary()
 class Handle:
     """What `attach` returns: the replica, the hooks, and the ways to pause, join, save and end."""
 
-    def __init__(self, world: ProcessWorld, replica: Replica, *, find_unused: bool) -> None:
+    def __init__(
+        self,
+        world: ProcessWorld,
+        replica: Replica,
+        *,
+        find_unused: bool,
+        copy: OneCopy | None = None,
+        turns: TurnHooks | None = None,
+    ) -> None:
         self.world, self.replica = world, replica
+        self._copy, self._turns = copy, turns
         self._find_unused = find_unused
         self._silent = False
-        self._joining = False
-        self._left = False
+        self._members = Membership(world, replica)
         self._exchanged = False
         self._met_before = False
         """Whether there was an exchange since the last step already."""
@@ -53,7 +64,7 @@ class Handle:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._num_held, self._frozen = len(held), [p for p in held if not p.requires_grad]
         self._hooks: list[Any] = []
-        self._idle = not (replica.exchanges_gradients or replica.exchanges_parameters)
+        self._idle = copy is None and not (replica.exchanges_gradients or replica.exchanges_parameters)
         if not self._idle:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -92,7 +103,7 @@ class Handle:
                 "a gradient arrived twice in one backward pass, perhaps after its exchange had begun; use "
                 "checkpointing with use_reentrant=False, or no_sync() around all backward passes but the last"
             )
-        if self._missing[index] == 0 and not self._joining and index == len(self._launched):
+        if self._missing[index] == 0 and not self._members.joining and index == len(self._launched):
             self._launch_ready()
 
     def _begin_exchange(self) -> None:
@@ -105,7 +116,7 @@ class Handle:
         self._backward = None
         self._missing = [len(bucket.parameters) for bucket in self.replica.buckets]
         buckets = self.replica.buckets
-        counted = self._joining or any(bucket.remembers for bucket in buckets)
+        counted = self._members.joining or any(bucket.remembers for bucket in buckets)
         if self._met_before and counted and any(bucket.accumulating for bucket in buckets):
             raise RuntimeError(
                 f"gradients would be exchanged a second time before optimizer.step(), but {self.replica.strategy} "
@@ -132,7 +143,7 @@ class Handle:
         if self.world.size > 1:
             self.world.record("compute", self._mark_s)
         try:
-            self._agree_on_share()
+            self._members.agree_on_share()
             used = self._used() if self._find_unused or self.world.size == 1 else None
             for bucket in self.replica.buckets[len(self._launched) :]:
                 self._launch(bucket)
@@ -162,13 +173,32 @@ class Handle:
 
     # ------------------------------------------------------------------ the step
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
         self._check_parameters()
+        if self._copy is not None:
+            return self._step_together(self._copy, args, kwargs)
         if not self.replica.exchanges_gradients:
-            self._agree_on_share()
+            self._members.agree_on_share()
         elif not self._exchanged:
             self._begin_exchange()
             self._finish_exchange()
+        return None
+
+    def _step_together(self, copy: OneCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the step on the one copy. A closure is called first, for torch would call it after the step."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.world.size > 1:
+            self.world.record("compute", self._mark_s)
+        self._members.agree_on_share()
+        start_s = self.world.now_s()
+        copy.step(self.replica.share)
+        self.world.record("step", start_s)
+        self.replica.has_met()
+        return None if closure is None else ((args[0], lambda: loss), {})
 
     def _check_parameters(self) -> None:
         """Parameters that began to train after `attach` would train on every rank apart."""
@@ -183,6 +213,8 @@ class Handle:
             self.replica.step += 1
             self.world.step = self.replica.step
             return
+        if self._copy is not None:
+            self._copy.end_step()
         if self.world.size > 1 and self.replica.exchanges_parameters:
             self.world.record("compute", self._mark_s)
         self.world.drive(self.replica.finish_step(self.world.port))
@@ -215,56 +247,17 @@ class Handle:
 
         Raises ValueError where the strategy would hear those that have left: gossip, adasum, robust merges.
         """
-        strategy = self.replica.strategy
-        if not (strategy.gradients.weighs and strategy.parameters.weighs):
-            raise ValueError(
-                f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
-                "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"
-            )
-        self._joining = self.world.size > 1
-        try:
+        with self._members.join(self._shadow_step):
             yield
-            self._left = True
-            while self._joining and self._share_among_active(0.0):
-                self._shadow_step()
-            if self._joining and not self.replica.strategy.in_step:
-                self._take_consensus()
-        finally:
-            self._joining = self._left = False
-            self.replica.weight, self.replica.source = None, 0
-
-    def _agree_on_share(self) -> None:
-        """This rank's part of the coming exchange: its batch's; inside `join` the same for all who are active."""
-        if not self._joining:
-            self.replica.share = self.world.share
-        elif not self._left:
-            self._share_among_active(1.0)
-
-    def _share_among_active(self, active: float) -> bool:
-        mine = torch.zeros(self.world.size)
-        mine[self.world.rank] = active
-        who = self.world.drive(tree(self.world.port, mine)).nonzero().flatten().tolist()
-        if who:
-            self.replica.share = self.replica.weight = active / len(who)
-            self.replica.source = who[0]
-        return bool(who)
-
-    @torch.no_grad()
-    def _take_consensus(self) -> None:
-        port, replica = self.world.port, self.replica
-        agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
-        for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
-            if name in agreed:
-                tensor.copy_(agreed[name])
 
     def _shadow_step(self) -> None:
         if self.replica.exchanges_gradients:
             self.replica.optimizer.zero_grad()
             self._finish_exchange()
             self.replica.optimizer.step()
-        elif self.replica.strategy.carries_optimizer:
+        elif self._copy is not None or self.replica.strategy.carries_optimizer:
             self.replica.optimizer.zero_grad()
-            self.replica.optimizer.step()  # so that there is optimizer state, which the others average
+            self.replica.optimizer.step()  # its slice of the one copy; or so that there is state, for others to average
         else:
             self._after_step()
 
@@ -290,11 +283,30 @@ class Handle:
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         self.world.step = self.replica.step
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let the coming step have a gradient of norm at most `max_norm`; returns the norm that it has now.
+
+        The norm is that of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
+        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Under `shared_memory()` `.grad` is this
+        rank's own: all ranks call this, and the step does the scaling.
+        """
+        if self._copy is None:
+            return nn.utils.clip_grad_norm_(self.replica.trainable.values(), max_norm)
+        self._members.agree_on_share()
+        return self._copy.clip_grad_norm_(max_norm, self.replica.share)
+
     def detach(self) -> None:
-        """Take the hooks off; the loop is an ordinary one again."""
+        """Take the hooks off; the loop is an ordinary one again.
+
+        Where ranks share one copy of the parameters all must call it, and each gets parameters of its own.
+        """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
         self._hooks = []
+        if self._turns is not None:
+            self._turns.remove()
+        if self._copy is not None:
+            self._copy.detach()
         _handles.pop(self.replica.model, None)
 
 

@@ -97,6 +97,10 @@ class Replica:
             for name, buffer in self._buffers().items():
                 buffer.copy_(agreed[name])
 
+    def has_met(self) -> None:
+        """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
+        self._met = True
+
     def _fill_gradients(self, *_: Any) -> None:
         """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
         sparse = _sparse_tables(self.model)

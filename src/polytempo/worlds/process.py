@@ -332,8 +332,8 @@ class ProcessWorld:
         match error:
             case PeerLost(peer=lost, reason=reason):
                 return PeerLost(self.rank, event.step, str(op), lost, reason)
-            case TimedOut(operation=what, timeout_s=timeout_s):
-                return TimedOut(self.rank, event.step, what, timeout_s)
+            case TimedOut(timeout_s=timeout_s, reason=reason):
+                return TimedOut(self.rank, event.step, str(op), timeout_s, reason)
             case PolytempoError():
                 return error
         text = str(error)

@@ -1,0 +1,163 @@
+"""`bench collectives`: every operation at every size, ours beside gloo, Open MPI and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from polytempo.bench import limit, mpi
+from polytempo.bench.crew import Crew, crewed
+from polytempo.bench.machine import memory_bytes, written
+from polytempo.bench.operations import MOVES_NOTHING, OPERATIONS, Prepared, checked, elements
+from polytempo.bench.turns import Contender, Figure, figures, ratio, timed, turns
+from polytempo.native.arena import own_arena
+from polytempo.native.library import why_not
+
+PEERS = ("gloo", "mpi", "limit")
+_COPIES = 8
+"""Tensors of the largest size that a worker may hold at once: its own, in the arena, MPI's, and what peers buffer."""
+
+
+class Case(NamedTuple):
+    """What is measured in one row, or in two where tensors in the arena are a case of their own."""
+
+    operation: str
+    num_bytes: int
+
+
+class Plan(NamedTuple):
+    """What is asked for. `turn_s`: how long a contender's turn lasts, at least three calls."""
+
+    ranks: Sequence[int]
+    sizes: Sequence[int]
+    operations: Sequence[str]
+    rounds: int
+    turn_s: float
+
+
+def collectives(plan: Plan) -> dict[str, Any]:
+    """Measure; the result as `written` lays it out. Times in µs a call.
+
+    A row: operation, tensors ("any", or "arena": in shared memory), ranks, bytes, a figure or null for each of ours,
+    gloo, mpi and limit, and the ratios gloo / ours, mpi / ours and ours / limit, each with its quartiles over rounds.
+    Errors: ValueError for what cannot be measured, before anything is started.
+    """
+    _check(plan)
+    reasons = {"ours": why_not(), "mpi": mpi.missing(), "limit": limit.missing()}
+    missing = {name: reason for name, reason in reasons.items() if reason}
+    rows = [row for size in plan.ranks for row in _rows(plan, size, with_mpi="mpi" not in missing)]
+    return written("collectives", plan._asdict(), missing, rows)
+
+
+def cases(plan: Plan) -> list[Case]:
+    """Every operation at every size; a barrier has none."""
+    found = []
+    for name in plan.operations:
+        found += [Case(name, 0)] if name == MOVES_NOTHING else [Case(name, num_bytes) for num_bytes in plan.sizes]
+    return found
+
+
+def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
+    """The rows of `size` ranks, measured by one crew."""
+    with mpi.peers(size) if with_mpi else nullcontext() as peers:
+
+        def work(crew: Crew) -> list[dict[str, list[list[float]]]]:
+            partner = peers.partner(crew.rank) if peers else None
+            found = []
+            for case in cases(plan):
+                crew.say(f"{size} ranks: {case.operation}" + (f", {case.num_bytes:,} bytes" if case.num_bytes else ""))
+                field = _contenders(crew, case, partner.run(*case) if partner else None)
+                found.append(turns(field, crew, rounds=plan.rounds, turn_s=plan.turn_s))
+            return found
+
+        by_rank = crewed(work, size, peers.check if peers else None)
+    by_case = zip(cases(plan), zip(*by_rank, strict=True), strict=True)
+    return [row for case, seconds in by_case for row in _rows_of(case, size, figures(seconds))]
+
+
+def _contenders(crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:
+    """Everybody who can do it, on the same tensor where they can share one."""
+    make, size = OPERATIONS[case.operation], crew.size
+    count = max(elements(case.num_bytes, size), size)
+    tensor = torch.zeros(count)
+    found = [_contender("gloo", checked(make(crew.gloo, tensor), crew.rank, "gloo"))]
+    if mpi_run:
+        found.append(Contender("mpi", mpi_run))
+    if crew.ours is not None:
+        found.insert(0, _contender("ours", checked(make(crew.ours, tensor), crew.rank, "polytempo")))
+        if case.operation == "all_reduce":
+            shared = own_arena().empty(count)
+            found.insert(1, _contender("ours_arena", checked(make(crew.ours, shared), crew.rank, "polytempo")))
+    if not limit.missing():
+        found += _limits(crew, case, tensor)
+    return found
+
+
+def _contender(name: str, prepared: Prepared) -> Contender:
+    run = timed(prepared.call)
+    return Contender(name, lambda calls: [seconds / prepared.steps for seconds in run(calls)])
+
+
+def _limits(crew: Crew, case: Case, tensor: torch.Tensor) -> list[Contender]:
+    if case.operation == "barrier":
+        return [Contender("limit", limit.Limit(crew.gloo, tensor.numel()).barrier)]
+    if case.operation != "all_reduce":
+        return []
+    program = limit.Limit(crew.gloo, tensor.numel())
+    staged = program.staged(tensor)
+    total = [crew.size * (crew.size + 1) / 2]
+    for call, filled in ((staged, tensor), (program.direct, program.data)):
+        checked(Prepared(partial(call, 1), filled, filled, total), crew.rank, "the limit")
+    return [Contender("limit", staged), Contender("limit_arena", program.direct)]
+
+
+def _rows_of(case: Case, ranks: int, found: dict[str, Figure]) -> list[dict[str, Any]]:
+    kinds = {"any": ""} | ({"arena": "_arena"} if "ours_arena" in found or "limit_arena" in found else {})
+    rows = []
+    for tensors, suffix in kinds.items():
+        ours, bound = found.get(f"ours{suffix}"), found.get(f"limit{suffix}")
+        row: dict[str, Any] = {"operation": case.operation, "tensors": tensors, "ranks": ranks, "bytes": case.num_bytes}
+        row |= {"ours": _us(ours), "gloo": _us(found["gloo"]), "mpi": _us(found.get("mpi")), "limit": _us(bound)}
+        pairs = {"gloo/ours": (found["gloo"], ours), "mpi/ours": (found.get("mpi"), ours), "ours/limit": (ours, bound)}
+        row["ratios"] = {name: ratio(a, b)._asdict() if a and b else None for name, (a, b) in pairs.items()}
+        rows.append(row)
+    return rows
+
+
+def _us(figure: Figure | None) -> dict[str, Any] | None:
+    """A figure in microseconds."""
+    if figure is None:
+        return None
+    rounds = [round(1e6 * seconds, 4) for seconds in figure.rounds_s]
+    single = {key.replace("_s", "_us"): round(1e6 * getattr(figure, key), 4) for key in figure._fields[:4]}
+    return {**single, "rounds_us": rounds}
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what cannot be measured."""
+    unknown = [name for name in plan.operations if name not in OPERATIONS]
+    if unknown or not plan.operations:
+        raise ValueError(
+            f"--operations: there is no {unknown[0] if unknown else 'name'!r}; there are: {', '.join(OPERATIONS)}"
+        )
+    if not plan.ranks or not all(2 <= size <= limit.MAX_RANKS for size in plan.ranks):
+        raise ValueError(
+            f"--ranks {_joined(plan.ranks)}: numbers from 2 to {limit.MAX_RANKS}, with commas between them"
+        )
+    least = 4 * max(plan.ranks)
+    if not plan.sizes or min(plan.sizes) < least:
+        raise ValueError(f"--sizes {_joined(plan.sizes)}: at least {least} bytes, an f32 number for each rank")
+    needed, free = _COPIES * max(plan.sizes) * max(plan.ranks), memory_bytes("MemAvailable")
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--sizes: {max(plan.sizes):,} bytes on {max(plan.ranks)} ranks need about {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free; leave the largest out"
+        )
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

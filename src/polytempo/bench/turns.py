@@ -1,0 +1,124 @@
+"""Fair turns: contenders run one after another, many times, so that a machine whose speed drifts treats them alike.
+
+round 1:  ours  gloo  limit      round 2:  gloo  limit  ours      round 3:  limit  ours  gloo      …
+
+A turn is a number of calls, chosen so that it lasts about `turn_s`. A contender's figure is the median over rounds of
+what the slowest rank needed. Two contenders are compared by the ratio of their figures; the spread is that of the
+ratios of single rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+MAX_CALLS = 20_000
+_FIRST_CALLS = 3
+
+
+class Contender(NamedTuple):
+    """Somebody who can be timed. `run(calls)` makes that many calls; it returns seconds a call, of each or of parts."""
+
+    name: str
+    run: Callable[[int], Sequence[float]]
+
+
+class Meeting(Protocol):
+    """How ranks keep in step between turns."""
+
+    def barrier(self) -> None:
+        """Wait until all are here, asleep: who waits must not take the time of who is measured."""
+
+    def agree(self, number: int) -> int:
+        """Rank 0's number."""
+
+
+class Figure(NamedTuple):
+    """Seconds a call: the median over rounds, its quartiles, the median of the rounds' mean calls, and each round."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    mean_s: float
+    rounds_s: list[float]
+
+
+class Ratio(NamedTuple):
+    """How many times as long one contender needs as another: the ratio of figures, and the quartiles over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def timed(call: Callable[[], Any]) -> Callable[[int], list[float]]:
+    """A contender's `run` from one call."""
+
+    def run(calls: int) -> list[float]:
+        clock = time.perf_counter
+        seconds = []
+        for _ in range(calls):
+            begun = clock()
+            call()
+            seconds.append(clock() - begun)
+        return seconds
+
+    return run
+
+
+def turns(
+    contenders: Sequence[Contender], meeting: Meeting, *, rounds: int, turn_s: float, min_calls: int = 3
+) -> dict[str, list[list[float]]]:
+    """This rank's `[median, mean]` seconds a call, by contender and round. All ranks call it with equal contenders."""
+    calls = {each.name: _calls(each, meeting, turn_s, min_calls) for each in contenders}
+    seconds: dict[str, list[list[float]]] = {each.name: [] for each in contenders}
+    for number in range(rounds):
+        first = number % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            meeting.barrier()
+            found = contender.run(calls[contender.name])
+            seconds[contender.name].append([statistics.median(found), statistics.fmean(found)])
+    meeting.barrier()
+    return seconds
+
+
+def _calls(contender: Contender, meeting: Meeting, turn_s: float, min_calls: int) -> int:
+    """How many calls fill a turn. The calls that find it out also warm up caches and buffers."""
+    meeting.barrier()
+    first_s = statistics.median(contender.run(_FIRST_CALLS))
+    calls = meeting.agree(_fitting(first_s, turn_s / 10, min_calls))
+    meeting.barrier()
+    typical_s = statistics.median(contender.run(calls))
+    return meeting.agree(_fitting(typical_s, turn_s, min_calls))
+
+
+def _fitting(call_s: float, turn_s: float, min_calls: int) -> int:
+    return max(min_calls, min(MAX_CALLS, int(turn_s / max(call_s, 1e-9))))
+
+
+def figures(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]]) -> dict[str, Figure]:
+    """Each contender's figure from what `turns` returned on every rank: the slowest rank's time counts."""
+    found = {}
+    for name in by_rank[0]:
+        rounds = list(zip(*(rank[name] for rank in by_rank), strict=True))
+        medians = [max(float(median) for median, _ in ranks) for ranks in rounds]
+        means = [max(float(mean) for _, mean in ranks) for ranks in rounds]
+        low, high = quartiles(medians)
+        found[name] = Figure(statistics.median(medians), low, high, statistics.median(means), medians)
+    return found
+
+
+def ratio(numerator: Figure, denominator: Figure) -> Ratio:
+    """numerator / denominator."""
+    singly = [a / b for a, b in zip(numerator.rounds_s, denominator.rounds_s, strict=True)]
+    return Ratio(numerator.median_s / denominator.median_s, *quartiles(singly))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and third quartile; of one value, that value twice."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
