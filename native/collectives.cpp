@@ -67,13 +67,13 @@ struct AllReduce {
     void copy_in(int64_t index) const {
         char* in = group.in(group.rank, base + index);
         if (whole()) {
-            std::memcpy(in, at(index), count_of(index) * element_bytes);
+            copy(in, at(index), count_of(index) * element_bytes);
             return;
         }
         const Span own = slice_of(index, group.rank);
         const int64_t before = own.begin * element_bytes, after = (own.begin + own.count) * element_bytes;
-        std::memcpy(in, at(index), before);
-        std::memcpy(in + after, at(index) + after, count_of(index) * element_bytes - after);
+        copy(in, at(index), before);
+        copy(in + after, at(index) + after, count_of(index) * element_bytes - after);
     }
 
     void reduce_whole(int64_t index) const {
@@ -102,7 +102,7 @@ struct AllReduce {
         for (int step = 1; step < group.size; ++step) {
             const int rank = (group.rank + step) % group.size;
             const Span theirs = slice_of(index, rank);
-            std::memcpy(
+            copy(
                 at(index) + theirs.begin * element_bytes, group.out(rank, base + index), theirs.count * element_bytes);
         }
     }
@@ -189,7 +189,7 @@ struct ReduceScatter {
     void copy_in(int64_t index) const {
         for (int rank = 0; rank < group.size; ++rank)
             if (rank != group.rank)
-                std::memcpy(
+                copy(
                     group.in(group.rank, base + index) + rank * piece_bytes,
                     inputs[rank] + index * block * element_bytes, count_of(index) * element_bytes);
     }
@@ -263,7 +263,7 @@ struct Exchange {
         for (int column = 0; column < columns; ++column) {
             const int64_t begin = index * piece, rest = send_bytes[column] - begin;
             if (rest > 0 && (columns == 1 || column != group.rank))
-                std::memcpy(group.in(group.rank, turn) + column * piece, sends[column] + begin, std::min(piece, rest));
+                copy(group.in(group.rank, turn) + column * piece, sends[column] + begin, std::min(piece, rest));
         }
     }
 
@@ -274,7 +274,7 @@ struct Exchange {
             const int64_t piece = piece_bytes(from), begin = index * piece, rest = receive_bytes[from] - begin;
             const int64_t column = columns_of(from) == 1 ? 0 : group.rank;
             if (rest > 0)
-                std::memcpy(receives[from] + begin, group.in(from, turn) + column * piece, std::min(piece, rest));
+                copy(receives[from] + begin, group.in(from, turn) + column * piece, std::min(piece, rest));
         }
     }
 
@@ -285,7 +285,7 @@ struct Exchange {
             int64_t offset = 0;
             if (columns_of(from) > 1)
                 for (int to = 0; to < group.rank; ++to) offset += sent(from, to);
-            std::memcpy(receives[from], group.at(from, group.call(from).place) + offset, receive_bytes[from]);
+            copy(receives[from], group.at(from, group.call(from).place) + offset, receive_bytes[from]);
         }
     }
 

@@ -71,7 +71,7 @@ bool is_gone(const Group& group, int rank) {
     if (rank == group.rank) return false;
     Member& member = group.member(rank);
     if (member.state.load(std::memory_order_acquire) == LEFT) return true;
-    if (group.pidfds[rank] < 0) return kill(member.pid, 0) != 0 && errno == ESRCH;
+    if (group.pidfds[rank] < 0) return kill(member.pid.load(std::memory_order_relaxed), 0) != 0 && errno == ESRCH;
     pollfd ended{group.pidfds[rank], POLLIN, 0};
     return poll(&ended, 1, 0) > 0;
 }
@@ -164,7 +164,7 @@ pt_group* pt_group_open(const pt_group_place* place) {
     group->spins = size <= place->num_cores ? 1500 : 0; // with more ranks than cores, whoever is awaited needs ours
     group->yield_ns = 100'000;
     group->points = open_points(*group, place->ring_bytes);
-    group->member(group->rank).pid = place->pid;
+    group->member(group->rank).pid.store(place->pid, std::memory_order_relaxed);
     return reinterpret_cast<pt_group*>(group);
 }
 

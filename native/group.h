@@ -45,7 +45,7 @@ struct alignas(64) Member {
     std::atomic<uint32_t> phase; // the word that others sleep on
     std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> state;
-    int32_t pid;
+    std::atomic<int32_t> pid; // 0 until it has opened the group
     alignas(64) std::atomic<uint32_t> bell; // rung by those that send to this rank, or have received from it
     std::atomic<uint32_t> bell_sleepers;
     alignas(64) Call calls[2];

@@ -78,6 +78,8 @@ void reduce(
     kernels().reduce(dtype, op, order, outs, num_outs, sources, num_sources, count);
 }
 
+void copy(void* out, const void* source, int64_t num_bytes) { kernels().copy(out, source, num_bytes); }
+
 void update(
     const Hyper& hyper, const float* const* gradients, const float* weights, int num_gradients, const float* p,
     const float* m, const float* v, float* p_out, float* m_out, float* v_out, int64_t count) {

@@ -38,6 +38,10 @@ void reduce(
     DType dtype, Op op, Order order, void* const* outs, int num_outs, const void* const* sources, int num_sources,
     int64_t count);
 
+// Copy bytes that do not overlap. memcpy of large pieces is `rep movsb` on many systems, which some processors run at a
+// tenth of its speed for unlucky pairs of addresses; this is a loop of vectors.
+void copy(void* out, const void* source, int64_t num_bytes);
+
 enum Rule : int32_t { SGD = 0, ADAM, ADAMW, ADAGRAD };
 
 // `step` counts from 1. `first`: this step makes SGD's momentum buffer, so m is not read.
@@ -70,6 +74,7 @@ void update(
 struct Kernels {
     const char* name;
     void (*reduce)(DType, Op, Order, void* const*, int, const void* const*, int, int64_t);
+    void (*copy)(void*, const void*, int64_t);
     void (*update_f32)(
         const Hyper&, const float* const*, const float*, int, const float*, const float*, const float*, float*, float*,
         float*, int64_t);

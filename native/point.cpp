@@ -12,6 +12,7 @@
 #include <pthread.h>
 
 #include "group.h"
+#include "kernels.h"
 #include "polytempo.h"
 
 struct pt_transfer {
@@ -19,7 +20,7 @@ struct pt_transfer {
     int peer; // -1: from any rank, until one is found
     int tag, dtype;
     char* data;
-    int64_t num_bytes, moved_bytes;
+    int64_t num_bytes, moved_bytes; // moved: of what is sent
     pt::Status status;
     int64_t arrived_bytes; // what was sent, where that is not what was asked for
     int arrived_dtype;
@@ -54,7 +55,6 @@ struct Incoming {        // what is arriving from one rank
     pt_transfer* target; // null while a message is set aside or dropped
     Aside* aside;        // the one under way
     Aside* kept;         // all that were set aside, the oldest first
-    bool dropping;
 };
 
 struct Points {
@@ -90,19 +90,17 @@ static void ring_bell(Group& group, int rank) {
     if (member.bell_sleepers.load(std::memory_order_seq_cst)) wake(member.bell);
 }
 
-static void append(pt_transfer*& list, pt_transfer* transfer) {
-    pt_transfer** end = &list;
+template <typename Node> static void append(Node*& list, Node* node) {
+    Node** end = &list;
     while (*end) end = &(*end)->next;
-    *end = transfer;
+    *end = node;
 }
 
-static void take_out(pt_transfer*& list, pt_transfer* transfer) {
-    for (pt_transfer** place = &list; *place; place = &(*place)->next)
-        if (*place == transfer) {
-            *place = transfer->next;
-            transfer->next = nullptr;
-            return;
-        }
+template <typename Node> static void take_out(Node*& list, Node* node) {
+    Node** place = &list;
+    while (*place && *place != node) place = &(*place)->next;
+    if (*place) *place = node->next;
+    node->next = nullptr;
 }
 
 static void finish(Points& points, pt_transfer& transfer, Status status) {
@@ -123,7 +121,7 @@ static bool push(Group& group, int to) {
         Frame& frame = frame_of(group, ring, head);
         const int64_t part = std::min(points.ring_bytes, transfer->num_bytes - transfer->moved_bytes);
         frame = Frame{transfer->num_bytes, transfer->moved_bytes, part, transfer->tag, transfer->dtype, {}};
-        if (part) std::memcpy(payload(frame), transfer->data + transfer->moved_bytes, part);
+        if (part) copy(payload(frame), transfer->data + transfer->moved_bytes, part);
         transfer->moved_bytes += part;
         ring.head.store(head + 1, std::memory_order_release); // the frame is there before it is counted
         ring_bell(group, to);
@@ -144,6 +142,21 @@ static bool fits(pt_transfer& transfer, int64_t num_bytes, int dtype) {
     return num_bytes == transfer.num_bytes && dtype == transfer.dtype;
 }
 
+static void forget(Points& points, Incoming& incoming, Aside* aside) {
+    take_out(incoming.kept, aside);
+    if (incoming.aside == aside) incoming.aside = nullptr;
+    points.aside_bytes -= aside->num_bytes;
+    std::free(aside->data);
+    std::free(aside);
+}
+
+// A message begins before the last one is complete: its sender has given that up, and nobody may take a part for it.
+static void abandon(Points& points, Incoming& incoming) {
+    if (incoming.target) finish(points, *incoming.target, LATE);
+    if (incoming.aside) forget(points, incoming, incoming.aside);
+    incoming.target = nullptr;
+}
+
 // Who is the message that begins with `frame` for? False: for nobody yet, so it has to wait.
 static bool begin_message(Points& points, Incoming& incoming, int source, const Frame& frame) {
     bool wanted = false; // does anyone wait for something from this rank?
@@ -153,21 +166,20 @@ static bool begin_message(Points& points, Incoming& incoming, int source, const 
         if (transfer->tag != frame.tag) continue;
         take_out(points.receives, transfer);
         transfer->peer = source;
-        if (fits(*transfer, frame.total_bytes, frame.dtype)) {
+        if (fits(*transfer, frame.total_bytes, frame.dtype))
             incoming.target = transfer;
-        } else {
-            incoming.dropping = true;
+        else
             finish(points, *transfer, MISMATCH);
-        }
         return true;
     }
     if (!wanted || points.aside_bytes + frame.total_bytes > MAX_ASIDE_BYTES) return false;
+    auto* data = static_cast<char*>(std::malloc(frame.total_bytes + 1));
+    if (!data) return false; // no memory now: it waits in the ring
     auto* aside = static_cast<Aside*>(std::calloc(1, sizeof(Aside)));
-    *aside = Aside{frame.tag, frame.dtype, frame.total_bytes, 0, static_cast<char*>(std::malloc(frame.total_bytes + 1)), nullptr};
+    *aside = Aside{frame.tag, frame.dtype, frame.total_bytes, 0, data, nullptr};
     points.aside_bytes += frame.total_bytes;
-    Aside** end = &incoming.kept;
-    while (*end) end = &(*end)->next;
-    *end = incoming.aside = aside;
+    append(incoming.kept, aside);
+    incoming.aside = aside;
     return true;
 }
 
@@ -180,12 +192,10 @@ static bool pull(Group& group, int source) {
         const uint64_t tail = ring.tail.load(std::memory_order_relaxed); // only this rank writes it
         if (ring.head.load(std::memory_order_acquire) == tail) break;
         Frame& frame = frame_of(group, ring, tail);
+        if (frame.offset == 0) abandon(points, incoming);
         if (frame.offset == 0 && !begin_message(points, incoming, source, frame)) break;
-        if (incoming.target && frame.num_bytes)
-            std::memcpy(incoming.target->data + frame.offset, payload(frame), frame.num_bytes);
-        if (incoming.target) incoming.target->moved_bytes = frame.offset + frame.num_bytes;
-        if (incoming.aside && frame.num_bytes)
-            std::memcpy(incoming.aside->data + frame.offset, payload(frame), frame.num_bytes);
+        char* data = incoming.target ? incoming.target->data : incoming.aside ? incoming.aside->data : nullptr;
+        if (data && frame.num_bytes) copy(data + frame.offset, payload(frame), frame.num_bytes);
         if (incoming.aside) incoming.aside->moved_bytes = frame.offset + frame.num_bytes;
         const bool last = frame.offset + frame.num_bytes == frame.total_bytes;
         ring.tail.store(tail + 1, std::memory_order_release); // read before its place is given back
@@ -195,7 +205,6 @@ static bool pull(Group& group, int source) {
             if (incoming.target) finish(points, *incoming.target, FINE);
             incoming.target = nullptr;
             incoming.aside = nullptr;
-            incoming.dropping = false;
         }
     }
     return moved;
@@ -204,27 +213,20 @@ static bool pull(Group& group, int source) {
 // A message that was set aside earlier, for a receive that has just been asked for.
 static bool from_aside(Points& points, pt_transfer& transfer, int source) {
     Incoming& incoming = points.incoming[source];
-    for (Aside** place = &incoming.kept; *place; place = &(*place)->next) {
-        Aside* aside = *place;
+    for (Aside* aside = incoming.kept; aside; aside = aside->next) {
         if (aside->tag != transfer.tag) continue;
         transfer.peer = source;
         const bool under_way = incoming.aside == aside;
         if (!fits(transfer, aside->num_bytes, aside->dtype)) {
             finish(points, transfer, MISMATCH);
-            incoming.dropping = under_way;
         } else {
-            if (aside->moved_bytes) std::memcpy(transfer.data, aside->data, aside->moved_bytes);
-            transfer.moved_bytes = aside->moved_bytes;
+            if (aside->moved_bytes) copy(transfer.data, aside->data, aside->moved_bytes);
             if (under_way)
                 incoming.target = &transfer;
             else
                 finish(points, transfer, FINE);
         }
-        if (under_way) incoming.aside = nullptr;
-        *place = aside->next;
-        points.aside_bytes -= aside->num_bytes;
-        std::free(aside->data);
-        std::free(aside);
+        forget(points, incoming, aside);
         return true;
     }
     return false;
@@ -256,11 +258,17 @@ static void give_up(Group& group, pt_transfer& transfer, Status status) {
     else
         take_out(points.receives, &transfer);
     for (int rank = 0; rank < group.size; ++rank) // what still comes of a message under way is dropped
-        if (points.incoming[rank].target == &transfer) {
-            points.incoming[rank].target = nullptr;
-            points.incoming[rank].dropping = true;
-        }
+        if (points.incoming[rank].target == &transfer) points.incoming[rank].target = nullptr;
     finish(points, transfer, status);
+}
+
+// Give up what is late, or cannot come any more. What the other sent before it was gone still counts.
+static bool ended(Group& group, pt_transfer& transfer, bool late) {
+    const bool gone = hopeless(group, transfer);
+    if (!gone && !late) return false;
+    advance(group);
+    if (!transfer.done) give_up(group, transfer, gone ? LOST : LATE);
+    return true;
 }
 
 struct Locked {
@@ -301,11 +309,7 @@ Points* open_points(const Group& group, int64_t ring_bytes) {
 void close_points(const Group& group) {
     Points* points = group.points;
     for (int rank = 0; rank < group.size; ++rank)
-        while (Aside* aside = points->incoming[rank].kept) {
-            points->incoming[rank].kept = aside->next;
-            std::free(aside->data);
-            std::free(aside);
-        }
+        while (Aside* aside = points->incoming[rank].kept) forget(*points, points->incoming[rank], aside);
     pthread_mutex_destroy(&points->lock);
     std::free(points->sends);
     std::free(points->incoming);
@@ -357,6 +361,7 @@ int32_t pt_transfer_done(pt_group* handle, pt_transfer* transfer) {
     auto& group = *reinterpret_cast<Group*>(handle);
     Locked locked(*group.points);
     if (!transfer->done) advance(group);
+    if (!transfer->done) ended(group, *transfer, false); // who asks again and again has to be told, too
     return transfer->done;
 }
 
@@ -365,14 +370,9 @@ int32_t pt_transfer_wait(pt_group* handle, pt_transfer* transfer, double timeout
     const int64_t deadline_ns = deadline_after(timeout_s);
     advance_until(
         group, [&] { return transfer->done; },
-        [&] {
-            const bool gone = hopeless(group, *transfer);
-            const bool late = now_ns() > deadline_ns;
-            if (!gone && !late) return false;
+        [&] { // under the lock, for another thread may be just finding out who the peer is
             Locked locked(*group.points);
-            advance(group); // what it sent before it was gone still counts
-            if (!transfer->done) give_up(group, *transfer, gone ? LOST : LATE);
-            return true;
+            return ended(group, *transfer, now_ns() > deadline_ns);
         });
     return transfer->status;
 }

@@ -28,7 +28,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report.metrics"},
     "engines": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch"},
     "jobs": {"torch.job", "data"},
-    "cli": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch", "engines", "jobs"},
+    "bench": {"core", "native", "strategies", "worlds", "report", "torch", "engines"},
+    "cli": {
+        "core",
+        "native",
+        "cluster",
+        "data",
+        *AXES,
+        "strategies",
+        "worlds",
+        "report",
+        "torch",
+        "engines",
+        "jobs",
+        "bench",
+    },
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
@@ -37,6 +51,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
     ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
 }

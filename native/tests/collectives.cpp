@@ -179,11 +179,11 @@ void one_group(uint64_t seed, int size, int64_t block_bytes, int64_t num_rounds)
 int main(int count, char** arguments) {
     const uint64_t seed = seed_from(count, arguments);
     for (int size = 1; size <= 5; ++size) {
-        one_group(seed, size, 1024, 60);
-        one_group(seed + 1, size, 16 << 10, 60);
+        one_group(seed, size, 1024, 200);
+        one_group(seed + 1, size, 16 << 10, 200);
     }
-    std::thread first([seed] { one_group(seed + 2, 2, 4096, 60); });
-    std::thread second([seed] { one_group(seed + 3, 3, 4096, 60); });
+    std::thread first([seed] { one_group(seed + 2, 2, 4096, 200); });
+    std::thread second([seed] { one_group(seed + 3, 3, 4096, 200); });
     first.join();
     second.join();
 }

@@ -36,8 +36,8 @@ void one_expects_more(int size) {
         for (int other = 0; other < size; ++other) receives[other] = mine.data(); // nothing is moved
         if (rank == size - 1) receive_bytes[0] = 101;
         CHECK(pt_exchange(
-                  crew.groups[rank], pt::ALL_TO_ALL, pt::U8, 0, 0, size, sends.data(), send_bytes.data(), receives.data(),
-                  receive_bytes.data(), LONG_S) == pt::MISMATCH);
+                  crew.groups[rank], pt::ALL_TO_ALL, pt::U8, 0, 0, size, sends.data(), send_bytes.data(),
+                  receives.data(), receive_bytes.data(), LONG_S) == pt::MISMATCH);
     });
 }
 

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t NUM_ROWS = 400, NUM_COLUMNS = 50, PER_ROW = 5;
+constexpr int64_t NUM_ROWS = 400, NUM_COLUMNS = 50, PER_ROW = 5, APART = NUM_COLUMNS / PER_ROW;
 
 struct Problem {
     std::vector<int64_t> starts{0}, order;
@@ -19,7 +19,7 @@ struct Problem {
     explicit Problem(Random random) {
         for (int64_t row = 0; row < NUM_ROWS; ++row) {
             for (int64_t i = 0; i < PER_ROW; ++i)
-                columns.push_back(static_cast<int32_t>(i * (NUM_COLUMNS / PER_ROW) + random.below(NUM_COLUMNS / PER_ROW)));
+                columns.push_back(static_cast<int32_t>(i * APART + random.below(APART)));
             for (int64_t i = 0; i < PER_ROW; ++i) values.push_back(static_cast<float>(random.below(100)) / 50 - 1);
             labels.push_back(random.below(2) ? 1.0f : -1.0f);
             starts.push_back(static_cast<int64_t>(columns.size()));

@@ -13,11 +13,11 @@ from polytempo.bench import limit, mpi
 from polytempo.bench.crew import Crew, crewed
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.bench.operations import MOVES_NOTHING, OPERATIONS, Prepared, checked, elements
-from polytempo.bench.turns import Contender, Figure, figures, ratio, timed, turns
+from polytempo.bench.turns import Contender, Figure, ratio, slowest, timed, turns
 from polytempo.native.arena import own_arena
 from polytempo.native.library import why_not
 
-PEERS = ("gloo", "mpi", "limit")
+RATIOS = ("gloo/ours", "mpi/ours", "ours/limit")
 _COPIES = 8
 """Tensors of the largest size that a worker may hold at once: its own, in the arena, MPI's, and what peers buffer."""
 
@@ -76,7 +76,11 @@ def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
 
         by_rank = crewed(work, size, peers.check if peers else None)
     by_case = zip(cases(plan), zip(*by_rank, strict=True), strict=True)
-    return [row for case, seconds in by_case for row in _rows_of(case, size, figures(seconds))]
+    return [
+        row
+        for case, seconds in by_case
+        for row in _rows_of(case, size, slowest(seconds, "median"), slowest(seconds, "mean"))
+    ]
 
 
 def _contenders(crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:
@@ -115,26 +119,34 @@ def _limits(crew: Crew, case: Case, tensor: torch.Tensor) -> list[Contender]:
     return [Contender("limit", staged), Contender("limit_arena", program.direct)]
 
 
-def _rows_of(case: Case, ranks: int, found: dict[str, Figure]) -> list[dict[str, Any]]:
-    kinds = {"any": ""} | ({"arena": "_arena"} if "ours_arena" in found or "limit_arena" in found else {})
+def _rows_of(case: Case, ranks: int, found: dict[str, Figure], means: dict[str, Figure]) -> list[dict[str, Any]]:
     rows = []
-    for tensors, suffix in kinds.items():
-        ours, bound = found.get(f"ours{suffix}"), found.get(f"limit{suffix}")
+    for tensors, suffix in {"any": "", "arena": "_arena"}.items():
+        names = {"ours": f"ours{suffix}", "gloo": "gloo", "mpi": "mpi", "limit": f"limit{suffix}"}
+        if suffix and not {names["ours"], names["limit"]} & set(found):
+            continue
         row: dict[str, Any] = {"operation": case.operation, "tensors": tensors, "ranks": ranks, "bytes": case.num_bytes}
-        row |= {"ours": _us(ours), "gloo": _us(found["gloo"]), "mpi": _us(found.get("mpi")), "limit": _us(bound)}
-        pairs = {"gloo/ours": (found["gloo"], ours), "mpi/ours": (found.get("mpi"), ours), "ours/limit": (ours, bound)}
-        row["ratios"] = {name: ratio(a, b)._asdict() if a and b else None for name, (a, b) in pairs.items()}
+        row |= {key: _in_us(found[name], means[name]) if name in found else None for key, name in names.items()}
+        row["ratios"] = {pair: _ratio(pair, names, found) for pair in RATIOS}
         rows.append(row)
     return rows
 
 
-def _us(figure: Figure | None) -> dict[str, Any] | None:
-    """A figure in microseconds."""
-    if figure is None:
+def _ratio(pair: str, names: dict[str, str], found: dict[str, Figure]) -> dict[str, float] | None:
+    numerator, denominator = (names[key] for key in pair.split("/"))
+    if not {numerator, denominator} <= set(found):
         return None
-    rounds = [round(1e6 * seconds, 4) for seconds in figure.rounds_s]
-    single = {key.replace("_s", "_us"): round(1e6 * getattr(figure, key), 4) for key in figure._fields[:4]}
-    return {**single, "rounds_us": rounds}
+    return ratio(found[numerator], found[denominator])._asdict()
+
+
+def _in_us(figure: Figure, mean: Figure) -> dict[str, Any]:
+    return {
+        "median_us": 1e6 * figure.median,
+        "low_us": 1e6 * figure.low,
+        "high_us": 1e6 * figure.high,
+        "mean_us": 1e6 * mean.median,
+        "rounds_us": [1e6 * seconds for seconds in figure.rounds],
+    }
 
 
 def _check(plan: Plan) -> None:

@@ -8,22 +8,27 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.native.library import why_not
+from polytempo.torch.backend import register
 
 WAIT_S = 120.0
 """The longest that a worker waits for another; the slowest call that is measured takes about a second."""
 RUN_S = 4 * 3600.0
+LOADED = (torch._dynamo,)
+"""Optimizers load it when they are made: once here, before workers are forked, instead of once in each."""
 
 
 class Crew:
     """One worker's view: its rank, both transports (`ours` is None without the native core), how to keep in step."""
 
     def __init__(self, seat: Seat, say: Callable[[str], None]) -> None:
+        register()
         init(timeout_s=WAIT_S, quiet=True)
         self.rank, self.size = seat.rank, seat.size
         self.gloo = _group("gloo")

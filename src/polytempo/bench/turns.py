@@ -12,10 +12,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 MAX_CALLS = 20_000
 _FIRST_CALLS = 3
+
+Statistic = Literal["median", "mean"]
+"""Of the calls of a turn. The mean is the whole turn's time: what is put off to a later call counts; so does noise."""
 
 
 class Contender(NamedTuple):
@@ -36,17 +39,16 @@ class Meeting(Protocol):
 
 
 class Figure(NamedTuple):
-    """Seconds a call: the median over rounds, its quartiles, the median of the rounds' mean calls, and each round."""
+    """A quantity over the rounds: the median, the quartiles, and each round's."""
 
-    median_s: float
-    low_s: float
-    high_s: float
-    mean_s: float
-    rounds_s: list[float]
+    median: float
+    low: float
+    high: float
+    rounds: list[float]
 
 
 class Ratio(NamedTuple):
-    """How many times as long one contender needs as another: the ratio of figures, and the quartiles over rounds."""
+    """How two contenders compare: the ratio of their medians, and the quartiles of the ratios of single rounds."""
 
     median: float
     low: float
@@ -98,22 +100,25 @@ def _fitting(call_s: float, turn_s: float, min_calls: int) -> int:
     return max(min_calls, min(MAX_CALLS, int(turn_s / max(call_s, 1e-9))))
 
 
-def figures(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]]) -> dict[str, Figure]:
-    """Each contender's figure from what `turns` returned on every rank: the slowest rank's time counts."""
+def slowest(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]], statistic: Statistic) -> dict[str, Figure]:
+    """Seconds a call of each contender, from what `turns` returned on every rank: the slowest rank's time counts."""
+    column = ("median", "mean").index(statistic)
     found = {}
     for name in by_rank[0]:
-        rounds = list(zip(*(rank[name] for rank in by_rank), strict=True))
-        medians = [max(float(median) for median, _ in ranks) for ranks in rounds]
-        means = [max(float(mean) for _, mean in ranks) for ranks in rounds]
-        low, high = quartiles(medians)
-        found[name] = Figure(statistics.median(medians), low, high, statistics.median(means), medians)
+        rounds = zip(*(rank[name] for rank in by_rank), strict=True)
+        found[name] = figure([max(float(turn[column]) for turn in ranks) for ranks in rounds])
     return found
+
+
+def figure(rounds: Sequence[float]) -> Figure:
+    """The figure of a quantity that was measured once a round."""
+    return Figure(statistics.median(rounds), *quartiles(rounds), list(rounds))
 
 
 def ratio(numerator: Figure, denominator: Figure) -> Ratio:
     """numerator / denominator."""
-    singly = [a / b for a, b in zip(numerator.rounds_s, denominator.rounds_s, strict=True)]
-    return Ratio(numerator.median_s / denominator.median_s, *quartiles(singly))
+    singly = [a / b for a, b in zip(numerator.rounds, denominator.rounds, strict=True)]
+    return Ratio(numerator.median / denominator.median, *quartiles(singly))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
 from polytempo.cli.failure import exit_code
 
@@ -16,6 +17,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(
+    help="Measure this machine: ours beside gloo, Open MPI where it is installed, and the limit.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -130,6 +137,60 @@ def strategies(json: p.Json = None) -> None:
         from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))
+
+
+@bench.command()
+def collectives(
+    context: typer.Context,
+    ranks: b.Ranks = None,
+    sizes: b.Sizes = None,
+    operations: b.Operations = None,
+    rounds: b.Rounds = None,
+    turn_s: b.Turn = None,
+    quick: b.Quick = None,
+    out: b.Out = None,
+    json: p.Json = None,
+) -> None:
+    """Time all-reduce, broadcast, … and the barrier."""
+    with exit_code():
+        from polytempo.cli.bench import collectives as command  # imports torch, which takes seconds
+
+        command(_given(context))
+
+
+@bench.command()
+def training(
+    context: typer.Context,
+    models: b.Models = None,
+    workers: b.Workers = None,
+    rounds: b.Rounds = None,
+    turn_s: b.Turn = None,
+    quick: b.Quick = None,
+    out: b.Out = None,
+    json: p.Json = None,
+) -> None:
+    """Count samples per second of four models, by one process and by several."""
+    with exit_code():
+        from polytempo.cli.bench import training as command  # imports torch, which takes seconds
+
+        command(_given(context))
+
+
+@bench.command()
+def memory(
+    context: typer.Context,
+    workers: b.Workers = None,
+    parameters: b.Parameters = None,
+    steps: b.Steps = None,
+    quick: b.Quick = None,
+    out: b.Out = None,
+    json: p.Json = None,
+) -> None:
+    """Weigh what all workers together need to train with Adam."""
+    with exit_code():
+        from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
+
+        command(_given(context))
 
 
 def _given(context: typer.Context) -> dict[str, object]:

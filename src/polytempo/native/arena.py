@@ -21,15 +21,16 @@ from bisect import insort
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from polytempo.native.mapping import Mapping
+
 _PAGE_BYTES = mmap.PAGESIZE
 _LINE_BYTES = 64
 _GIB = 1 << 30
-_HUGE_PAGES, _REMOVE = 14, 9  # madvise: MADV_HUGEPAGE, MADV_REMOVE
 _GIVE_BACK_BYTES = 1 << 20
 _SEALS = 1033, 0x0002 | 0x0004  # F_ADD_SEALS: F_SEAL_SHRINK | F_SEAL_GROW, so that no mapping loses its pages
 
@@ -57,12 +58,11 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
-        self._descriptor, self._named_memory = _nameless()
+        self._descriptor, self._unlimited = _nameless()
         self.num_bytes = _reserved(self._descriptor, num_bytes or _physical_bytes())
-        self._memory = mmap.mmap(self._descriptor, self.num_bytes)
-        self.base = _address(self._memory)
-        if self._named_memory:
-            self._memory.madvise(_HUGE_PAGES)
+        self._mapping = Mapping(self._descriptor, self.num_bytes)
+        self._mapping.prefer_large_pages()
+        self.base = self._mapping.base
         self._free: list[Block] = [Block(0, self.num_bytes)]
         self._returned: deque[Block] = deque()
         self._owner = os.getpid()
@@ -104,9 +104,13 @@ class Arena:
         if not count:
             return torch.empty(shape, dtype=dtype)
         block = self.allocate(count * dtype.itemsize)
-        array: Any = (ctypes.c_char * block.num_bytes).from_buffer(self._memory, block.offset)
+        array = self._mapping.array(block.offset, block.num_bytes)
         weakref.finalize(array, self.free, block).atexit = False
         return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor over memory that somebody else has allocated and keeps."""
+        return _over(self._mapping, offset, shape, dtype)
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where a tensor lies in the arena; None if elsewhere."""
@@ -116,7 +120,7 @@ class Arena:
     def _commit(self, offset: int, num_bytes: int) -> None:
         """Fail now, in words, rather than later by a signal."""
         try:
-            if self._named_memory:
+            if self._unlimited:
                 if num_bytes > max(_available_bytes(), 64 << 20):
                     raise OSError(errno.ENOSPC, "the machine has no more memory")
             else:
@@ -131,8 +135,10 @@ class Arena:
         self.used_bytes -= block.num_bytes
         whole_pages = block.offset % _PAGE_BYTES == 0 and block.num_bytes % _PAGE_BYTES == 0
         if block.num_bytes >= _GIVE_BACK_BYTES and whole_pages:
-            self._memory.madvise(_REMOVE, block.offset, block.num_bytes)
+            given_back = self._mapping.give_back(block.offset, block.num_bytes)
         else:
+            given_back = False
+        if not given_back:
             ctypes.memset(self.base + block.offset, 0, block.num_bytes)
         insort(self._free, block)
         at = self._free.index(block)
@@ -153,22 +159,25 @@ class Window:
         try:
             if os.fstat(descriptor).st_ino != address.inode:
                 raise ProcessLookupError(errno.ESRCH, f"process {address.pid} is no longer the one that asked to meet")
-            self._memory = mmap.mmap(descriptor, address.num_bytes)
+            self._mapping = Mapping(descriptor, address.num_bytes)
         finally:
             os.close(descriptor)
-        self.base = _address(self._memory)
-        if hasattr(os, "memfd_create"):
-            self._memory.madvise(_HUGE_PAGES)
+        self._mapping.prefer_large_pages()
+        self.base = self._mapping.base
         self.pidfd = _pidfd(address.pid)
         if self.pidfd >= 0:
             weakref.finalize(self, os.close, self.pidfd)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the neighbour's memory; it keeps the mapping alive."""
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+        return _over(self._mapping, offset, shape, dtype)
+
+
+def _over(mapping: Mapping, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mapping.array(offset, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
 
 _own: Arena | None = None
@@ -202,7 +211,7 @@ def window(address: Address) -> Window:
 
 
 def _nameless() -> tuple[int, bool]:
-    """A file without a name, only for this user, and whether it is a memfd."""
+    """A file without a name, only for this user, and whether no mount limits it (a memfd)."""
     try:
         descriptor = os.memfd_create("polytempo", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
@@ -225,7 +234,7 @@ def _reserved(descriptor: int, num_bytes: int) -> int:
     while True:
         try:
             os.ftruncate(descriptor, wanted)
-            mmap.mmap(descriptor, wanted).close()  # address space may be limited (ulimit -v)
+            Mapping(descriptor, wanted)  # address space may be limited (ulimit -v)
         except OSError:
             if wanted <= 64 << 20:
                 raise
@@ -235,10 +244,6 @@ def _reserved(descriptor: int, num_bytes: int) -> int:
         with suppress(OSError):  # a file in /dev/shm has no seals
             fcntl.fcntl(descriptor, *_SEALS)
         return wanted
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _physical_bytes() -> int:

@@ -46,8 +46,7 @@ class Common:
             return torch.empty_like(like)
         if window is not None:
             return shaped(window.tensor(self.offset + offset, (count,), like.dtype), like)
-        memory = self._group.arena._memory
-        return shaped(torch.frombuffer(memory, dtype=like.dtype, count=count, offset=self.offset + offset), like)
+        return shaped(self._group.arena.tensor(self.offset + offset, (count,), like.dtype), like)
 
     def release(self) -> None:
         """Give the memory back, when all members have said that they no longer look at it."""

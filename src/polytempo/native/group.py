@@ -328,8 +328,8 @@ class Group:
             self.leave()
             raise Mismatch(
                 f"ranks do different things at once: rank {me} is in {mine}, rank {self.names[culprit]} in {theirs}"
-                f"{'' if str(mine) != str(theirs) else ', with other sizes for one another'}; all ranks of a group must "
-                "make the same calls in the same order, with equal shapes and dtypes"
+                f"{'' if str(mine) != str(theirs) else ', with other sizes for one another'}; all ranks of a group "
+                "must make the same calls in the same order, with equal shapes and dtypes"
             )
         raise PeerLost(me, None, what, self.names[culprit], "the group broke in an earlier call")
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from polytempo.core import Mismatch, Port
+import polytempo
+from polytempo.core import Mismatch, Port, Strategy
 
 _MAX_BYTES = 64 * 2**20
 
@@ -49,3 +52,17 @@ def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any] | None:
                 return found
         return None
     return None if a == b else (name, a, b)
+
+
+def facts(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> dict[str, Any]:
+    """What all ranks must have in common before they train together."""
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    return {
+        "polytempo": polytempo.__version__,
+        "torch": torch.__version__,
+        "strategy": str(strategy),
+        "optimizer": f"{type(optimizer).__name__} over groups of {groups} parameters",
+        "model": {
+            name: json.dumps([list(p.shape), str(p.dtype), p.requires_grad]) for name, p in model.named_parameters()
+        },
+    }

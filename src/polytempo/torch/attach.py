@@ -7,9 +7,9 @@ optimizer.step()     afterwards the parameters' transform runs, then buffers mee
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,18 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import polytempo
 from polytempo.collectives import tree
-from polytempo.core import Port, Strategy
+from polytempo.core import Port, Strategy, identity
 from polytempo.core.state import Saved
 from polytempo.strategies import sync_sgd
-from polytempo.torch.agree import agree
+from polytempo.torch.agree import agree, facts
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from polytempo.torch.hogwild import TurnHooks
 from polytempo.torch.join import Membership
-from polytempo.torch.one_copy import OneCopy
+from polytempo.torch.one_copy import OneCopy, alias_parameters, host_group, own_parameters
 from polytempo.torch.optimizer_state import broadcast_optimizer
-from polytempo.torch.replica import BufferRule, Replica, take_over
+from polytempo.torch.replica import BufferRule, Replica, sparse_tables, take_over, trainable
 from polytempo.worlds import ProcessWorld, current
 
 _handles: WeakKeyDictionary[nn.Module, ref[Handle]] = WeakKeyDictionary()
@@ -48,7 +47,7 @@ class Handle:
         turns: TurnHooks | None = None,
     ) -> None:
         self.world, self.replica = world, replica
-        self._copy, self._turns = copy, turns
+        self.one_copy, self._turns = copy, turns
         self._find_unused = find_unused
         self._silent = False
         self._members = Membership(world, replica)
@@ -175,8 +174,8 @@ class Handle:
 
     def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
         self._check_parameters()
-        if self._copy is not None:
-            return self._step_together(self._copy, args, kwargs)
+        if self.one_copy is not None:
+            return self._step_together(self.one_copy, args, kwargs)
         if not self.replica.exchanges_gradients:
             self._members.agree_on_share()
         elif not self._exchanged:
@@ -213,8 +212,8 @@ class Handle:
             self.replica.step += 1
             self.world.step = self.replica.step
             return
-        if self._copy is not None:
-            self._copy.end_step()
+        if self.one_copy is not None:
+            self.one_copy.end_step()
         if self.world.size > 1 and self.replica.exchanges_parameters:
             self.world.record("compute", self._mark_s)
         self.world.drive(self.replica.finish_step(self.world.port))
@@ -255,7 +254,7 @@ class Handle:
             self.replica.optimizer.zero_grad()
             self._finish_exchange()
             self.replica.optimizer.step()
-        elif self._copy is not None or self.replica.strategy.carries_optimizer:
+        elif self.one_copy is not None or self.replica.strategy.carries_optimizer:
             self.replica.optimizer.zero_grad()
             self.replica.optimizer.step()  # its slice of the one copy; or so that there is state, for others to average
         else:
@@ -290,10 +289,14 @@ class Handle:
         `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Under `shared_memory()` `.grad` is this
         rank's own: all ranks call this, and the step does the scaling.
         """
-        if self._copy is None:
+        if self.one_copy is None:
             return nn.utils.clip_grad_norm_(self.replica.trainable.values(), max_norm)
+        if self._members.joining:
+            raise ValueError(
+                "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"
+            )
         self._members.agree_on_share()
-        return self._copy.clip_grad_norm_(max_norm, self.replica.share)
+        return self.one_copy.clip_grad_norm_(max_norm, self.replica.share)
 
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.
@@ -305,8 +308,9 @@ class Handle:
         self._hooks = []
         if self._turns is not None:
             self._turns.remove()
-        if self._copy is not None:
-            self._copy.detach()
+            own_parameters(self.replica.trainable)
+        if self.one_copy is not None:
+            self.one_copy.detach()
         _handles.pop(self.replica.model, None)
 
 
@@ -336,7 +340,9 @@ def attach(
 
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step.
     A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
-    used keeps `.grad` None, for one more small all-reduce a step.
+    used keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` it is otherwise: `.grad` is
+    this rank's own gradient, `step` does all the rest, clipping is the handle's `clip_grad_norm_`, and whoever changes
+    parameters in other ways than by the optimizer does it on one rank, for all see the same memory.
 
     `buffers`: what happens when ranks meet: the mean of the running statistics of torch's batch and instance
     norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave").
@@ -354,11 +360,21 @@ def attach(
     if _attached(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     options = {"buffers": buffers, "find_unused": find_unused, "bucket_bytes": bucket_bytes, "seed": seed}
-    world.drive(agree(world.port, _facts(model, optimizer, strategy) | options))
+    world.drive(agree(world.port, facts(model, optimizer, strategy) | options))
+    group = host_group(world, strategy)
     if world.size > 1:
-        world.drive(_begin(world.port, model, optimizer))
-    replica = Replica(model, optimizer, strategy, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
-    handle = Handle(world, replica, find_unused=find_unused)
+        shared = frozenset() if group is None else frozenset(trainable(model, optimizer))
+        world.drive(_begin(world.port, model, optimizer, shared))
+    together = group is not None and strategy.one_copy == "together"
+    own = replace(strategy, gradients=identity()) if together else strategy  # the step itself exchanges gradients
+    replica = Replica(model, optimizer, own, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
+    copy, turns = None, None
+    if group is not None and together:
+        copy = OneCopy(group, optimizer, replica.trainable, sparse_tables(model))
+    elif group is not None and strategy.one_copy is not None:
+        alias_parameters(world, replica.trainable)
+        turns = TurnHooks(world, optimizer, strategy.one_copy)
+    handle = Handle(world, replica, find_unused=find_unused, copy=copy, turns=turns)
     _handles[model] = ref(handle)
     return handle
 
@@ -368,22 +384,9 @@ def _attached(model: nn.Module) -> Handle | None:
     return None if handle is None else handle()
 
 
-async def _begin(port: Port, model: nn.Module, optimizer: Optimizer) -> None:
-    await take_over(port, model)
+async def _begin(port: Port, model: nn.Module, optimizer: Optimizer, shared: frozenset[str]) -> None:
+    await take_over(port, model, shared)
     await broadcast_optimizer(port, optimizer)
-
-
-def _facts(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> dict[str, Any]:
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    return {
-        "polytempo": polytempo.__version__,
-        "torch": torch.__version__,
-        "strategy": str(strategy),
-        "optimizer": f"{type(optimizer).__name__} over groups of {groups} parameters",
-        "model": {
-            name: json.dumps([list(p.shape), str(p.dtype), p.requires_grad]) for name, p in model.named_parameters()
-        },
-    }
 
 
 @contextmanager

@@ -10,6 +10,7 @@ optimizer.step()    before torch's step: all meet, each rank updates its slice f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,12 +22,30 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.core import PolytempoError
+from polytempo.core import PolytempoError, Strategy
 from polytempo.native.common import Common, placed
 from polytempo.native.group import Group
+from polytempo.native.library import why_not
 from polytempo.native.step import Item, Plan, most_row_bytes
 from polytempo.torch.update_rule import hypers_of, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld
+
+
+def host_group(world: ProcessWorld, strategy: Strategy) -> Group | None:
+    """The group in which `strategy` has one copy of the parameters; None where every rank has its own.
+
+    All ranks call it. Raises ValueError where ranks that should share memory cannot, and the strategy needs it.
+    """
+    if strategy.one_copy is None or world.size == 1:
+        return None
+    group = world.host_group()
+    if group is None:
+        why = why_not() or "the ranks are on several hosts"
+        if strategy.one_copy != "together":
+            raise ValueError(f"{strategy} needs ranks that share memory: {why}; or use sync_sgd()")
+        if world.rank == 0:
+            print(f"polytempo: every rank keeps its own copy, as in sync_sgd(): {why}", file=sys.stderr)
+    return group
 
 
 def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -36,9 +55,7 @@ def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> dict
     """
     group = world.host_group()
     if group is None:
-        raise ValueError(
-            "ranks share parameters on one host and with the native core only; `polytempo doctor` says more"
-        )
+        raise ValueError(f"the ranks share no memory: {why_not() or 'they are on several hosts'}; use sync_sgd()")
     offsets, num_bytes = placed(list(tensors.values()))
     common = Common(group, max(1, num_bytes))
     shared = {n: common.tensor(offset, t) for offset, (n, t) in zip(offsets, tensors.items(), strict=True)}
@@ -47,6 +64,18 @@ def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> dict
             shared[name].copy_(tensor.detach())
     group.barrier()
     return shared
+
+
+def alias_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Let the parameters of all ranks be one copy, with rank 0's values. All ranks call it."""
+    for name, alias in share_parameters(world, {n: p.detach() for n, p in parameters.items()}).items():
+        parameters[name].data = alias
+
+
+def own_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give this rank's parameters memory of their own again."""
+    for parameter in parameters.values():
+        parameter.data = parameter.data.clone()
 
 
 class OneCopy:

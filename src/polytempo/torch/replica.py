@@ -63,7 +63,7 @@ class Replica:
             self.buckets = buckets(self.trainable, bucket_bytes if separable else None)
             for bucket in self.buckets:
                 bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
-                bucket.sparse_tables = _sparse_tables(model)
+                bucket.sparse_tables = sparse_tables(model)
         self.parameter_states: list[State] = []
         if self.exchanges_parameters:
             groups = self._parameter_groups()
@@ -103,7 +103,7 @@ class Replica:
 
     def _fill_gradients(self, *_: Any) -> None:
         """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
-        sparse = _sparse_tables(self.model)
+        sparse = sparse_tables(self.model)
         for name, parameter in self.trainable.items():
             if parameter.grad is None:
                 layout = torch.sparse_coo if name in sparse else torch.strided
@@ -209,9 +209,10 @@ class Replica:
         self.step = step
 
 
-async def take_over(port: Port, model: nn.Module) -> None:
-    """Give rank 0's parameters and buffers to all ranks."""
-    everything = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+async def take_over(port: Port, model: nn.Module, shared: frozenset[str] = frozenset()) -> None:
+    """Give rank 0's parameters and buffers to all ranks; not those parameters that will be `shared`."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if name not in shared}
+    everything = parameters | dict(model.named_buffers())
     for group in _by_kind(everything).values():
         bundle = Bundle(group)
         flat = await port.broadcast(bundle.flat)
@@ -239,7 +240,8 @@ def _holds(source: Saved, path: str) -> bool:
     return any(name == path or name.startswith(f"{path}/") for name in [*source.tensors, *source.scalars])
 
 
-def _sparse_tables(model: nn.Module) -> frozenset[str]:
+def sparse_tables(model: nn.Module) -> frozenset[str]:
+    """The parameters whose gradients come as rows."""
     return frozenset(
         f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()

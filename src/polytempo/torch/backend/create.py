@@ -10,10 +10,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from polytempo.native import arena, group
 from polytempo.native.group import Group, Unreachable, host_identity
 from polytempo.native.library import available, why_not
+from polytempo.torch.backend import across_hosts, messages, named, operands, process_group, sparse, work
 from polytempo.torch.backend.across_hosts import HostsGroup
+from polytempo.torch.backend.compiled import leave_alone
 from polytempo.torch.backend.process_group import SharedMemoryGroup
+
+leave_alone(arena, group, across_hosts, messages, named, operands, process_group, sparse, work)
 
 
 def create(options: Any) -> Any:

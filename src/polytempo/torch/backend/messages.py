@@ -28,7 +28,7 @@ class Courier:
         """The message as a `Work`; `back` gets a copy of what is received."""
         work = _Message(self, transfer, back, timeout)
         if transfer.done():
-            work.wait()
+            work.exception()  # kept until someone waits for it
             return work
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="polytempo-messages", daemon=True)

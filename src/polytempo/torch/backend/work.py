@@ -110,6 +110,8 @@ class Queued(Work):
 
     def get_future(self) -> Future[Any]:
         """A future that gets the tensors, or the error."""
+        if self._done and self._error is None:
+            return Finished(self._result).get_future()
         with self._lane.futures:
             if not self._done:
                 self._future = self._future or Future()
@@ -143,14 +145,21 @@ class Lane:
 
     def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:
         """Run, now or later, in the order of issue."""
-        if blocking or (not self._queue and self._ready()):
+        if blocking:
             with self._running:
                 self._empty()
                 run()
             return Finished(result)
         queued = Queued(self, run, result)
-        self._queue.append(queued)
-        self._call_thread()
+        if not self._queue and self._running.acquire(blocking=False):
+            try:
+                if not self._queue and self._ready():  # nothing else runs, so the group is between two calls
+                    queued.perform()
+            finally:
+                self._running.release()
+        if not queued.done:
+            self._queue.append(queued)
+            self._call_thread()
         return queued
 
     def work_off(self, until: Queued) -> None:

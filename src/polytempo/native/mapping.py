@@ -1,0 +1,86 @@
+"""`Mapping`: a shared file in this process's address space, at an address of our choice.
+
+Python's `mmap` lets the system choose. Two things speak for choosing: large pages need addresses in whole 2 MiB, and
+some processors tell addresses in the first-level cache apart by a hash, so arenas that begin at addresses of equal hash
+get in each other's way wherever their tensors are read side by side (ten times as slow, where it was measured).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import weakref
+from typing import Any
+
+_LARGE_PAGE_BYTES = 2 << 20
+_NUM_PLACES = 64
+"""Mappings begin at different multiples of 2 MiB, modulo this many."""
+_PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MADV_REMOVE, _MADV_HUGEPAGE = 9, 14
+
+_places = itertools.count()
+
+
+class Mapping:
+    """`num_bytes` of the file `descriptor`, readable and writable. Unmapped with the last reference."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        slack = _LARGE_PAGE_BYTES * (_NUM_PLACES + 1)
+        reserved = _map(None, num_bytes + slack, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        place = next(_places) % _NUM_PLACES
+        period = _LARGE_PAGE_BYTES * _NUM_PLACES
+        self.base = reserved + (place * _LARGE_PAGE_BYTES - reserved) % period
+        self.num_bytes = num_bytes
+        try:
+            _map(self.base, num_bytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, descriptor)
+        except OSError:
+            _unmap(reserved, num_bytes + slack)
+            raise
+        weakref.finalize(self, _unmap, reserved, num_bytes + slack).atexit = False
+
+    def prefer_large_pages(self) -> None:
+        """Ask for pages of 2 MiB. Systems that have none for shared memory take no notice."""
+        _libc().madvise(self.base, self.num_bytes, _MADV_HUGEPAGE)
+
+    def give_back(self, offset: int, num_bytes: int) -> bool:
+        """Free the memory of whole pages; they read as zeros from now on. False where the system cannot."""
+        return int(_libc().madvise(self.base + offset, num_bytes, _MADV_REMOVE)) == 0
+
+    def array(self, offset: int, num_bytes: int) -> Any:
+        """The bytes as an object that torch can build on. It keeps the mapping alive."""
+        array = (ctypes.c_char * num_bytes).from_address(self.base + offset)
+        weakref.finalize(array, _keep, self).atexit = False
+        return array
+
+
+def _keep(mapping: Mapping) -> None:
+    """Nothing: what a finalizer is given lives as long as what it watches."""
+
+
+def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:
+    found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(code)}")
+    return int(found)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    _libc().munmap(address, num_bytes)
+
+
+_loaded: Any = None
+
+
+def _libc() -> Any:
+    global _loaded
+    if _loaded is None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        libc.mmap.restype, libc.mmap.argtypes = pointer, (pointer, size, number, number, number, ctypes.c_long)
+        libc.munmap.restype, libc.munmap.argtypes = number, (pointer, size)
+        libc.madvise.restype, libc.madvise.argtypes = number, (pointer, size, number)
+        _loaded = libc
+    return _loaded
