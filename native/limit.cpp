@@ -47,10 +47,10 @@ typedef struct {
 
 PT_EXPORT int64_t pt_limit_lines_bytes(int32_t size);
 
-// Do it `repeats` times. 0 fine, 1 too many ranks, 2 somebody did not come.
-PT_EXPORT int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats);
-PT_EXPORT int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats);
-PT_EXPORT int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats);
+// Do it `calls` times, and write down the seconds of each. 0 fine, 1 too many ranks, 2 somebody did not come.
+PT_EXPORT int32_t pt_limit_barrier(pt_limit_place* place, double* seconds, int64_t calls);
+PT_EXPORT int32_t pt_limit_direct(pt_limit_place* place, int64_t count, double* seconds, int64_t calls);
+PT_EXPORT int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, double* seconds, int64_t calls);
 }
 
 namespace {
@@ -176,38 +176,52 @@ bool two_shot(pt_limit_place& place, float* data, float* const* slots, int64_t c
     return true;
 }
 
-} // namespace
-
-int64_t pt_limit_lines_bytes(int32_t size) { return int64_t(sizeof(Line)) * size; }
-
-int32_t pt_limit_barrier(pt_limit_place* place, int64_t repeats) {
-    for (int64_t i = 0; i < repeats; i++)
-        if (!barrier(*place)) return LATE;
-    return FINE;
+bool direct(pt_limit_place& place, int64_t count) {
+    float* const* data = reinterpret_cast<float* const*>(place.data);
+    if (!barrier(place)) return false;
+    sum_everywhere(data, place.size, edge(count, place.rank, place.size), edge(count, place.rank + 1, place.size));
+    return barrier(place);
 }
 
-int32_t pt_limit_direct(pt_limit_place* place, int64_t count, int64_t repeats) {
-    float* const* data = reinterpret_cast<float* const*>(place->data);
-    int64_t begin = edge(count, place->rank, place->size), end = edge(count, place->rank + 1, place->size);
-    for (int64_t i = 0; i < repeats; i++) {
-        if (!barrier(*place)) return LATE;
-        sum_everywhere(data, place->size, begin, end);
-        if (!barrier(*place)) return LATE;
+bool staged(pt_limit_place& place, float* data, int64_t count) {
+    float* slots[MOST_RANKS];
+    for (int64_t at = 0; at < count; at += place.block_count) {
+        int64_t piece = count - at < place.block_count ? count - at : place.block_count;
+        int64_t parity = place.blocks++ & 1;
+        for (int32_t r = 0; r < place.size; r++)
+            slots[r] = static_cast<float*>(place.staging[r]) + parity * place.block_count;
+        bool in_one = place.size == 2 || piece <= FEW_ELEMENTS;
+        if (!(in_one ? one_shot : two_shot)(place, data + at, slots, piece)) return false;
+    }
+    return true;
+}
+
+// One look at the clock a call: it ends one and begins the next.
+template <class Call>
+int32_t timed(const pt_limit_place& place, double* seconds, int64_t calls, Call call) {
+    if (place.size > MOST_RANKS) return TOO_MANY;
+    double begun_s = now_s();
+    for (int64_t i = 0; i < calls; i++) {
+        if (!call()) return LATE;
+        double ended_s = now_s();
+        seconds[i] = ended_s - begun_s;
+        begun_s = ended_s;
     }
     return FINE;
 }
 
-int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, int64_t repeats) {
-    if (place->size > MOST_RANKS) return TOO_MANY;
-    float* slots[MOST_RANKS];
-    for (int64_t i = 0; i < repeats; i++)
-        for (int64_t at = 0; at < count; at += place->block_count) {
-            int64_t piece = count - at < place->block_count ? count - at : place->block_count;
-            int64_t parity = place->blocks++ & 1;
-            for (int32_t r = 0; r < place->size; r++)
-                slots[r] = static_cast<float*>(place->staging[r]) + parity * place->block_count;
-            bool in_one = place->size == 2 || piece <= FEW_ELEMENTS;
-            if (!(in_one ? one_shot : two_shot)(*place, data + at, slots, piece)) return LATE;
-        }
-    return FINE;
+} // namespace
+
+int64_t pt_limit_lines_bytes(int32_t size) { return int64_t(sizeof(Line)) * size; }
+
+int32_t pt_limit_barrier(pt_limit_place* place, double* seconds, int64_t calls) {
+    return timed(*place, seconds, calls, [=] { return barrier(*place); });
+}
+
+int32_t pt_limit_direct(pt_limit_place* place, int64_t count, double* seconds, int64_t calls) {
+    return timed(*place, seconds, calls, [=] { return direct(*place, count); });
+}
+
+int32_t pt_limit_staged(pt_limit_place* place, float* data, int64_t count, double* seconds, int64_t calls) {
+    return timed(*place, seconds, calls, [=] { return staged(*place, data, count); });
 }

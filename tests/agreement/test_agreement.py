@@ -19,7 +19,7 @@ from polytempo.torch.trainer import Trainer
 
 pytestmark = pytest.mark.process
 
-OWN_ROUTES = [row for row in ROWS if "native" not in label(row)] + [
+OWN_ROUTES = [row for row in ROWS if "native" not in label(row) and row.make().one_copy is None] + [
     Row("diloco", lambda: strategies.diloco(period=5, route=collectives.ring)),
     Row("parameter_averaging", lambda: strategies.parameter_averaging(period=3, route=collectives.halving_doubling)),
     Row("post_local_sgd", lambda: strategies.post_local_sgd(6, 4, route=collectives.star)),
@@ -38,7 +38,9 @@ def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[
 
 
 def test_every_strategy_is_here() -> None:
-    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__)
+    """But those that write to one copy of the weights: the processes' own pace decides what they reach."""
+    one_copy = {row.name for row in ROWS if row.make().one_copy is not None}
+    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy
 
 
 @pytest.mark.parametrize("row", OWN_ROUTES, ids=label)

@@ -149,6 +149,12 @@ def test_a_feature_decays_by_how_often_it_is_met() -> None:
 # ---------------------------------------------------------------------------------------------- real workers
 
 
+def first_rows(rows: SparseRows, count: int) -> SparseRows:
+    end = int(rows.starts[count])
+    labels = rows.labels[:count]
+    return SparseRows(rows.starts[: count + 1], rows.columns[:end], rows.values[:end], labels, rows.num_columns)
+
+
 def serial(rows: SparseRows, **more: Any) -> LinearFit:
     return fit_logistic(rows, workers=1, **more)
 
@@ -179,17 +185,21 @@ def test_one_worker_does_serial_descent() -> None:
     ids=str,
 )
 def test_workers_reach_the_serial_loss_within_two_percent(workers: int, more: dict[str, Any]) -> None:
-    rows = MEDIUM if workers == 2 else SMALL
-    alone, fit = serial(rows, l2=1e-4), fit_logistic(rows, workers=workers, l2=1e-4, **more)
+    in_turn = more["update"] == "in_turn"  # every sample waits for another worker, which on busy cores takes long
+    rows, epochs = (MEDIUM, 20) if workers == 2 and not in_turn else (SMALL, 5 if in_turn else 20)
+    alone = serial(rows, l2=1e-4, epochs=epochs)
+    fit = fit_logistic(rows, workers=workers, l2=1e-4, epochs=epochs, **more)
     assert fit.losses[-1] == pytest.approx(alone.losses[-1], rel=0.02)
-    assert fit.updates == 20 * rows.num_rows
-    assert len(fit.losses) == len(fit.seconds) == 20
+    assert fit.updates == epochs * rows.num_rows
+    assert len(fit.losses) == len(fit.seconds) == epochs
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
 def test_real_data(update: str, data_root: Path) -> None:
     rows = libsvm_rows(data_root / "a9a" / "a9a")
+    if update == "in_turn":
+        rows = first_rows(rows, 2_000)
     alone, fit = serial(rows, lr=0.01, epochs=5), fit_logistic(rows, update=update, lr=0.01, epochs=5)
     assert fit.losses[-1] == pytest.approx(alone.losses[-1], rel=0.02)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import os
@@ -282,3 +283,57 @@ def test_who_survives_a_kill_has_the_weights_after_a_whole_number_of_steps(rule:
         recovered += outcomes[0][1]
     print(f"{recovered} of {NUM_KILLS} kills hit a step that the others completed")
     assert 0 < recovered < NUM_KILLS
+
+
+# -------------------------------------------------------------------------------------- a death in the middle of a copy
+
+TORN = [(block, page) for block in ("parameters", "first", "second") for page in (0, 1, 5)]
+"""Where rank 1 dies: when it copies a record of `block` into place and comes to this page of its slice. Random kills
+seldom hit that moment, in which the copy shows a part of a record, which only the log can mend."""
+PAGE_BYTES = 4096
+WHOLE_STEPS = 2
+
+
+def die_at(tensor: Tensor, page: int) -> None:
+    """Let this process, and only this one, end when it writes to a page of the tensor's last third."""
+    first = -(-(tensor.data_ptr() + tensor.nbytes * 2 // 3) // PAGE_BYTES) * PAGE_BYTES
+    read_only = ctypes.c_int(1)
+    faulthandler.disable()
+    protected = ctypes.CDLL(None).mprotect(ctypes.c_void_p(first + page * PAGE_BYTES), ctypes.c_size_t(1), read_only)
+    assert protected == 0
+
+
+@pytest.mark.parametrize(("block", "page"), TORN)
+def test_a_record_that_was_copied_in_part_is_copied_again(block: str, page: int, tmp_path: Path) -> None:
+    shapes = KILLED["adam"]
+    hyper = HYPERS["adam"]
+
+    def child(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            group = Group(FileStore(str(tmp_path / "store"), 2), rank, 2, timeout_s=TIMEOUT_S)
+            plan = Plan(group, [Item(t) for t in tensors(torch.float32, shapes)], moments(hyper))
+            plan.used[:] = bytes([1] * len(shapes))
+            for step in range(WHOLE_STEPS + 1):
+                for place, gradient in zip(plan.gradients, killed_gradients("adam", rank, step), strict=True):
+                    assert place is not None
+                    place.copy_(gradient)
+                if step == WHOLE_STEPS and rank == 1:
+                    die_at(getattr(plan, block)[0], page)
+                if step == WHOLE_STEPS and rank == 0:
+                    with pytest.raises(PeerLost):
+                        plan.step(structure(hyper), 0.5)
+                else:
+                    plan.step(structure(hyper), 0.5)
+            found = digest(plan.parameters, plan.first, plan.second)
+            (tmp_path / "found").write_text(json.dumps([plan.steps[0].item(), found]))
+            os._exit(0)
+
+        return run
+
+    survivor, victim = (fork(child(rank)) for rank in range(2))
+    assert os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1]) == -signal.SIGSEGV
+    assert os.waitpid(survivor, 0)[1] == 0
+    reference = Reference(hyper, tensors(torch.float32, shapes))
+    for step in range(WHOLE_STEPS + 1):
+        reference.step([killed_gradients("adam", rank, step) for rank in range(2)], [0.5, 0.5])
+    assert json.loads((tmp_path / "found").read_text()) == [WHOLE_STEPS + 1, reference.digest()]

@@ -66,13 +66,8 @@ def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
     with mpi.peers(size) if with_mpi else nullcontext() as peers:
 
         def work(crew: Crew) -> list[dict[str, list[list[float]]]]:
-            partner = peers.partner(crew.rank) if peers else None
-            found = []
-            for case in cases(plan):
-                crew.say(f"{size} ranks: {case.operation}" + (f", {case.num_bytes:,} bytes" if case.num_bytes else ""))
-                field = _contenders(crew, case, partner.run(*case) if partner else None)
-                found.append(turns(field, crew, rounds=plan.rounds, turn_s=plan.turn_s))
-            return found
+            with peers.partner(crew.rank) if peers else nullcontext() as partner:
+                return [_taken(plan, crew, case, partner.run(*case) if partner else None) for case in cases(plan)]
 
         by_rank = crewed(work, size, peers.check if peers else None)
     by_case = zip(cases(plan), zip(*by_rank, strict=True), strict=True)
@@ -81,6 +76,14 @@ def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
         for case, seconds in by_case
         for row in _rows_of(case, size, slowest(seconds, "median"), slowest(seconds, "mean"))
     ]
+
+
+def _taken(
+    plan: Plan, crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None
+) -> dict[str, list[list[float]]]:
+    """One case's turns on this rank. The tensors go when it ends."""
+    crew.say(f"{crew.size} ranks: {case.operation}" + (f", {case.num_bytes:,} bytes" if case.num_bytes else ""))
+    return turns(_contenders(crew, case, mpi_run), crew, rounds=plan.rounds, turn_s=plan.turn_s)
 
 
 def _contenders(crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:

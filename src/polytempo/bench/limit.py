@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ BLOCK_COUNT = 1 << 17
 MAX_RANKS = 64
 _SPINS = 5000
 _TIMEOUT_S = 60.0
-_PARTS = 10
 _APART_BYTES = 68 << 10
 """Arenas lie in the address space at distances of whole GiB. Some processors look into their first cache by a hash that
 such addresses share, and are ten times as slow then, so each rank's data begin somewhat later than those before."""
@@ -37,11 +35,12 @@ class _Place(ctypes.Structure):
     )
 
 
+_i32, _i64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "pt_limit_lines_bytes": (ctypes.c_int64, ctypes.c_int32),
-    "pt_limit_barrier": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64),
-    "pt_limit_direct": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-    "pt_limit_staged": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+    "pt_limit_lines_bytes": (_i64, _i32),
+    "pt_limit_barrier": (_i32, _pointer, _pointer, _i64),
+    "pt_limit_direct": (_i32, _pointer, _i64, _pointer, _i64),
+    "pt_limit_staged": (_i32, _pointer, _pointer, _i64, _pointer, _i64),
 }
 
 
@@ -74,35 +73,22 @@ class Limit:
         )
 
     def barrier(self, calls: int) -> list[float]:
-        """Seconds a barrier, in parts of `calls`."""
-        return self._timed(calls, lambda repeats: self._library.pt_limit_barrier(self._at, repeats))
+        """Seconds of each of so many barriers."""
+        return self._timed(calls, self._library.pt_limit_barrier)
 
     def direct(self, calls: int) -> list[float]:
-        """Seconds an all-reduce of everybody's `data` in place, in parts of `calls`."""
-        count = self.data.numel()
-        return self._timed(calls, lambda repeats: self._library.pt_limit_direct(self._at, count, repeats))
+        """Seconds of each of so many all-reduces of everybody's `data`, in place."""
+        return self._timed(calls, self._library.pt_limit_direct, self.data.numel())
 
     def staged(self, tensor: Tensor) -> Callable[[int], list[float]]:
         """The same for an f32 tensor that the others cannot see."""
-        pointer, count = tensor.data_ptr(), tensor.numel()
-        return lambda calls: self._timed(
-            calls, lambda repeats: self._library.pt_limit_staged(self._at, pointer, count, repeats)
-        )
+        return lambda calls: self._timed(calls, self._library.pt_limit_staged, tensor.data_ptr(), tensor.numel())
 
-    @property
-    def _at(self) -> Any:
-        return ctypes.byref(self._place)
-
-    def _timed(self, calls: int, repeat: Callable[[int], int]) -> list[float]:
-        """In parts, so that neither Python nor the clock is in what is measured."""
-        repeats = max(1, calls // _PARTS)
-        seconds = []
-        for _ in range(min(_PARTS, calls)):
-            begun = time.perf_counter()
-            if repeat(repeats):
-                raise TimedOut(self.rank, None, "the limit", _TIMEOUT_S)
-            seconds.append((time.perf_counter() - begun) / repeats)
-        return seconds
+    def _timed(self, calls: int, function: Callable[..., int], *arguments: int) -> list[float]:
+        seconds = (ctypes.c_double * calls)()
+        if function(ctypes.byref(self._place), *arguments, seconds, calls):
+            raise TimedOut(self.rank, None, "the limit", _TIMEOUT_S)
+        return list(seconds)
 
 
 def missing() -> str | None:

@@ -45,13 +45,20 @@ class Peers:
 
 
 class Partner:
-    """A worker's view of its own MPI rank."""
+    """A worker's view of its own MPI rank. The rank ends when the connection does."""
 
     def __init__(self, listener: socket.socket) -> None:
         listener.settimeout(WAIT_S)
         self._connection, _ = listener.accept()
         self._connection.settimeout(WAIT_S)
         self._stream = self._connection.makefile("rw", encoding="ascii")
+
+    def __enter__(self) -> Partner:
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self._stream.close()
+        self._connection.close()
 
     def run(self, operation: str, num_bytes: int) -> Callable[[int], list[float]]:
         """The operation as a contender's `run`; all workers ask at once."""

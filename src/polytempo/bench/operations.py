@@ -14,6 +14,10 @@ from torch import Tensor
 
 MOVES_NOTHING = "barrier"
 
+# torch 2.13 renamed them, and warns of the names that older ones have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Prepared(NamedTuple):
     """An operation with its tensors.
@@ -47,13 +51,13 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:
     """Every rank's piece, on every rank."""
     piece = torch.empty(tensor.numel() // group.size())
-    return Prepared(lambda: dist.all_gather_into_tensor(tensor, piece, group=group), piece, tensor, _one_of_each(group))
+    return Prepared(lambda: _all_gather(tensor, piece, group=group), piece, tensor, _one_of_each(group))
 
 
 def reduce_scatter(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:
     """The sum over all ranks, a piece on each."""
     piece = torch.empty(tensor.numel() // group.size())
-    return Prepared(lambda: dist.reduce_scatter_tensor(piece, tensor, group=group), tensor, piece, [_sum(group)])
+    return Prepared(lambda: _reduce_scatter(piece, tensor, group=group), tensor, piece, [_sum(group)])
 
 
 def all_to_all(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:

@@ -118,7 +118,7 @@ def _training(rows: Rows) -> Figure:
         axes.axvline(1, color=_QUIET, linewidth=0.8, linestyle=":")
         _dress(axes, model)
     panels[-1][0].set_xlabel("samples per second, relative to one process with one thread", fontsize=8.5, color=_QUIET)
-    panels[-1][0].margins(x=0.12)
+    panels[-1][0].margins(x=0.18)
     return figure
 
 

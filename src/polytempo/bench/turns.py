@@ -3,8 +3,8 @@
 round 1:  ours  gloo  limit      round 2:  gloo  limit  ours      round 3:  limit  ours  gloo      …
 
 A turn is a number of calls, chosen so that it lasts about `turn_s`. A contender's figure is the median over rounds of
-what the slowest rank needed. Two contenders are compared by the ratio of their figures; the spread is that of the
-ratios of single rounds.
+what the slowest rank needed. Two contenders are compared round by round, since what disturbs a round disturbs both: the
+median of the rounds' ratios, and their quartiles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Figure(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How two contenders compare: the ratio of their medians, and the quartiles of the ratios of single rounds."""
+    """How two contenders compare: the median of the ratios of single rounds, and the quartiles."""
 
     median: float
     low: float
@@ -118,7 +118,7 @@ def figure(rounds: Sequence[float]) -> Figure:
 def ratio(numerator: Figure, denominator: Figure) -> Ratio:
     """numerator / denominator."""
     singly = [a / b for a, b in zip(numerator.rounds, denominator.rounds, strict=True)]
-    return Ratio(numerator.median / denominator.median, *quartiles(singly))
+    return Ratio(statistics.median(singly), *quartiles(singly))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -62,6 +62,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_most_row_bytes": (_i64,),
     "pt_plan_open": (_pointer, _pointer, _pointer),
     "pt_plan_close": (None, _pointer),
+    "pt_logistic_epoch": (_i32, _pointer, _pointer, _i64, _i64, _i64, ctypes.c_float, _i32, _i64, _f64, _pointer),
+    "pt_scatter_add": (_i32, _pointer, _i64, _i64, _pointer, _pointer, _i64, ctypes.c_float),
     "pt_step": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
     "pt_norm": (_i32, _pointer, _pointer, _pointer, _f64, _pointer),
 }

@@ -135,8 +135,9 @@ def window_of(rows: SparseRows, settings: Settings) -> int:
     - what makes an exchange, which looks at all d weights, small beside learning: 20 d / (entries a sample), or 128;
     - an eighth of a worker's samples, so that there are eight exchanges an epoch;
     - 320 / (N γ g), so that what N workers learn apart from each other does not overshoot when it is added up. The
-      loss's curvature is at most g/4, with g = max_v (1/n) Σᵢ |zᵢᵥ| Σᵤ |zᵢᵤ| (Gershgorin's circles). The 320 was found
-      by trial: on a9a four times as much raised the loss by 5 %, and as much as this did not.
+      loss's curvature is at most g/4, with g = max_v (1/n) Σᵢ |zᵢᵥ| Σᵤ |zᵢᵤ| (Gershgorin's circles). The 320 is a
+      guess from single runs on a9a with two workers: four times as much raised the loss by 2 and 5 %, which is no
+      more than it fluctuates there between epochs, and eight times as much by half.
     """
     if settings.window is not None:
         return settings.window

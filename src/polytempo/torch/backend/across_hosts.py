@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store, Work
 
 from polytempo.native.group import Group
-from polytempo.torch.backend.named import NamedGroup
-from polytempo.torch.backend.operands import dense, op_of, reducible
-from polytempo.torch.backend.work import Lane
+from polytempo.torch.backend.process_group import SharedMemoryGroup
 
 _GLOO_OPS = {
     "sum": ReduceOp.SUM,
@@ -33,178 +30,157 @@ _GLOO_OPS = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
+_BOOL_OPS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
+"""What an operation on truth values is on the bytes 0 and 1."""
+_WIRE_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
+"""What gloo computes on instead of what it cannot. Sums of the wider integers wrap to those of the narrower."""
 
 
-class HostsGroup(NamedGroup):
-    """A group over several hosts. All-reduce, broadcast and barrier cross the network once for each host.
+class Hosts:
+    """A group over several hosts, as `Group` is one over a host.
 
-    K bytes all-reduced over H hosts: each host sends about 2 K (H - 1) / H, however many ranks it has. The other
-    collectives, messages and sparse tensors are gloo's, over all ranks.
+    All-reduce, broadcast and barrier cross the network once for each host: for K bytes and H hosts each host sends
+    about 2 K (H - 1) / H, however many ranks it has. The other collectives and messages are gloo's, over all ranks.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, local: Group, hosts: Sequence[str], timeout: timedelta
     ) -> None:
-        super().__init__(store, rank, size, timeout)
-        self.local, self._hosts = local, list(hosts)
+        self.rank, self.size, self.local, self._hosts = rank, size, local, list(hosts)
         self._firsts = [self._hosts.index(host) for host in dict.fromkeys(hosts)]
-        self._lane = Lane(lambda: False)
+        self.gloo: Any = dist.ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout)
         self._leaders: Any = None
         if rank in self._firsts:
             place = PrefixStore("leaders", store)
             self._leaders = dist.ProcessGroupGloo(place, self._firsts.index(rank), len(self._firsts), timeout)
 
-    @cached_property
-    def _gloo(self) -> Any:
-        """gloo over all ranks; all of them make it in the first call that needs it."""
-        return dist.ProcessGroupGloo(PrefixStore("all", self.store), self.rank(), self.size(), self.timeout)
+    def others_wait(self) -> bool:
+        """Unknown: the network does not tell."""
+        return False
 
-    def shutdown(self) -> None:
-        """Leave the group."""
-        self._lane.close()
+    def leave(self) -> None:
+        """Tell the ranks of this host that this one will not come again."""
         self.local.leave()
-
-    abort = shutdown
 
     # ------------------------------------------------------------------ host by host
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """The reduction of all ranks' tensors, on every rank."""
-        if any(tensor.layout != torch.strided for tensor in tensors):
-            return self._gloo.allreduce(list(tensors), opts or AllreduceOptions())
-        op = op_of(opts, tensors[0].dtype)
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float) -> None:
+        """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`."""
+        result = tensor if root in (-1, self.rank) else tensor.clone()
+        self.local.all_reduce(result, "sum" if op == "average" else op, root=0, timeout_s=timeout_s)
+        if result.numel():
+            self._between(lambda: self._reduce_between(result, op, timeout_s))
+        self._spread(result, 0, timeout_s)
 
-        def run() -> None:
-            for tensor in tensors:
-                flat = dense(tensor)
-                self._all_reduce(reducible(flat), op)
-                if flat is not tensor:
-                    tensor.copy_(flat)
+    def _reduce_between(self, tensor: Tensor, op: str, timeout_s: float) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = _GLOO_OPS[_BOOL_OPS.get(op, op) if tensor.dtype == torch.bool else op]
+        options.timeout = timedelta(seconds=timeout_s)
+        wire = tensor.to(_WIRE_DTYPES.get(tensor.dtype, tensor.dtype))
+        self._leaders.allreduce([wire], options).wait()
+        if wire is not tensor:
+            tensor.copy_(wire)
+        if op == "average":
+            tensor.div_(self.size)
 
-        return self._issue(run, list(tensors), opts)
+    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float) -> None:
+        """This rank's piece of an all-reduce: hosts exchange everything, which is what gloo would do too."""
+        whole = torch.cat([piece.reshape(-1) for piece in inputs])
+        self.all_reduce(whole, op, timeout_s=timeout_s)
+        output.view(-1).copy_(whole.view(self.size, -1)[self.rank])
 
-    allreduce_coalesced = allreduce
+    def barrier(self, timeout_s: float) -> None:
+        """Wait until all ranks are here."""
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8), timeout_s=timeout_s)
 
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self.local.all_reduce(tensor, "sum" if op == "average" else op, root=0)
-        if self._leaders is not None:
-            options = AllreduceOptions()
-            options.reduceOp = _GLOO_OPS[op]
-            self._leaders.allreduce([tensor], options).wait()
-            if op == "average":
-                tensor.div_(self.size())
-        self._spread(tensor, 0)
+    def exchange(
+        self,
+        kind: str,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor | None],
+        *,
+        root: int = 0,
+        timeout_s: float,
+    ) -> None:
+        """Move tensors, as `Group.exchange` does."""
+        if kind == "broadcast":
+            self._broadcast(next(tensor for tensor in (*sends, *receives) if tensor is not None), root, timeout_s)
+        elif kind == "all_gather":
+            into = [_bytes(tensor) for tensor in receives if tensor is not None]
+            if into[0].numel():
+                self.gloo.allgather([into], [_bytes(sends[0])]).wait()
+        else:
+            self._exchange_all(kind, [_bytes(tensor) for tensor in sends], receives, root)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Rank `opts.rootRank`'s tensors, on every rank."""
-        root = 0 if opts is None else opts.rootRank
-
-        def run() -> None:
-            for tensor in tensors:
-                flat = dense(tensor)
-                self._broadcast(flat, root)
-                if flat is not tensor:
-                    tensor.copy_(flat)
-
-        return self._issue(run, list(tensors), opts)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
+    def _broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> None:
         """Within the root's host, between the hosts, and within the others."""
-        at_home = self._hosts[self.rank()] == self._hosts[root]
-        if at_home:
-            self._spread(tensor, [r for r, host in enumerate(self._hosts) if host == self._hosts[root]].index(root))
-        if self._leaders is not None:
+        home = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[root]]
+        if self.rank in home:
+            self._spread(tensor, home.index(root), timeout_s)
+        if tensor.numel():
             options = BroadcastOptions()
-            options.rootRank = self._firsts.index(self._hosts.index(self._hosts[root]))
-            self._leaders.broadcast([tensor], options).wait()
-        if not at_home:
-            self._spread(tensor, 0)
+            options.rootRank = self._firsts.index(home[0])
+            self._between(lambda: self._leaders.broadcast([_bytes(tensor)], options).wait())
+        if self.rank not in home:
+            self._spread(tensor, 0, timeout_s)
 
-    def _spread(self, tensor: Tensor, source: int) -> None:
+    def _spread(self, tensor: Tensor, source: int, timeout_s: float) -> None:
         mine = self.local.rank == source
         receives = [None if mine or place != source else tensor for place in range(self.local.size)]
-        self.local.exchange("broadcast", [tensor] if mine else [], receives, root=source)
+        self.local.exchange("broadcast", [tensor] if mine else [], receives, root=source, timeout_s=timeout_s)
 
-    def barrier(self, opts: Any = None) -> Work:
-        """Wait until all ranks are here."""
-
-        def run() -> None:
-            self.local.barrier()
-            if self._leaders is not None:
-                self._leaders.barrier().wait()
-            self.local.barrier()
-
-        return self._issue(run, [], opts)
-
-    def _issue(self, run: Callable[[], None], result: Any, opts: Any) -> Work:
-        return self._lane.issue(run, result, blocking=opts is not None and not opts.asyncOp)
+    def _between(self, cross: Callable[[], object]) -> None:
+        """`cross` the network, if this is the rank that does so for its host; the others are told if it fails."""
+        if self._leaders is None:
+            return
+        try:
+            cross()
+        except RuntimeError:
+            self.leave()
+            raise
 
     # ------------------------------------------------------------------ over all ranks, by gloo
 
+    def _exchange_all(self, kind: str, sends: Sequence[Tensor], receives: Sequence[Tensor | None], root: int) -> None:
+        empty = torch.empty(0, dtype=torch.uint8)
+        wanted = [kind != "gather" or rank == root for rank in range(self.size)]
+        one = sends[0] if len(sends) == 1 else None
+        pieces = [(one if wanted[to] else empty) if one is not None else sends[to] for to in range(self.size) if sends]
+        expected = [0 if tensor is None else tensor.nbytes for tensor in receives]
+        arrived = torch.empty(sum(expected), dtype=torch.uint8)
+        sizes = [piece.numel() for piece in pieces] or [0] * self.size
+        self.gloo.alltoall_base(arrived, torch.cat(pieces) if pieces else empty, expected, sizes).wait()
+        for tensor, part in zip(receives, arrived.split(expected), strict=True):
+            if tensor is not None:
+                _bytes(tensor).copy_(part)
+
+
+class HostsGroup(SharedMemoryGroup):
+    """torch.distributed's interface over `Hosts`. Messages go through gloo, and have its limits."""
+
+    group: Hosts
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that are missing."""
-        self._gloo.monitored_barrier(timeout or self.timeout, wait_all_ranks)
+        self.group.gloo.monitored_barrier(timeout or self.timeout, wait_all_ranks)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """gloo's."""
-        return self._gloo.reduce(list(tensors), opts)
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
+        """Send; done once it is on its way, and the tensor may be changed."""
+        if tensors[0].is_cuda:
+            return self._cuda.send(tensors, to, tag)
+        return self.group.gloo.send([tensors[0].contiguous()], to, tag)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo.allgather(outputs, inputs, *_given(opts))
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        """Receive from one rank."""
+        if tensors[0].is_cuda:
+            return self._cuda.recv(tensors, source, tag)
+        return self.group.gloo.recv(list(tensors), source, tag)
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo._allgather_base(output, source, *_given(opts))
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo.allgather_coalesced(
-            [list(output.view(self.size(), -1).unbind()) for output in outputs], [s.reshape(-1) for s in inputs]
-        )
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        """gloo's."""
-        return self._gloo.gather(outputs, inputs, opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        """gloo's."""
-        return self._gloo.scatter(outputs, inputs, opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo.reduce_scatter(outputs, inputs, *_given(opts))
-
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo._reduce_scatter_base(output, source, *_given(opts))
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """gloo's."""
-        return self._gloo.alltoall(outputs, inputs, *_given(opts))
-
-    def all_to_all_single(
-        self, output: Tensor, source: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
-    ) -> Work:
-        """gloo's."""
-        return self._gloo.alltoall_base(output, source, list(out_sizes), list(in_sizes), *_given(opts))
-
-    def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
-        """gloo's."""
-        return self._gloo.send(tensors, to, tag)
-
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        """gloo's."""
-        return self._gloo.recv(tensors, source, tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """gloo's."""
-        return self._gloo.recv_anysource(tensors, tag)
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Receive from whoever sends first."""
+        return self.group.gloo.recv_anysource(list(tensors), tag)
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that lies in one piece."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

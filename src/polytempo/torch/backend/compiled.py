@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
+from typing import Any
 
-from torch._C._dynamo.eval_frame import skip_code
+from torch._C._dynamo import eval_frame
 
 
-def leave_alone(*modules: ModuleType) -> None:
-    """Have torch.compile run all functions of `modules` as they are.
+def leave_alone(*classes: type) -> None:
+    """Have torch.compile run the methods of `classes`, and all that they call, as they are.
 
-    Collectives that a compiled model asks for are functional ones, in the graph. But DDP's reducer, which is not
-    compiled, calls a process group's methods from C++ in the middle of a compiled frame, where every Python frame would
-    be looked at.
+    What a compiled model asks for is in its graph. But DDP's reducer, which is not compiled, calls a process group from
+    C++ in the middle of a compiled frame, where torch would look at every Python frame. This is what
+    `torch.compiler.disable` does, without loading the compiler (a second) for those who never compile.
     """
-    for module in modules:
-        for thing in vars(module).values():
-            if getattr(thing, "__module__", None) == module.__name__:
-                for code in _codes(thing):
-                    skip_code(code)
+    for each in classes:
+        for member in vars(each).values():
+            function = getattr(member, "func", getattr(member, "fget", member))  # as a (cached) property has it
+            if isinstance(function, FunctionType):
+                _skip(function.__code__)
 
 
-def _codes(thing: object) -> Iterator[CodeType]:
-    """The code of a function, or of a class's methods, and of what is defined within it."""
-    if isinstance(thing, FunctionType):
-        yield from _within(thing.__code__)
-    elif isinstance(thing, property):
-        yield from _codes(thing.fget)
-    elif isinstance(thing, type):
-        for member in vars(thing).values():
-            yield from _codes(getattr(member, "__func__", member))
-
-
-def _within(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _within(constant)
+def _skip(code: Any) -> None:
+    if not hasattr(
+        eval_frame, "set_code_exec_strategy"
+    ):  # older versions of torch can only skip them, not what they call
+        getattr(eval_frame, "skip_code")(code)  # noqa: B009 (unknown to the stubs of this version)
+        return
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))

@@ -10,15 +10,16 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from polytempo.native import arena, group
 from polytempo.native.group import Group, Unreachable, host_identity
-from polytempo.native.library import available, why_not
-from polytempo.torch.backend import across_hosts, messages, named, operands, process_group, sparse, work
-from polytempo.torch.backend.across_hosts import HostsGroup
+from polytempo.native.library import why_not
+from polytempo.torch.backend.across_hosts import Hosts, HostsGroup
 from polytempo.torch.backend.compiled import leave_alone
+from polytempo.torch.backend.messages import Message
+from polytempo.torch.backend.named import NamedGroup
 from polytempo.torch.backend.process_group import SharedMemoryGroup
+from polytempo.torch.backend.work import Finished, Queued
 
-leave_alone(arena, group, across_hosts, messages, named, operands, process_group, sparse, work)
+leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, Message)
 
 
 def create(options: Any) -> Any:
@@ -29,9 +30,9 @@ def create(options: Any) -> Any:
     store: Store = options.store
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     names = list(options.global_ranks_in_group) or list(range(size))
-    hosts = _hosts(store, rank, size)
-    if hosts is None:
-        return _gloo_instead(store, rank, size, timeout, f"not every rank has the native core: {why_not()}")
+    hosts, refusal = _hosts(store, rank, size, names)
+    if refusal:
+        return _gloo_instead(store, rank, size, timeout, refusal)
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
     local_store = PrefixStore(f"host/{mine[0]}", store)
     try:
@@ -47,17 +48,18 @@ def create(options: Any) -> Any:
         return _gloo_instead(store, rank, size, timeout, next(r for r in reasons if r))
     if len(mine) == size:
         return SharedMemoryGroup(store, local, timeout)
-    return HostsGroup(store, rank, size, local, hosts, timeout)
+    return HostsGroup(store, Hosts(store, rank, size, local, hosts, timeout), timeout)
 
 
-def _hosts(store: Store, rank: int, size: int) -> list[str] | None:
-    """Each rank's host; None unless all ranks have the native core."""
-    store.set(f"native/{rank}", json.dumps([available(), host_identity()]))
+def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[str], str]:
+    """Each rank's host, and what keeps a rank from sharing memory: nothing, where all have the native core."""
+    store.set(f"native/{rank}", json.dumps([host_identity(), why_not() or ""]))
     found = [json.loads(store.get(f"native/{r}")) for r in range(size)]
-    return [str(host) for _, host in found] if all(has for has, _ in found) else None
+    lacking = [f"rank {names[r]} has no native core: {reason}" for r, (_, reason) in enumerate(found) if reason]
+    return [str(host) for host, _ in found], lacking[0] if lacking else ""
 
 
 def _gloo_instead(store: Store, rank: int, size: int, timeout: timedelta, reason: str) -> Any:
     if rank == 0:
-        warnings.warn(f"polytempo goes through gloo, {reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"polytempo goes through gloo: {reason}", RuntimeWarning, stacklevel=2)
     return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)

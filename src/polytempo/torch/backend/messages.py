@@ -26,7 +26,7 @@ class Courier:
 
     def take(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> Work:
         """The message as a `Work`; `back` gets a copy of what is received."""
-        work = _Message(self, transfer, back, timeout)
+        work = Message(self, transfer, back, timeout)
         if transfer.done():
             work.exception()  # kept until someone waits for it
             return work
@@ -51,7 +51,7 @@ class Courier:
             pending = 1 if self.num_waiting else self.group.advance_transfers(0.1)
 
 
-class _Message(Work):
+class Message(Work):
     """A message under way."""
 
     def __init__(self, courier: Courier, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> None:

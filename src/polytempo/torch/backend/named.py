@@ -13,7 +13,7 @@ class NamedGroup(dist.ProcessGroup):
     """A process group's name, description and deadline. `timeout` is that of each wait."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.timeout = store, timeout
         self._name = self._description = "undefined"
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
-from polytempo.native.group import Group
 from polytempo.torch.backend.messages import Courier
 from polytempo.torch.backend.named import NamedGroup
 from polytempo.torch.backend.operands import check_pieces, dense, op_of, pieces, reducible, rows
@@ -27,7 +26,7 @@ class SharedMemoryGroup(NamedGroup):
     `Mismatch`, where torch's own backends raise RuntimeError, of which they are subclasses.
     """
 
-    def __init__(self, store: Store, group: Group, timeout: timedelta) -> None:
+    def __init__(self, store: Store, group: Any, timeout: timedelta) -> None:
         super().__init__(store, group.rank, group.size, timeout)
         self.group = group
         self._lane = Lane(group.others_wait)

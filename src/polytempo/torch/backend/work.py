@@ -20,6 +20,9 @@ from torch.futures import Future
 
 Run = Callable[[], None]
 
+_thread = threading.local()
+"""`announces`: whether this thread is calling what waited for a future."""
+
 
 class Finished(Work):
     """Something that is done."""
@@ -68,16 +71,22 @@ class Queued(Work):
         self._future: Future[Any] | None = None
 
     def perform(self) -> None:
-        """Do it. Called once, by whoever holds the lane."""
+        """Do it. Called once, by whoever holds the lane, who then lets it go and calls `announce`."""
         try:
             self._run()
         except Exception as error:
             self._error = error
         with self._lane.futures:
             self._done = True
-            future = self._future
-        if future is not None:
-            future.set_result(None)
+
+    def announce(self) -> None:
+        """Call what waits for the future. That may issue further collectives."""
+        if self._future is not None:
+            before, _thread.announces = getattr(_thread, "announces", False), True
+            try:
+                self._future.set_result(None)
+            finally:
+                _thread.announces = before
 
     def wait(self, timeout: Any = None) -> bool:
         """Until it is done; raises what went wrong. Each collective has its own deadline."""
@@ -110,6 +119,10 @@ class Queued(Work):
 
     def get_future(self) -> Future[Any]:
         """A future that gets the tensors, or the error."""
+        if getattr(_thread, "announces", False) and not self._done:
+            self._lane.work_off(
+                until=self
+            )  # whoever waits for it here keeps this thread, perhaps the only one, waiting
         if self._done and self._error is None:
             return Finished(self._result).get_future()
         with self._lane.futures:
@@ -146,9 +159,13 @@ class Lane:
     def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:
         """Run, now or later, in the order of issue."""
         if blocking:
-            with self._running:
-                self._empty()
-                run()
+            performed: list[Queued] = []
+            try:
+                with self._running:
+                    self._empty(performed)
+                    run()
+            finally:
+                _announce(performed)
             return Finished(result)
         queued = Queued(self, run, result)
         if not self._queue and self._running.acquire(blocking=False):
@@ -164,18 +181,22 @@ class Lane:
 
     def work_off(self, until: Queued) -> None:
         """Do what is queued, in order, until `until` is done."""
+        performed: list[Queued] = []
         with self._running:
             while not until.done:
-                self._queue.popleft().perform()
+                performed.append(self._queue.popleft())
+                performed[-1].perform()
+        _announce(performed)
 
     def close(self) -> None:
         """Let the thread end once the queue is empty."""
         self._closed = True
         self._news.set()
 
-    def _empty(self) -> None:
+    def _empty(self, performed: list[Queued]) -> None:
         while self._queue:
-            self._queue.popleft().perform()
+            performed.append(self._queue.popleft())
+            performed[-1].perform()
 
     def _call_thread(self) -> None:
         if self._thread is None:
@@ -190,5 +211,12 @@ class Lane:
             self._news.clear()
             while self._queue:
                 with self._running:
-                    if self._queue:
-                        self._queue.popleft().perform()
+                    first = [self._queue.popleft()] if self._queue else []
+                    for queued in first:
+                        queued.perform()
+                _announce(first)
+
+
+def _announce(performed: list[Queued]) -> None:
+    for queued in performed:
+        queued.announce()

@@ -1,0 +1,137 @@
+"""Ranks of several hosts: shared memory within each, gloo between them; and gloo alone where some rank cannot share."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from polytempo.engines.local import launch
+from polytempo.engines.worker import Result, Seat
+from polytempo.native import library
+from process.test_backend import TABLE, WITHOUT_GLOO, attempted
+
+pytestmark = pytest.mark.process
+
+HOSTS = {"2 + 1": "AAB", "in turns": "ABA", "each alone": "ABC"}
+"""Which of three ranks pretends to be on which host."""
+
+
+def begin(seat: Seat, host: str, backend: str = "polytempo") -> None:
+    """Join the default group, as if on `host`."""
+    os.environ["POLYTEMPO_HOST"] = host
+    store = dist.FileStore(str(seat.rendezvous / "store"), seat.size)
+    limit = timedelta(seconds=20)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=limit)
+
+
+def run(hosts: str, work: Callable[[Seat], Result], backend: str = "polytempo") -> list[Any]:
+    """What `work` returns on each rank, in a default group over `hosts`."""
+
+    def joined(seat: Seat) -> Result:
+        begin(seat, hosts[seat.rank], backend)
+        try:
+            return work(seat)
+        finally:
+            dist.destroy_process_group()
+
+    return launch(joined, len(hosts), threads=1, timeout_s=60)
+
+
+def backend_of(group: Any) -> str:
+    """The class that serves a group."""
+    return type(group).__name__
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def wrong(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """For each rank what is wrong with each collective over the hosts."""
+
+    def work(seat: Seat) -> Result:
+        assert backend_of(dist.group.WORLD) == "HostsGroup"
+        gloo = dist.new_group(backend="gloo")
+        mirrored = {
+            name: attempted(call, dist.group.WORLD, seat.rank, call(gloo, seat.rank)) for name, call in TABLE.items()
+        }
+        return mirrored | {
+            name: attempted(call, dist.group.WORLD, seat.rank, expected(seat.rank))
+            for name, (call, expected) in WITHOUT_GLOO.items()
+        }
+
+    return run(HOSTS[request.param], work)
+
+
+@pytest.mark.parametrize("name", [*TABLE, *WITHOUT_GLOO])
+def test_a_collective_over_hosts_has_gloos_values(name: str, wrong: list[dict[str, str]]) -> None:
+    assert [rank[name] for rank in wrong] == ["", "", ""]
+
+
+@pytest.mark.parametrize("backend", ["polytempo", "cpu:polytempo,cuda:nccl"])
+def test_groups_within_a_host_share_memory_and_those_across_go_through_it(backend: str) -> None:
+    def work(seat: Seat) -> Result:
+        found = []
+        for members in ((0, 1), (1, 2), (0, 2), (2,), (2, 1, 0)):
+            group = dist.new_group(list(members), backend=backend)
+            if seat.rank in members:
+                tensor = torch.full((3,), float(seat.rank))
+                dist.all_reduce(tensor, group=group)
+                gathered: list[Any] = [None] * len(members)
+                dist.all_gather_object(gathered, seat.rank, group=group)
+                found.append([backend_of(group), float(tensor[0]), gathered])
+        return found
+
+    shared, hosts = "SharedMemoryGroup", "HostsGroup"
+    assert run("AAB", work, backend) == [
+        [[shared, 1, [0, 1]], [hosts, 2, [0, 2]], [hosts, 3, [0, 1, 2]]],
+        [[shared, 1, [0, 1]], [hosts, 3, [1, 2]], [hosts, 3, [0, 1, 2]]],
+        [[hosts, 3, [1, 2]], [hosts, 2, [0, 2]], [shared, 2, [2]], [hosts, 3, [0, 1, 2]]],
+    ]
+
+
+def test_ddp_over_hosts_trains_all_ranks_alike() -> None:
+    def work(seat: Seat) -> Result:
+        torch.manual_seed(0)
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 4)))
+        optimizer = SGD(net.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + seat.rank))).pow(
+                2
+            ).mean().backward()
+            optimizer.step()
+        return float(sum(parameter.detach().double().sum() for parameter in net.parameters()))
+
+    over_hosts, alone = run("AAB", work), run("AAA", work)
+    assert len(set(over_hosts)) == 1
+    assert over_hosts[0] == pytest.approx(alone[0], rel=1e-5)
+
+
+def test_without_the_core_on_one_rank_all_go_through_gloo_and_one_says_so() -> None:
+    def work(seat: Seat) -> Result:
+        if seat.rank == 1:
+            os.environ["POLYTEMPO_NATIVE"] = "0"
+            library._opened.cache_clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            begin(seat, "")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        name = backend_of(dist.group.WORLD)
+        dist.destroy_process_group()
+        return [float(tensor[0]), name, [str(each.message) for each in said if each.category is RuntimeWarning]]
+
+    first, *others = launch(work, 3, threads=1, timeout_s=60)
+    text = "polytempo goes through gloo: rank 1 has no native core: POLYTEMPO_NATIVE=0 in the environment; unset it"
+    assert first[:2] == [3, "ProcessGroup"]
+    assert len(first[2]) == 1
+    assert first[2][0].startswith(text)
+    assert others == [[3, "ProcessGroup", []]] * 2
