@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from polytempo.core.errors import PeerLost
-from polytempo.engines.fork import fork
+from polytempo.engines.fork import die_with, fork
 from polytempo.native.group import Group
 
 LIMIT_S = 1.0
@@ -54,8 +54,10 @@ class Crew:
         self._lines, write_end = os.pipe()
         self._rest = b""
         self.processes: list[int] = []
+        parent = os.getpid()
 
         def serve(rank: int) -> None:
+            die_with(parent)
             group = Group(FileStore(str(Path(folder) / "store"), size), rank, size, timeout_s=GIVE_UP_S)
             group.barrier()
             os.write(write_end, b"ready\n")

@@ -1,6 +1,6 @@
 """One host at the speed of memory: the three benchmarks of `polytempo bench`, and their tables as one Markdown file.
 
-Each runs in a process of its own, one after another; the machine should have nothing else to do (half an hour).
+Each runs in a process of its own, one after another; the machine should have nothing else to do.
 
     python benchmarks/one_host/main.py [--quick] [--out FOLDER]
 """
@@ -39,7 +39,7 @@ def measured(benchmark: str, folder: Path, quick: bool) -> str:
 def main() -> None:
     """Measure everything and write `tables.md`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a rough look, in a minute")
+    parser.add_argument("--quick", action="store_true", help="a rough look")
     parser.add_argument("--out", type=Path, default=Path("runs/one_host"), help="a folder without results")
     arguments = parser.parse_args()
     sections = [measured(name, arguments.out / name, arguments.quick) for name in BENCHMARKS]

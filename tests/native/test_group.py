@@ -17,7 +17,8 @@ from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.native import twin
-from polytempo.native.group import DTYPES, OPS, Group
+from polytempo.native.call import DTYPES, OPS
+from polytempo.native.group import Group
 
 pytestmark = pytest.mark.process
 

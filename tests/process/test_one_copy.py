@@ -102,7 +102,12 @@ def test_all_ranks_see_one_memory_and_torchs_own_state() -> None:
         group = world.host_group()
         assert group is not None
         group.barrier()
-        return [float(first.detach().flatten()[0]), float(entries["exp_avg"].flatten()[1]), float(entries["step"]), states]
+        return [
+            float(first.detach().flatten()[0]),
+            float(entries["exp_avg"].flatten()[1]),
+            float(entries["step"]),
+            states,
+        ]
 
     assert together(2, work) == [[7.0, 9.0, 3.0, [0, "exp_avg", "exp_avg_sq", "step"]]] * 2
 

@@ -6,66 +6,29 @@ memory is written: a rank that does something else, or the same with other shape
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import json
 import os
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, TimedOut
-from polytempo.native.arena import Address, Arena, Block, Window, own_arena, window
+from polytempo.native.arena import Arena, Block, Window, own_arena
+from polytempo.native.call import BYTES, DTYPES, KINDS, OPS, Call
 from polytempo.native.library import load, why_not
+from polytempo.native.meeting import Member, Store, Unreachable, host_identity, introduced, mapped
+from polytempo.native.transfer import Transfer
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 RING_BYTES = 128 << 10
 
-DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int16: 6,
-    torch.int32: 7,
-    torch.int64: 8,
-    torch.bool: 9,
-}
-"""What can be reduced. Anything can be moved: as bytes, where it has no number here."""
-_BYTES = 5
-
-OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4, "band": 5, "bor": 6, "bxor": 7}
-KINDS = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "step",
-)
 _ORDERS = {"linear": 0, "tree": 1}
+_MAX_RANKS, _LEAST_BYTES = 1024, 64
 _FINE, _LOST, _LATE, _MISMATCH, _BROKEN = range(5)
-
-
-class Store(Protocol):
-    """Where ranks leave messages for each other until they share memory: torch's stores are such."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-
-
-class Unreachable(RuntimeError):
-    """Some ranks cannot map each other's memory. Every member of the group is told so, with the reason."""
 
 
 class _Place(ctypes.Structure):
@@ -78,62 +41,15 @@ class _Place(ctypes.Structure):
     )
 
 
-class Call(ctypes.Structure):
-    """What a rank says that it is doing."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("number", "count", "extra")),
-        *((name, ctypes.c_int32) for name in ("kind", "dtype", "op", "root")),
-    )
-
-    def __str__(self) -> str:
-        kind = KINDS[self.kind]
-        details = [f"{self.count} elements of {_name_of(self.dtype)}"] if kind != "barrier" else []
-        if kind in ("all_reduce", "reduce", "reduce_scatter"):
-            details.insert(0, list(OPS)[self.op])
-        if kind in ("broadcast", "reduce", "gather", "scatter"):
-            details.append(f"root {self.root}")
-        return f"call {self.number}: {kind}({', '.join(details)})"
-
-
-def _name_of(code: int) -> str:
-    return next((str(dtype).removeprefix("torch.") for dtype, number in DTYPES.items() if number == code), "bytes")
-
-
-class _Member(NamedTuple):
-    """What each rank tells the others in order to meet."""
-
-    address: Address
-    host: str
-    staging: int
-    rings: int
-    control: int
-
-    def as_json(self) -> str:
-        return json.dumps([list(self.address), *self[1:]])
-
-    @classmethod
-    def from_json(cls, text: bytes) -> _Member:
-        address, host, staging, rings, control = json.loads(text)
-        return cls(Address(*map(int, address)), str(host), int(staging), int(rings), int(control))
-
-
-def host_identity() -> str:
-    """Processes with equal identities can map each other's memory: one running kernel, one tree of processes."""
-    parts = [os.environ.get("POLYTEMPO_HOST", "")]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text(encoding="ascii").strip())
-        except OSError:
-            parts.append("?")
-    return "/".join(parts)
-
-
 class Group:
     """A rank's part of a group. `names` are the ranks as errors call them (by default 0, 1, …).
 
+    Sums are added rank by rank, in the same order everywhere: all get the same bits, in every run. `order="tree"` adds
+    by a balanced tree instead: where each rank has summed its own parts by such a tree, the bits depend on the parts
+    alone, not on how many ranks they were dealt to (a power of two).
+
     Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages.
-    `meet` waits until all members are there.
+    Making one waits until all members are there.
     """
 
     def __init__(
@@ -144,13 +60,19 @@ class Group:
         *,
         timeout_s: float,
         names: Sequence[int] | None = None,
+        order: str = "linear",
         block_bytes: int = BLOCK_BYTES,
         ring_bytes: int = RING_BYTES,
     ) -> None:
         library = load()
         if library is None:
             raise Unreachable(f"no native core: {why_not()}")
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        if order not in _ORDERS or not 1 <= size <= _MAX_RANKS or block_bytes < _LEAST_BYTES * size:
+            raise ValueError(
+                f"a group has 1 to {_MAX_RANKS} ranks, adds in order {' or '.join(_ORDERS)}, and has blocks of at least "
+                f"{_LEAST_BYTES} bytes a rank; got {size} ranks, order {order!r} and {block_bytes} bytes"
+            )
+        self.rank, self.size, self.timeout_s, self.order = rank, size, timeout_s, order
         self.names = list(names or range(size))
         self.lock = threading.Lock()
         """Held by whoever runs a collective."""
@@ -162,16 +84,20 @@ class Group:
         if rank == 0:
             self._blocks.append(self.arena.allocate(library.pt_control_bytes(size)))
         control = self._blocks[2].offset if rank == 0 else -1
-        mine = _Member(self.arena.address, host_identity(), self._blocks[0].offset, self._blocks[1].offset, control)
-        members = _introduced(store, rank, size, mine)
-        self.windows = _mapped(store, rank, members)
+        mine = Member(self.arena.address, host_identity(), self._blocks[0].offset, self._blocks[1].offset, control)
+        members = introduced(store, rank, size, mine)
+        self.windows = mapped(store, rank, members)
         self.bases = [self.arena.base if w is None else w.base for w in self.windows]
         self._handle = self._opened(members, block_bytes, ring_bytes)
         self.closed = False
         self.failed = False
-        self._end = weakref.finalize(self, _close, library, self._handle, self.arena, self._blocks, os.getpid())
+        self.owner = os.getpid()
+        remains = _Remains(library, self._handle, self.arena, self._blocks, self.windows)
+        self._end = weakref.finalize(self, _close, remains, self.owner)
+        self._end.atexit = False  # threads may still be in the core; it ends with the process
+        _present.add(self)
 
-    def _opened(self, members: Sequence[_Member], block_bytes: int, ring_bytes: int) -> int:
+    def _opened(self, members: Sequence[Member], block_bytes: int, ring_bytes: int) -> int:
         pointers, numbers = ctypes.c_void_p * self.size, ctypes.c_int32 * self.size
         place = _Place(
             rank=self.rank,
@@ -202,13 +128,16 @@ class Group:
             self._check(self._library.pt_barrier(self._handle, limit_s), "barrier", limit_s)
 
     def all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, root: int = -1, order: str = "linear", timeout_s: float | None = None
+        self,
+        tensor: Tensor,
+        op: str = "sum",
+        *,
+        root: int = -1,
+        order: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`.
 
-        Added rank by rank, in the same order everywhere: all get the same bits, in every run. `order="tree"` adds by
-        a balanced tree instead: where each rank has summed its own parts by such a tree, the bits depend on the parts
-        alone, not on how many ranks they were dealt to (a power of two).
         Cost: with tensors in the arenas each rank reads K and writes K bytes; else see `native/collectives.cpp`.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -217,7 +146,7 @@ class Group:
                 self._handle,
                 DTYPES[tensor.dtype],
                 OPS[op],
-                _ORDERS[order],
+                _ORDERS[order or self.order],
                 root,
                 tensor.data_ptr(),
                 tensor.numel(),
@@ -232,7 +161,7 @@ class Group:
         output: Tensor,
         op: str = "sum",
         *,
-        order: str = "linear",
+        order: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """`output` becomes `op` over all ranks' `inputs[rank of this one]`."""
@@ -242,7 +171,7 @@ class Group:
                 self._handle,
                 DTYPES[output.dtype],
                 OPS[op],
-                _ORDERS[order],
+                _ORDERS[order or self.order],
                 (ctypes.c_void_p * self.size)(*(piece.data_ptr() for piece in inputs)),
                 output.data_ptr(),
                 output.numel(),
@@ -263,7 +192,7 @@ class Group:
         """Move tensors: `sends` is one for everybody, one for each rank, or none; `receives[p]` takes what p sends."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         example = next((t for t in (*sends, *receives) if t is not None), None)
-        dtype = _BYTES if example is None else DTYPES.get(example.dtype, _BYTES)
+        dtype = BYTES if example is None else DTYPES.get(example.dtype, BYTES)
         even = kind in ("broadcast", "all_gather", "gather", "scatter")
         count = example.numel() if even and example is not None else 0
         num_sends = max(1, len(sends))
@@ -288,13 +217,17 @@ class Group:
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Transfer:
         """Begin to send. The tensor stays unchanged until the transfer is done."""
-        dtype = DTYPES.get(tensor.dtype, _BYTES)
+        if to == self.rank:
+            raise ValueError(f"rank {self.names[to]} cannot send to itself; copy the tensor instead")
+        dtype = DTYPES.get(tensor.dtype, BYTES)
         pointer = self._library.pt_send(self._handle, to, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         return Transfer(self, pointer, tensor, f"send(to={self.names[to]}, tag={tag})")
 
     def receive(self, tensor: Tensor, source: int = -1, tag: int = 0) -> Transfer:
         """Begin to receive from `source`, or from anyone (-1)."""
-        dtype = DTYPES.get(tensor.dtype, _BYTES)
+        if source == self.rank:
+            raise ValueError(f"rank {self.names[source]} cannot receive from itself; copy the tensor instead")
+        dtype = DTYPES.get(tensor.dtype, BYTES)
         pointer = self._library.pt_receive(self._handle, source, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         whom = "anyone" if source < 0 else self.names[source]
         return Transfer(self, pointer, tensor, f"recv(source={whom}, tag={tag})")
@@ -307,7 +240,7 @@ class Group:
 
     def leave(self) -> None:
         """Tell the others that this rank will not come again: their waits for it raise `PeerLost`."""
-        if not self.closed:
+        if not self.closed and os.getpid() == self.owner:  # a forked child is no member
             self.closed = True
             self._library.pt_group_leave(self._handle)
 
@@ -340,85 +273,37 @@ class Group:
         return call
 
 
-class Transfer:
-    """A message under way. It holds its tensor until it is done."""
+class _Remains(NamedTuple):
+    """What a group of which this process is no longer a member still needs: others may read its memory."""
 
-    __slots__ = ("__weakref__", "_end", "group", "pointer", "tensor", "what")
-
-    def __init__(self, group: Group, pointer: int, tensor: Tensor, what: str) -> None:
-        self.group, self.pointer, self.tensor, self.what = group, pointer, tensor, what
-        self._end = weakref.finalize(self, _forget, group, pointer)
-        self._end.atexit = False
-
-    def done(self) -> bool:
-        """Whether it is finished, well or not."""
-        return bool(self.group._library.pt_transfer_done(self.group._handle, self.pointer))
-
-    @property
-    def peer(self) -> int:
-        """The other rank; -1 while nothing has come from anyone."""
-        return int(self.group._library.pt_transfer_peer(self.pointer))
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is finished. Errors: PeerLost, TimedOut, and Mismatch where sender and receiver disagree."""
-        group, library = self.group, self.group._library
-        limit_s = group.timeout_s if timeout_s is None else timeout_s
-        status = library.pt_transfer_wait(group._handle, self.pointer, limit_s)
-        if status == _FINE:
-            return
-        me, peer = group.names[group.rank], group.names[self.peer] if self.peer >= 0 else None
-        if status == _LATE:
-            raise TimedOut(me, None, self.what, limit_s)
-        if status == _MISMATCH:
-            came = f"{library.pt_transfer_arrived_bytes(self.pointer)} bytes of "
-            came += _name_of(library.pt_transfer_arrived_dtype(self.pointer))
-            wanted = f"{self.tensor.nbytes} bytes of {_name_of(DTYPES.get(self.tensor.dtype, _BYTES))}"
-            raise Mismatch(f"rank {me}: {self.what} expects {wanted}, and rank {peer} sent {came}")
-        raise PeerLost(me, None, self.what, peer, "its process has ended, or it has left the group")
+    library: Any
+    handle: int
+    arena: Arena
+    blocks: list[Block]
+    windows: list[Window | None]
+    """The control block is looked at until all others have left, so it has to stay mapped."""
 
 
-def _forget(group: Group, pointer: int) -> None:
-    group._library.pt_transfer_free(group._handle, pointer)
+_leaving: list[_Remains] = []
+_present: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def _introduced(store: Store, rank: int, size: int, mine: _Member) -> list[_Member]:
-    store.set(f"member/{rank}", mine.as_json())
-    return [mine if r == rank else _Member.from_json(store.get(f"member/{r}")) for r in range(size)]
+@atexit.register
+def _leave_all() -> None:
+    """At the end of the process the others are told; nothing is freed, since threads may still use it."""
+    for group in list(_present):
+        group.leave()
 
 
-def _mapped(store: Store, rank: int, members: Sequence[_Member]) -> list[Window | None]:
-    """Windows onto all arenas but our own. All ranks learn whether all could map all."""
-    windows: list[Window | None] = []
-    reason = ""
-    try:
-        hosts = {member.host for member in members}
-        if len(hosts) > 1:
-            raise OSError(0, "they are on different hosts or in different containers")
-        windows = [None if r == rank else window(member.address) for r, member in enumerate(members)]
-    except OSError as error:
-        reason = f"rank {rank}: {error.strerror}"
-    store.set(f"mapped/{rank}", reason or "yes")
-    answers = [store.get(f"mapped/{r}").decode() for r in range(len(members))]
-    refused = [answer for answer in answers if answer != "yes"]
-    if refused:
-        raise Unreachable(f"these ranks cannot share memory: {'; '.join(sorted(set(refused)))}")
-    return windows
-
-
-_leaving: list[tuple[Any, int, Arena, list[Block]]] = []
-"""Groups of which this process is no longer a member, while others still may read its memory."""
-
-
-def _close(library: Any, handle: int, arena: Arena, blocks: list[Block], owner: int) -> None:
+def _close(remains: _Remains, owner: int) -> None:
     """Leave; give the memory back as soon as all others have left too."""
     if os.getpid() != owner:
         return
-    library.pt_group_leave(handle)
-    _leaving.append((library, handle, arena, blocks))
-    for entry in list(_leaving):
-        left_library, left, left_arena, left_blocks = entry
-        if left_library.pt_group_empty(left):
-            _leaving.remove(entry)
-            left_library.pt_group_close(left)
-            for block in left_blocks:
-                left_arena.free(block)
+    remains.library.pt_group_leave(remains.handle)
+    _leaving.append(remains)
+    for left in list(_leaving):
+        if left.library.pt_group_empty(left.handle):
+            _leaving.remove(left)
+            left.library.pt_group_close(left.handle)
+            for block in left.blocks:
+                left.arena.free(block)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polytempo.native.call import DTYPES
 from polytempo.native.common import Common, placed, shaped, told
-from polytempo.native.group import DTYPES, Group
+from polytempo.native.group import Group
 
 RULES = {"sgd": 0, "adam": 1, "adamw": 2, "adagrad": 3}
 

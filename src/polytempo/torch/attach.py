@@ -25,7 +25,7 @@ from polytempo.torch.agree import agree, facts
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from polytempo.torch.hogwild import TurnHooks
 from polytempo.torch.join import Membership
-from polytempo.torch.one_copy import OneCopy, alias_parameters, host_group, own_parameters
+from polytempo.torch.one_copy import OneCopy, alias_parameters, host_group, one_copy_of, own_parameters
 from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.replica import BufferRule, Replica, sparse_tables, take_over, trainable
 from polytempo.worlds import ProcessWorld, current
@@ -363,15 +363,12 @@ def attach(
     world.drive(agree(world.port, facts(model, optimizer, strategy) | options))
     group = host_group(world, strategy)
     if world.size > 1:
-        shared = frozenset() if group is None else frozenset(trainable(model, optimizer))
-        world.drive(_begin(world.port, model, optimizer, shared))
-    together = group is not None and strategy.one_copy == "together"
-    own = replace(strategy, gradients=identity()) if together else strategy  # the step itself exchanges gradients
+        world.drive(_begin(world.port, model, optimizer, shares=group is not None))
+    own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     replica = Replica(model, optimizer, own, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
-    copy, turns = None, None
-    if group is not None and together:
-        copy = OneCopy(group, optimizer, replica.trainable, sparse_tables(model))
-    elif group is not None and strategy.one_copy is not None:
+    copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
+    turns = None
+    if group is not None and strategy.one_copy is not None and copy is None:
         alias_parameters(world, replica.trainable)
         turns = TurnHooks(world, optimizer, strategy.one_copy)
     handle = Handle(world, replica, find_unused=find_unused, copy=copy, turns=turns)
@@ -384,8 +381,8 @@ def _attached(model: nn.Module) -> Handle | None:
     return None if handle is None else handle()
 
 
-async def _begin(port: Port, model: nn.Module, optimizer: Optimizer, shared: frozenset[str]) -> None:
-    await take_over(port, model, shared)
+async def _begin(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool) -> None:
+    await take_over(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
     await broadcast_optimizer(port, optimizer)
 
 

@@ -272,3 +272,16 @@ class OneCopy:
                 state[name] = value.clone() if isinstance(value, Tensor) else value
         with suppress(PolytempoError):  # where a rank is lost the memory goes when all others have left
             self.plan.common.release()
+
+
+def one_copy_of(
+    group: Group | None,
+    strategy: Strategy,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tables: frozenset[str],
+) -> OneCopy | None:
+    """The one copy where all ranks' gradients make one update; None where there is no group or each rank its turn."""
+    if group is None or strategy.one_copy != "together":
+        return None
+    return OneCopy(group, optimizer, parameters, tables)

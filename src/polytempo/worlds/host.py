@@ -7,7 +7,8 @@ import itertools
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from polytempo.native.group import Group, Unreachable
+from polytempo.native.group import Group
+from polytempo.native.meeting import Unreachable
 
 _number = itertools.count()  # every rank makes them in the same order, so the same number means the same group
 

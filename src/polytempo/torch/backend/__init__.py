@@ -5,9 +5,20 @@ torch finds `register` by the entry point `torch.backends`, so nothing of Polyte
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Options:
+    """`dist.init_process_group("polytempo", pg_options=Options(order="tree"))`.
+
+    `order`: how sums are added within a host, see `native.group.Group`.
+    """
+
+    order: Literal["linear", "tree"] = "linear"
 
 
 def register() -> None:
@@ -19,4 +30,4 @@ def register() -> None:
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     from polytempo.torch.backend.create import create  # `import torch` runs `register` and must stay quick
 
-    return create(options)
+    return create(options, backend_options or Options())

@@ -23,10 +23,8 @@ def leave_alone(*classes: type) -> None:
 
 
 def _skip(code: Any) -> None:
-    if not hasattr(
-        eval_frame, "set_code_exec_strategy"
-    ):  # older versions of torch can only skip them, not what they call
-        getattr(eval_frame, "skip_code")(code)  # noqa: B009 (unknown to the stubs of this version)
-        return
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    else:  # older versions of torch can only skip them, not what they call
+        eval_frame.skip_code(code)  # type: ignore[attr-defined]

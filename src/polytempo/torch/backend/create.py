@@ -10,8 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from polytempo.native.group import Group, Unreachable, host_identity
+from polytempo.native.group import Group
 from polytempo.native.library import why_not
+from polytempo.native.meeting import Unreachable, host_identity
+from polytempo.torch.backend import Options
 from polytempo.torch.backend.across_hosts import Hosts, HostsGroup
 from polytempo.torch.backend.compiled import leave_alone
 from polytempo.torch.backend.messages import Message
@@ -22,8 +24,10 @@ from polytempo.torch.backend.work import Finished, Queued
 leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, Message)
 
 
-def create(options: Any) -> Any:
+def create(options: Any, ours: Options) -> Any:
     """The group of `options.group_size` ranks: shared memory within a host, gloo between hosts.
+
+    `options` is what torch says, `ours` what the user says.
 
     Where some rank has no native core, or cannot map the others' memory, it is gloo's group; the lowest rank says so.
     """
@@ -37,7 +41,12 @@ def create(options: Any) -> Any:
     local_store = PrefixStore(f"host/{mine[0]}", store)
     try:
         local = Group(
-            local_store, mine.index(rank), len(mine), timeout_s=timeout.total_seconds(), names=[names[r] for r in mine]
+            local_store,
+            mine.index(rank),
+            len(mine),
+            timeout_s=timeout.total_seconds(),
+            names=[names[r] for r in mine],
+            order=ours.order,
         )
         reason = ""
     except (Unreachable, OSError, MemoryError) as error:

@@ -8,7 +8,8 @@ from datetime import timedelta
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from polytempo.native.group import Group, Transfer
+from polytempo.native.group import Group
+from polytempo.native.transfer import Transfer
 
 _GRACE_S = 0.002
 """How long a message may wait for someone to wait for it before a thread sees to it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp
 
-from polytempo.native.group import DTYPES
+from polytempo.native.call import DTYPES
 
 OPS = {
     ReduceOp.SUM: "sum",

@@ -1,0 +1,81 @@
+"""How ranks of one host find each other's memory, through a store in which they leave messages."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from polytempo.native.arena import Address, Window, window
+
+
+class Store(Protocol):
+    """Where ranks leave messages for each other until they share memory: torch's stores are such."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Leave a message."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a message, at most as long as the store does."""
+
+
+class Unreachable(RuntimeError):
+    """Some ranks cannot map each other's memory. Every member of the group is told so, with the reason."""
+
+
+class Member(NamedTuple):
+    """What each rank tells the others in order to meet."""
+
+    address: Address
+    host: str
+    staging: int
+    rings: int
+    control: int
+
+    def as_json(self) -> str:
+        """As a message."""
+        return json.dumps([list(self.address), *self[1:]])
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Member:
+        """From a message."""
+        address, host, staging, rings, control = json.loads(text)
+        return cls(Address(*map(int, address)), str(host), int(staging), int(rings), int(control))
+
+
+def host_identity() -> str:
+    """Processes with equal identities can map each other's memory: one running kernel, one tree of processes."""
+    parts = [os.environ.get("POLYTEMPO_HOST", "")]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text(encoding="ascii").strip())
+        except OSError:
+            parts.append("?")
+    return "/".join(parts)
+
+
+def introduced(store: Store, rank: int, size: int, mine: Member) -> list[Member]:
+    """All members, in the order of ranks."""
+    store.set(f"member/{rank}", mine.as_json())
+    return [mine if r == rank else Member.from_json(store.get(f"member/{r}")) for r in range(size)]
+
+
+def mapped(store: Store, rank: int, members: Sequence[Member]) -> list[Window | None]:
+    """Windows onto all arenas but our own. All ranks learn whether all could map all."""
+    windows: list[Window | None] = []
+    reason = ""
+    try:
+        hosts = {member.host for member in members}
+        if len(hosts) > 1:
+            raise OSError(0, "they are on different hosts or in different containers")
+        windows = [None if r == rank else window(member.address) for r, member in enumerate(members)]
+    except OSError as error:
+        reason = f"rank {rank}: {error.strerror}"
+    store.set(f"mapped/{rank}", reason or "yes")
+    answers = [store.get(f"mapped/{r}").decode() for r in range(len(members))]
+    refused = [answer for answer in answers if answer != "yes"]
+    if refused:
+        raise Unreachable(f"these ranks cannot share memory: {'; '.join(sorted(set(refused)))}")
+    return windows
