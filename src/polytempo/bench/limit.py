@@ -15,8 +15,8 @@ from polytempo.core.errors import TimedOut
 from polytempo.native.arena import Address, own_arena, window
 from polytempo.native.library import load, why_not
 
-BLOCK_COUNT = 1 << 17
-"""Elements of a slot of the staging: 512 KiB, so that what a core works on stays in its second cache."""
+BLOCK_COUNT = 1 << 18
+"""Elements of a slot of the staging: 1 MiB. Smaller ones cost barriers, larger ones leave the caches."""
 MAX_RANKS = 64
 _SPINS = 5000
 _TIMEOUT_S = 60.0

@@ -69,8 +69,8 @@ class Group:
             raise Unreachable(f"no native core: {why_not()}")
         if order not in _ORDERS or not 1 <= size <= _MAX_RANKS or block_bytes < _LEAST_BYTES * size:
             raise ValueError(
-                f"a group has 1 to {_MAX_RANKS} ranks, adds in order {' or '.join(_ORDERS)}, and has blocks of at least "
-                f"{_LEAST_BYTES} bytes a rank; got {size} ranks, order {order!r} and {block_bytes} bytes"
+                f"a group has 1 to {_MAX_RANKS} ranks, adds in order {' or '.join(_ORDERS)}, and has blocks of at "
+                f"least {_LEAST_BYTES} bytes a rank; got {size} ranks, order {order!r} and {block_bytes} bytes"
             )
         self.rank, self.size, self.timeout_s, self.order = rank, size, timeout_s, order
         self.names = list(names or range(size))
