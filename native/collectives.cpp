@@ -11,6 +11,7 @@
 // everybody's data in place, meet.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "group.h"
 #include "kernels.h"
@@ -231,9 +232,15 @@ struct Exchange {
     const int64_t* receive_bytes;
     int64_t deadline_ns;
 
+    bool large = std::accumulate(receive_bytes, receive_bytes + group.size, int64_t{0}) >= LARGE_BYTES;
+
     // What rank `from` says it sends to `to`, and what `to` says it expects from `from`.
     int64_t sent(int from, int to) const { return group.lengths(from)[to]; }
     int64_t expected(int to, int from) const { return group.lengths(to)[group.size + from]; }
+    void put(char* into, const char* from, int64_t num_bytes) const {
+        (large ? copy_past_caches : copy)(into, from, num_bytes);
+    }
+
     int columns_of(int rank) const { return static_cast<int>(group.call(rank).lengths); }
 
     void publish_lengths() const {
@@ -273,8 +280,7 @@ struct Exchange {
             if (group.call(from).place) continue;
             const int64_t piece = piece_bytes(from), begin = index * piece, rest = receive_bytes[from] - begin;
             const int64_t column = columns_of(from) == 1 ? 0 : group.rank;
-            if (rest > 0)
-                copy(receives[from] + begin, group.in(from, turn) + column * piece, std::min(piece, rest));
+            if (rest > 0) put(receives[from] + begin, group.in(from, turn) + column * piece, std::min(piece, rest));
         }
     }
 
@@ -285,14 +291,14 @@ struct Exchange {
             int64_t offset = 0;
             if (columns_of(from) > 1)
                 for (int to = 0; to < group.rank; ++to) offset += sent(from, to);
-            copy(receives[from], group.at(from, group.call(from).place) + offset, receive_bytes[from]);
+            put(receives[from], group.at(from, group.call(from).place) + offset, receive_bytes[from]);
         }
     }
 
     void copy_own() const {
         if (!columns || !receive_bytes[group.rank]) return;
         const char* own = sends[columns == 1 ? 0 : group.rank];
-        if (own != receives[group.rank]) std::memmove(receives[group.rank], own, receive_bytes[group.rank]);
+        if (own != receives[group.rank]) put(receives[group.rank], own, receive_bytes[group.rank]);
     }
 
     // Blocks of the longest piece that is staged.

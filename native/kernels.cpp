@@ -80,6 +80,10 @@ void reduce(
 
 void copy(void* out, const void* source, int64_t num_bytes) { kernels().copy(out, source, num_bytes); }
 
+void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
+    kernels().copy_past_caches(out, source, num_bytes);
+}
+
 void update(
     const Hyper& hyper, const float* const* gradients, const float* weights, int num_gradients, const float* p,
     const float* m, const float* v, float* p_out, float* m_out, float* v_out, int64_t count) {

@@ -42,6 +42,10 @@ void reduce(
 // tenth of its speed for unlucky pairs of addresses; this is a loop of vectors.
 void copy(void* out, const void* source, int64_t num_bytes);
 
+// The same past the caches, where the copy is large and nobody reads it at once: what is overwritten is not read first.
+void copy_past_caches(void* out, const void* source, int64_t num_bytes);
+constexpr int64_t LARGE_BYTES = 4 << 20; // a core's own caches hold less
+
 enum Rule : int32_t { SGD = 0, ADAM, ADAMW, ADAGRAD };
 
 // `step` counts from 1. `first`: this step makes SGD's momentum buffer, so m is not read.
@@ -75,6 +79,7 @@ struct Kernels {
     const char* name;
     void (*reduce)(DType, Op, Order, void* const*, int, const void* const*, int, int64_t);
     void (*copy)(void*, const void*, int64_t);
+    void (*copy_past_caches)(void*, const void*, int64_t);
     void (*update_f32)(
         const Hyper&, const float* const*, const float*, int, const float*, const float*, const float*, float*, float*,
         float*, int64_t);

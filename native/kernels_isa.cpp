@@ -4,7 +4,7 @@
 // one, and it might keep the one that the machine cannot run. Hence the unnamed namespace, and no standard library.
 #include "kernels.h"
 
-#ifdef __F16C__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -42,9 +42,37 @@ void copy(void* out, const void* source, int64_t num_bytes) {
         static_cast<uint8_t*>(out)[i] = static_cast<const uint8_t*>(source)[i];
 }
 
+#if defined(__AVX512F__)
+typedef __m512i Line;
+void stream(Line* out, const Line* source) { _mm512_stream_si512(out, _mm512_loadu_si512(source)); }
+#elif defined(__AVX__)
+typedef __m256i Line;
+void stream(Line* out, const Line* source) { _mm256_stream_si256(out, _mm256_loadu_si256(source)); }
+#elif defined(__SSE2__)
+typedef __m128i Line;
+void stream(Line* out, const Line* source) { _mm_stream_si128(out, _mm_loadu_si128(source)); }
+#endif
+
+void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
+#ifdef __SSE2__
+    constexpr int64_t LINE = sizeof(Line);
+    auto into = static_cast<char*>(out);
+    auto from = static_cast<const char*>(source);
+    int64_t done = (LINE - reinterpret_cast<uintptr_t>(into) % LINE) % LINE; // streams begin where a line does
+    if (done > num_bytes) done = num_bytes;
+    copy(into, from, done);
+    for (; done + LINE <= num_bytes; done += LINE)
+        stream(reinterpret_cast<Line*>(into + done), reinterpret_cast<const Line*>(from + done));
+    copy(into + done, from + done, num_bytes - done);
+    _mm_sfence(); // streamed stores are in no order with others until here
+#else
+    copy(out, source, num_bytes);
+#endif
+}
+
 } // namespace
 
-extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, copy, update<float>, update<double>};
+extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>};
 
 } // namespace PT_ISA
 } // namespace pt

@@ -195,7 +195,9 @@ static bool pull(Group& group, int source) {
         if (frame.offset == 0) abandon(points, incoming);
         if (frame.offset == 0 && !begin_message(points, incoming, source, frame)) break;
         char* data = incoming.target ? incoming.target->data : incoming.aside ? incoming.aside->data : nullptr;
-        if (data && frame.num_bytes) copy(data + frame.offset, payload(frame), frame.num_bytes);
+        if (data && frame.num_bytes)
+            (frame.total_bytes < LARGE_BYTES ? copy : copy_past_caches)(
+                data + frame.offset, payload(frame), frame.num_bytes);
         if (incoming.aside) incoming.aside->moved_bytes = frame.offset + frame.num_bytes;
         const bool last = frame.offset + frame.num_bytes == frame.total_bytes;
         ring.tail.store(tail + 1, std::memory_order_release); // read before its place is given back

@@ -40,7 +40,7 @@ struct Slice {
     void copy_into_place() {
         const char* from = log.data;
         for (int64_t i = 0; i < log.num_copies; from += log.copies[i++].num_bytes)
-            std::memcpy(plan.blocks[log.copies[i].block] + log.copies[i].offset, from, log.copies[i].num_bytes);
+            copy(plan.blocks[log.copies[i].block] + log.copies[i].offset, from, log.copies[i].num_bytes);
         // release: after the copies. Nothing of the next record may be stored before.
         log.placed.store(log.complete.load(std::memory_order_relaxed), std::memory_order_release);
         std::atomic_signal_fence(std::memory_order_seq_cst);

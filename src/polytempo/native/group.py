@@ -11,7 +11,8 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,13 @@ class _Place(ctypes.Structure):
         ("pidfds", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int64) for name in ("arena_bytes", "block_bytes", "ring_bytes")),
     )
+
+
+class Quick(NamedTuple):
+    """`all_reduce(dtype, op, pointer, count, timeout_s)` and `barrier(timeout_s)`; each answers a status to `check`."""
+
+    all_reduce: Callable[[int, int, int, int, float], int]
+    barrier: Callable[[float], int]
 
 
 class Group:
@@ -119,13 +127,24 @@ class Group:
         """Whether all others are in the next call already, so that this rank would not have to wait for them."""
         return bool(self._library.pt_group_others_wait(self._handle))
 
+    def quick(self) -> Quick:
+        """The core's functions themselves, for those who keep order and build arguments on their own."""
+        order, everyone = _ORDERS[self.order], -1
+        reduce = self._library.pt_all_reduce
+        return Quick(
+            lambda dtype, op, data, count, limit_s: reduce(
+                self._handle, dtype, op, order, everyone, data, count, limit_s
+            ),
+            partial(self._library.pt_barrier, self._handle),
+        )
+
     # ------------------------------------------------------------------ collectives
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self.lock:
-            self._check(self._library.pt_barrier(self._handle, limit_s), "barrier", limit_s)
+            self.check(self._library.pt_barrier(self._handle, limit_s), "barrier", limit_s)
 
     def all_reduce(
         self,
@@ -152,8 +171,7 @@ class Group:
                 tensor.numel(),
                 limit_s,
             )
-            if status:
-                self._check(status, "all_reduce", limit_s)
+            self.check(status, "all_reduce", limit_s)
 
     def reduce_scatter(
         self,
@@ -177,8 +195,7 @@ class Group:
                 output.numel(),
                 limit_s,
             )
-            if status:
-                self._check(status, "reduce_scatter", limit_s)
+            self.check(status, "reduce_scatter", limit_s)
 
     def exchange(
         self,
@@ -210,8 +227,7 @@ class Group:
                 (ctypes.c_int64 * self.size)(*(0 if t is None else t.nbytes for t in receives)),
                 limit_s,
             )
-            if status:
-                self._check(status, kind, limit_s)
+            self.check(status, kind, limit_s)
 
     # ------------------------------------------------------------------ point to point
 
@@ -244,7 +260,8 @@ class Group:
             self.closed = True
             self._library.pt_group_leave(self._handle)
 
-    def _check(self, status: int, what: str, timeout_s: float) -> None:
+    def check(self, status: int, what: str, timeout_s: float) -> None:
+        """Raise what a status of the native core means, for the operation `what`."""
         if status == _FINE:
             return
         me, culprit = self.names[self.rank], self._library.pt_group_culprit(self._handle)

@@ -174,7 +174,7 @@ class Plan:
                 ctypes.byref(done),
             )
             if status:
-                self.group._check(status, "step", limit_s)
+                self.group.check(status, "step", limit_s)
 
     def norm(self, weight: float, timeout_s: float | None = None) -> float:
         """The Euclidean norm of the sum that `step` would take. All members call it."""
@@ -186,7 +186,7 @@ class Plan:
                 self.group._handle, self._handle, ctypes.byref(self._part), limit_s, ctypes.byref(answer)
             )
             if status:
-                self.group._check(status, "norm", limit_s)
+                self.group.check(status, "norm", limit_s)
         return answer.value
 
 

@@ -14,7 +14,8 @@ class NamedGroup(dist.ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.store, self.timeout = store, timeout
+        self.store = store
+        self.set_timeout(timeout)
         self._name = self._description = "undefined"
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
 
@@ -52,4 +53,4 @@ class NamedGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of each wait from now on."""
-        self.timeout = timeout
+        self.timeout, self._timeout_s = timeout, timeout.total_seconds()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp
 
 from polytempo.native.call import DTYPES
+from polytempo.native.call import OPS as NUMBERS
 
 OPS = {
     ReduceOp.SUM: "sum",
@@ -22,6 +23,19 @@ OPS = {
     ReduceOp.BXOR: "bxor",
 }
 """torch's operations by the native core's names. PREMUL_SUM is NCCL's alone."""
+
+
+def _makes_sense(op: str, dtype: torch.dtype) -> bool:
+    return op not in ("band", "bor", "bxor") if dtype.is_floating_point else op != "average"
+
+
+CODES = {
+    (dtype, op): (code, NUMBERS[name])
+    for dtype, code in DTYPES.items()
+    for op, name in OPS.items()
+    if _makes_sense(name, dtype)
+}
+"""The native core's numbers for each dtype and operation that go together."""
 
 
 def op_of(opts: Any, dtype: torch.dtype) -> str:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from polytempo.native.group import Group
 from polytempo.torch.backend.messages import Courier
 from polytempo.torch.backend.named import NamedGroup
-from polytempo.torch.backend.operands import check_pieces, dense, op_of, pieces, reducible, rows
+from polytempo.torch.backend.operands import CODES, check_pieces, dense, op_of, pieces, reducible, rows
 from polytempo.torch.backend.sparse import sum_of_sparse
-from polytempo.torch.backend.work import Lane
+from polytempo.torch.backend.work import DONE, Lane
 
 
 class SharedMemoryGroup(NamedGroup):
@@ -31,6 +32,7 @@ class SharedMemoryGroup(NamedGroup):
         self.group = group
         self._lane = Lane(group.others_wait)
         self._courier = Courier(group)
+        self._quick = group.quick() if isinstance(group, Group) else None
 
     def shutdown(self) -> None:
         """Leave the group. Ranks that still wait for this one raise `PeerLost`."""
@@ -44,6 +46,14 @@ class SharedMemoryGroup(NamedGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """The reduction of all ranks' tensors, on every rank."""
+        if self._quick and opts is not None and not opts.asyncOp and len(tensors) == 1:
+            tensor = tensors[0]
+            codes = CODES.get((tensor.dtype, opts.reduceOp.op))
+            if codes and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
+                limit_s = self._limit_s(opts)
+                status = self._lane.at_once(self._quick.all_reduce, *codes, tensor.data_ptr(), tensor.numel(), limit_s)
+                self.group.check(status, "all_reduce", limit_s)
+                return DONE
         return self._reduced(list(tensors), opts, -1)
 
     allreduce_coalesced = allreduce
@@ -213,6 +223,9 @@ class SharedMemoryGroup(NamedGroup):
         """Wait until all ranks are here."""
         limit_s = self._limit_s(opts)
         blocking = opts is not None and not opts.asyncOp
+        if blocking and self._quick:
+            self.group.check(self._lane.at_once(self._quick.barrier, limit_s), "barrier", limit_s)
+            return DONE
         return self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=blocking)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -251,6 +264,5 @@ class SharedMemoryGroup(NamedGroup):
         return dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
 
     def _limit_s(self, opts: Any) -> float:
-        given = getattr(opts, "timeout", None)
-        given_s = given.total_seconds() if given is not None else -1.0
-        return given_s if given_s > 0 else self.timeout.total_seconds()
+        given: timedelta | None = getattr(opts, "timeout", None)
+        return self._timeout_s if given is None or given.days < 0 else given.total_seconds() or self._timeout_s

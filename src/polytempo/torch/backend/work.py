@@ -60,6 +60,10 @@ class Finished(Work):
         return future
 
 
+DONE = Finished(None)
+"""What a blocking collective answers in which nobody looks for tensors."""
+
+
 class Queued(Work):
     """Something that a lane has still to do, or is doing."""
 
@@ -178,6 +182,13 @@ class Lane:
             self._queue.append(queued)
             self._call_thread()
         return queued
+
+    def at_once(self, call: Callable[..., int], *arguments: Any) -> int:
+        """`call(*arguments)` after what was issued before; nothing is built for it, for short collectives."""
+        if self._queue:
+            self.work_off(self._queue[-1])
+        with self._running:
+            return call(*arguments)
 
     def work_off(self, until: Queued) -> None:
         """Do what is queued, in order, until `until` is done."""
