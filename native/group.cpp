@@ -117,8 +117,14 @@ Status wait_for_all(Group& group, int64_t deadline_ns) {
     return FINE;
 }
 
+static void issue(Group& group, uint64_t number) { // only this rank writes it; nothing else is read because of it
+    std::atomic<uint64_t>& issued = group.member(group.rank).issued;
+    if (issued.load(std::memory_order_relaxed) < number) issued.store(number, std::memory_order_relaxed);
+}
+
 Call& describe(Group& group, Kind kind, int32_t dtype, int32_t op, int32_t root, int64_t count, int64_t extra) {
     ++group.number;
+    issue(group, group.number);
     Call& call = group.call(group.rank);
     call = Call{group.number, kind, dtype, op, root, count, extra, 0, 0, 0};
     return call;
@@ -204,10 +210,17 @@ int32_t pt_group_missing(pt_group* handle, int32_t rank) {
     return !has_arrived(group.member(rank), group.phase);
 }
 
-int32_t pt_group_others_wait(pt_group* handle) {
-    const auto& group = *reinterpret_cast<Group*>(handle);
+int32_t pt_group_issue(pt_group* handle, double patience_s) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    const uint64_t number = group.number + 1;
+    issue(group, number);
+    const int64_t deadline_ns = deadline_after(patience_s);
+    Patience patience(group);
     for (int rank = 0; rank < group.size; ++rank)
-        if (rank != group.rank && !has_arrived(group.member(rank), group.phase + 1)) return 0;
+        while (group.member(rank).issued.load(std::memory_order_relaxed) < number) {
+            if (now_ns() >= deadline_ns) return 0;
+            patience.exhausted(); // spins or yields; for so short a time sleeping is not worth it
+        }
     return 1;
 }
 

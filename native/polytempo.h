@@ -43,7 +43,9 @@ PT_EXPORT int32_t pt_group_empty(pt_group* group);      // have all others left 
 PT_EXPORT void pt_group_close(pt_group* group);         // free this process's part
 PT_EXPORT int32_t pt_group_culprit(pt_group* group);
 PT_EXPORT int32_t pt_group_missing(pt_group* group, int32_t rank); // has `rank` not come as far as this one?
-PT_EXPORT int32_t pt_group_others_wait(pt_group* group); // have all others come further, so that a call will not wait long?
+// Say that the next call is going to be made, though perhaps by another thread. 1: all others have said so, too, or
+// say so within `patience_s`, so whoever makes it now does not wait for a program that has not come so far.
+PT_EXPORT int32_t pt_group_issue(pt_group* group, double patience_s);
 PT_EXPORT void pt_group_call(pt_group* group, int32_t rank, pt_call* call);
 
 PT_EXPORT int32_t pt_barrier(pt_group* group, double timeout_s);

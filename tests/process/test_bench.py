@@ -56,7 +56,7 @@ def test_training_is_measured(tmp_path: Path) -> None:
     """Every configuration, and one process is once as fast as itself."""
     result = training.training(training.Plan(["cnn"], 2, 2, 0.001))
     rows = {row["configuration"]: row for row in result["rows"]}
-    assert list(rows) == ["one_thread", "threads", "ddp_gloo", "ddp_polytempo", "shared_memory"]
+    assert list(rows) == ["one_thread", "threads", "apart", "ddp_gloo", "ddp_polytempo", "shared_memory"]
     assert rows["one_thread"]["ratios"]["one_thread"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert all(row["samples_per_s"]["median"] > 0 for row in rows.values())
     assert "| cnn | shared_memory() |" in written(result, tmp_path)

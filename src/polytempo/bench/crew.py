@@ -15,7 +15,7 @@ from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.native.library import why_not
-from polytempo.torch.backend import register
+from polytempo.torch.autoload import register
 
 WAIT_S = 120.0
 """The longest that a worker waits for another; the slowest call that is measured takes about a second."""

@@ -13,6 +13,7 @@ Table = tuple[Sequence[str], list[Sequence[str]]]
 NAMES = {
     "one_thread": "one process",
     "threads": "one process, all threads",
+    "apart": "processes apart (limit)",
     "ddp_gloo": "DDP over gloo",
     "ddp_polytempo": "DDP over polytempo",
     "shared_memory": "shared_memory()",
@@ -82,11 +83,11 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _training(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("model", "configuration", "samples/s", "of one process", "of DDP over gloo")
+    columns = ("model", "configuration", "samples/s", "of one process", "of DDP over gloo", "of the limit")
     cells = [
         (
             *(row["model"], NAMES[row["configuration"]], f"{row['samples_per_s']['median']:,.0f}"),
-            *(_ratio(row["ratios"][base]) for base in ("one_thread", "ddp_gloo")),
+            *(_ratio(row["ratios"][base]) for base in ("one_thread", "ddp_gloo", "apart")),
         )
         for row in rows
     ]

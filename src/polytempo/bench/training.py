@@ -2,6 +2,7 @@
 
 one_thread      one process with one thread: what all others are compared with
 threads         one process with as many threads as there are workers, and as many times the batch
+apart           as many processes as there are workers, that have nothing to do with each other: the limit
 ddp_gloo        DistributedDataParallel over gloo          ddp_polytempo   the same over our backend
 shared_memory   one copy of the weights                    hogwild         one copy, without locks (sparse models)
 
@@ -28,6 +29,8 @@ from polytempo.native.library import why_not
 from polytempo.torch.attach import attach
 
 OURS = ("ddp_polytempo", "shared_memory", "hogwild")
+BASES = ("one_thread", "ddp_gloo", "apart")
+"""What the others are compared with."""
 _NUM_BATCHES = 8
 _MAX_WORKERS = 64
 
@@ -44,8 +47,8 @@ class Plan(NamedTuple):
 def training(plan: Plan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out.
 
-    A row: model, configuration, samples_per_s (median over rounds, quartiles, each round), and the ratios to
-    one_thread and to ddp_gloo, above 1 where it is faster, each with its quartiles over rounds.
+    A row: model, configuration, samples_per_s (median over rounds, quartiles, each round), and the ratios
+    to one_thread, to ddp_gloo and to apart, above 1 where it is faster, each with its quartiles over rounds.
     Errors: ValueError for what cannot be measured, before anything is started.
     """
     unknown = [name for name in plan.models if name not in MODELS]
@@ -88,6 +91,7 @@ def _contenders(crew: Crew, workload: Workload) -> list[Contender]:
     found = [
         _alone(crew, "one_thread", workload, batches, threads=1),
         _alone(crew, "threads", workload, [workload.batch(crew.size * workload.batch_size)], threads=crew.size),
+        Contender("apart", timed(_step(workload, _made(workload), batches))),
         Contender("ddp_gloo", timed(_step(workload, _distributed(workload, crew.gloo), batches))),
     ]
     if crew.ours is not None:
@@ -155,5 +159,5 @@ def _row(model: str, name: str, rates: dict[str, Figure]) -> dict[str, Any]:
         "model": model,
         "configuration": name,
         "samples_per_s": rates[name]._asdict(),
-        "ratios": {base: ratio(rates[name], rates[base])._asdict() for base in ("one_thread", "ddp_gloo")},
+        "ratios": {base: ratio(rates[name], rates[base])._asdict() for base in BASES},
     }

@@ -22,7 +22,7 @@ class PeerLost(PolytempoError):
 
 
 class TimedOut(PolytempoError):
-    """An operation did not finish before its deadline. Raised at its `await`. `reason` says who is missing, if known."""
+    """An operation did not finish before its deadline. Raised at its `await`. `reason`: who is missing, if known."""
 
     def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float, reason: str = "") -> None:
         self.rank, self.step, self.operation, self.timeout_s, self.reason = rank, step, operation, timeout_s, reason

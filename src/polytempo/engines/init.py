@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from polytempo.core import TimedOut, world_port
 from polytempo.engines.environment import Place, recognise
 from polytempo.native.library import available
-from polytempo.torch.backend import register
+from polytempo.torch.autoload import register
 from polytempo.worlds import ProcessWorld, current, set_current
 
 _LAST_MOMENT_S = 0.05

@@ -123,9 +123,13 @@ class Group:
         )
         return int(self._library.pt_group_open(ctypes.byref(place)))
 
-    def others_wait(self) -> bool:
-        """Whether all others are in the next call already, so that this rank would not have to wait for them."""
-        return bool(self._library.pt_group_others_wait(self._handle))
+    def issue(self, patience_s: float = 0.0) -> bool:
+        """Say that this rank's program has come to the next call, whoever is going to make it.
+
+        True where all others' programs have come to it, too, or come within `patience_s`: then whoever makes the call
+        now does not have to wait for them.
+        """
+        return bool(self._library.pt_group_issue(self._handle, patience_s))
 
     def quick(self) -> Quick:
         """The core's functions themselves, for those who keep order and build arguments on their own."""

@@ -39,7 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_group_close": (None, _pointer),
     "pt_group_culprit": (_i32, _pointer),
     "pt_group_missing": (_i32, _pointer, _i32),
-    "pt_group_others_wait": (_i32, _pointer),
+    "pt_group_issue": (_i32, _pointer, _f64),
     "pt_group_call": (None, _pointer, _i32, _pointer),
     "pt_barrier": (_i32, _pointer, _f64),
     "pt_all_reduce": (_i32, _pointer, _i32, _i32, _i32, _i32, _pointer, _i64, _f64),

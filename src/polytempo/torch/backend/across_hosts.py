@@ -54,8 +54,8 @@ class Hosts:
             place = PrefixStore("leaders", store)
             self._leaders = dist.ProcessGroupGloo(place, self._firsts.index(rank), len(self._firsts), timeout)
 
-    def others_wait(self) -> bool:
-        """Unknown: the network does not tell."""
+    def issue(self, patience_s: float = 0.0) -> bool:
+        """Nobody knows what the ranks of other hosts have come to."""
         return False
 
     def leave(self) -> None:

@@ -13,21 +13,21 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.meeting import Unreachable, host_identity
-from polytempo.torch.backend import Options
 from polytempo.torch.backend.across_hosts import Hosts, HostsGroup
 from polytempo.torch.backend.compiled import leave_alone
 from polytempo.torch.backend.messages import Message
 from polytempo.torch.backend.named import NamedGroup
+from polytempo.torch.backend.options import Options
 from polytempo.torch.backend.process_group import SharedMemoryGroup
 from polytempo.torch.backend.work import Finished, Queued
 
 leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, Message)
 
 
-def create(options: Any, ours: Options) -> Any:
+def create(options: Any, given: Options | None = None) -> Any:
     """The group of `options.group_size` ranks: shared memory within a host, gloo between hosts.
 
-    `options` is what torch says, `ours` what the user says.
+    `options` is what torch says, `given` what the user says.
 
     Where some rank has no native core, or cannot map the others' memory, it is gloo's group; the lowest rank says so.
     """
@@ -46,7 +46,7 @@ def create(options: Any, ours: Options) -> Any:
             len(mine),
             timeout_s=timeout.total_seconds(),
             names=[names[r] for r in mine],
-            order=ours.order,
+            order=(given or Options()).order,
         )
         reason = ""
     except (Unreachable, OSError, MemoryError) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from polytempo.torch.backend.operands import CODES, check_pieces, dense, op_of, 
 from polytempo.torch.backend.sparse import sum_of_sparse
 from polytempo.torch.backend.work import DONE, Lane
 
+_PATIENCE_S = 0.002
+
+
+def _patience_s(num_ranks: int) -> float:
+    """How long an asynchronous collective waits for the others' programs before it is left to a thread.
+
+    A thread overlaps it with what comes next if there is a core to spare. Where there is none, the thread would take
+    its core from the program, and the program is better off doing it at once with the others.
+    """
+    return 0.0 if len(os.sched_getaffinity(0)) >= 2 * num_ranks else _PATIENCE_S
+
 
 class SharedMemoryGroup(NamedGroup):
     """Ranks of one host. All collectives of one group run in the order in which they were issued, on every rank.
@@ -30,7 +42,7 @@ class SharedMemoryGroup(NamedGroup):
     def __init__(self, store: Store, group: Any, timeout: timedelta) -> None:
         super().__init__(store, group.rank, group.size, timeout)
         self.group = group
-        self._lane = Lane(group.others_wait)
+        self._lane = Lane(partial(group.issue, _patience_s(group.size)))
         self._courier = Courier(group)
         self._quick = group.quick() if isinstance(group, Group) else None
 

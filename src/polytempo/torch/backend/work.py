@@ -3,7 +3,7 @@
 A collective waits for the other ranks, and whoever issued it may have better things to do. So:
 
     blocking                       in the caller, after what was issued before
-    async, all others are waiting  in the caller: it takes no longer than the work itself
+    async, all others are there    in the caller: it takes no longer than the work itself
     async, otherwise               queued; a thread takes it, or whoever waits for it first
 """
 
@@ -149,7 +149,7 @@ class Queued(Work):
 
 
 class Lane:
-    """The order of one group's collectives. `ready()` tells whether all other ranks wait for this one."""
+    """The order of one group's collectives. `ready()` tells whether all ranks' programs have come to the next one."""
 
     def __init__(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
