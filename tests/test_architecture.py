@@ -53,10 +53,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
-    (
-        "torch/backend/__init__.py",
-        "polytempo.torch.backend.create",
-    ): "`import torch` runs `register`, and must not wait",
+    ("torch/autoload.py", "polytempo.torch.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
 }
 """Imports inside functions, each with its reason."""

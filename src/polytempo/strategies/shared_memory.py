@@ -15,5 +15,7 @@ def shared_memory() -> Strategy:
 
     Cost on N workers with K bytes of gradients: each reads K and writes its K/N of the parameters and the optimizer's
     state, where N copies of the optimizer would write K each. Memory: one copy instead of N.
+
+    Source: the rule is that of J. Chen et al., "Revisiting distributed synchronous SGD", 2016; the layout is ours.
     """
     return Strategy(spelled("shared_memory"), gradients=mean(native), one_copy="together")

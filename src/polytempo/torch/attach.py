@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from polytempo.collectives import tree
 from polytempo.core import Port, Strategy, identity
 from polytempo.core.state import Saved
+from polytempo.native.arena import shared_empty
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree, facts
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from polytempo.torch.hogwild import TurnHooks
+from polytempo.torch.hogwild import TurnHooks, in_turns
 from polytempo.torch.join import Membership
-from polytempo.torch.one_copy import OneCopy, alias_parameters, host_group, one_copy_of, own_parameters
+from polytempo.torch.one_copy import OneCopy, host_group, one_copy_of, own_parameters
 from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.replica import BufferRule, Replica, sparse_tables, take_over, trainable
 from polytempo.worlds import ProcessWorld, current
@@ -308,7 +309,7 @@ class Handle:
         self._hooks = []
         if self._turns is not None:
             self._turns.remove()
-            own_parameters(self.replica.trainable)
+            own_parameters(self.world, self.replica.trainable, self._turns.common)
         if self.one_copy is not None:
             self.one_copy.detach()
         _handles.pop(self.replica.model, None)
@@ -365,12 +366,12 @@ def attach(
     if world.size > 1:
         world.drive(_begin(world.port, model, optimizer, shares=group is not None))
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
-    replica = Replica(model, optimizer, own, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers)
+    empty = shared_empty if world.reads_arenas else None  # what lies there is not copied to be exchanged
+    replica = Replica(model, optimizer, own, world.size, bucket_bytes=bucket_bytes, buffer_rule=buffers, empty=empty)
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
-    turns = None
-    if group is not None and strategy.one_copy is not None and copy is None:
-        alias_parameters(world, replica.trainable)
-        turns = TurnHooks(world, optimizer, strategy.one_copy)
+    turns = (
+        None if group is None or copy is not None else in_turns(world, replica.trainable, replica.optimizer, strategy)
+    )
     handle = Handle(world, replica, find_unused=find_unused, copy=copy, turns=turns)
     _handles[model] = ref(handle)
     return handle

@@ -1,7 +1,7 @@
 """`dist.init_process_group("polytempo")`: ranks of one host through shared memory, hosts through gloo.
 
 torch finds `register` by the entry point `torch.backends`, so nothing of Polytempo has to be imported first. The rest
-of the backend is loaded with the first group: `import torch` must not wait for it, nor may it meet a module half loaded.
+of the backend is loaded with the first group: `import torch` must not wait for it, nor meet a module half loaded.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ buckets                [        1        ][         0         ]       backward f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle, State
+
+Empty = Callable[[int, torch.dtype], Tensor]
+"""Makes flat buffers, shape (numel,)."""
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20
@@ -22,8 +25,9 @@ _MAX_BUCKETS = 400
 class Bucket:
     """Parameters of one dtype and device, the state of their transform, and the memory of their flat buffer."""
 
-    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], empty: Empty | None = None) -> None:
         self.index = index
+        self._empty = empty
         self.parameters = dict(parameters)
         self.numel = sum(p.numel() for p in parameters.values())
         self.state: State = None
@@ -39,12 +43,19 @@ class Bucket:
         gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
         memory, self._memory = self._memory, None
         if memory is None:
-            return Bundle(gradients, share)
+            return Bundle(gradients, share, into=self._fresh(gradients))
         places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
         if all(places):  # accumulated where the last answer lay: nothing to copy
             memory.share = share
             return memory
-        return Bundle(gradients, share, into=None if any(places) else memory)
+        return Bundle(gradients, share, into=self._fresh(gradients) if any(places) else memory)
+
+    def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
+        """Memory to pack into, where it has to be of a certain kind."""
+        like = next(iter(self.parameters.values()))
+        if self._empty is None or like.device.type != "cpu":
+            return None
+        return Bundle(gradients, flat=self._empty(self.numel, like.dtype))
 
     def place(self, answer: Bundle | None) -> None:
         """Point every parameter's `.grad` at its part of `answer`; None: no gradient in this step."""
@@ -102,13 +113,15 @@ def _rows(dense: Tensor) -> Tensor:
     )
 
 
-def buckets(parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+def buckets(
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None, empty: Empty | None = None
+) -> list[Bucket]:
     """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
 
     One bucket of each dtype and device is open at a time. It is closed as soon as it holds `bucket_bytes`, so a
     large layer does not wait for the small ones below it, and the first much sooner, so communication begins
     early. They are numbered in the order in which backward completes them. Very large models get larger
-    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype.
+    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype. `empty` makes their memory.
     """
     backward_order = list(reversed(list(parameters.items())))
     total = sum(_num_bytes(p) for _, p in backward_order)
@@ -128,7 +141,7 @@ def buckets(parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None) ->
         raise ValueError("this strategy looks at the whole gradient at once, so all parameters must share one dtype")
     reached = {name: position for position, (name, _) in enumerate(backward_order)}
     groups.sort(key=lambda group: reached[next(reversed(group))])
-    return [Bucket(i, group) for i, group in enumerate(groups)]
+    return [Bucket(i, group, empty) for i, group in enumerate(groups)]
 
 
 def _num_bytes(parameter: nn.Parameter) -> int:

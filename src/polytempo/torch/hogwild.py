@@ -19,7 +19,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.core import Port, Strategy, Turn, Work
+from polytempo.native.common import Common
 from polytempo.native.sparse import scatter_add_
+from polytempo.torch.one_copy import alias_parameters
 from polytempo.worlds import ProcessWorld
 
 _CHANNEL = 1011
@@ -104,7 +106,9 @@ class TurnHooks:
     stores; all else is torch's own step on the shared memory.
     """
 
-    def __init__(self, world: ProcessWorld, optimizer: Optimizer, turn: Turn) -> None:
+    def __init__(self, world: ProcessWorld, optimizer: Optimizer, turn: Turn, common: Common | None = None) -> None:
+        self.common = common
+        """The memory of the shared parameters, for who takes the hooks off to give back."""
         self._world, self._optimizer, self._turn = world, optimizer, turn
         self._baton = Baton()
         self._inside = ExitStack()
@@ -114,7 +118,8 @@ class TurnHooks:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        replaced = _with_loss(args, kwargs) if type(self._optimizer) is SGD else None
         if self._turn == "locked":
             self._inside.enter_context(self._world.alone())
         elif self._turn == "in_turn":
@@ -122,6 +127,7 @@ class TurnHooks:
         self._aside = scatter_sparse_(self._optimizer)
         for parameter, _gradient in self._aside:
             parameter.grad = None  # torch's step passes over it
+        return replaced
 
     def _after_step(self, *_: Any) -> None:
         for parameter, gradient in self._aside:
@@ -136,6 +142,16 @@ class TurnHooks:
         self._world.drive(self._baton.settle())
         for handle in self.handles:
             handle.remove()
+
+
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a step's closure now, for torch would call it after the hook; arguments that hand on its loss instead."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0], lambda: loss), {}
 
 
 @torch.no_grad()
@@ -172,3 +188,12 @@ def share_storage(models: Sequence[nn.Module]) -> None:
     for model in models[1:]:
         for name, parameter in model.named_parameters():
             parameter.data = first[name].data
+
+
+def in_turns(
+    world: ProcessWorld, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, strategy: Strategy
+) -> TurnHooks:
+    """Make `parameters` aliases of the one copy, and update it by the strategy's turn. All ranks call it."""
+    assert strategy.one_copy is not None
+    alias_parameters(world, parameters)
+    return TurnHooks(world, optimizer, strategy.one_copy)

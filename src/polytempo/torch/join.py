@@ -30,6 +30,11 @@ class Membership:
                 f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"
             )
+        if strategy.one_copy == "in_turn":
+            raise ValueError(
+                f"{strategy} waits for every rank's turn, also of those that have left, so join() cannot be used; give "
+                "all ranks equally many batches, as pt.shard does, or take hogwild()"
+            )
         self.joining = self._world.size > 1
         try:
             yield

@@ -48,8 +48,8 @@ def host_group(world: ProcessWorld, strategy: Strategy) -> Group | None:
     return group
 
 
-def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One copy of `tensors` for all ranks of a host: rank 0's values. All ranks call it, with equal shapes.
+def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Common]:
+    """One copy of `tensors` for all ranks of a host: rank 0's values; and their memory. All ranks call it.
 
     Raises ValueError where the ranks do not share memory, MemoryError where there is too little of it.
     """
@@ -63,19 +63,24 @@ def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> dict
         for name, tensor in tensors.items():
             shared[name].copy_(tensor.detach())
     group.barrier()
-    return shared
+    return shared, common
 
 
-def alias_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let the parameters of all ranks be one copy, with rank 0's values. All ranks call it."""
-    for name, alias in share_parameters(world, {n: p.detach() for n, p in parameters.items()}).items():
+def alias_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter]) -> Common:
+    """Let the parameters of all ranks be one copy, with rank 0's values; its memory. All ranks call it."""
+    shared, common = share_parameters(world, {n: p.detach() for n, p in parameters.items()})
+    for name, alias in shared.items():
         parameters[name].data = alias
+    return common
 
 
-def own_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give this rank's parameters memory of their own again."""
+def own_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter], common: Common | None) -> None:
+    """Give the parameters memory of their own again, equal on all ranks, and the common one back. All ranks call it."""
+    world.drive(world.port.barrier())  # so that nobody copies before the last update
     for parameter in parameters.values():
         parameter.data = parameter.data.clone()
+    if common is not None:
+        common.release()
 
 
 class OneCopy:
@@ -102,17 +107,18 @@ class OneCopy:
         self.plan = Plan(group, items, (self._rule.first is not None, self._rule.second is not None))
         self._places = [-1 if view is None else view.data_ptr() for view in self.plan.gradients]
         self._scale = 1.0
+        """What clipping asked for, until the next step or the next backward pass."""
         self._hidden: list[Tensor | None] = []
         self._without_state: list[int] = []
         self._adopt(writes=group.rank == 0, fresh=True)
         for parameter, alias in zip(self._parameters, self.plan.parameters, strict=True):
             assert alias is not None
             parameter.data = alias
+        self._homes = [parameter.data_ptr() for parameter in self._parameters]
         group.barrier()  # rank 0 has written the moments
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._arrival(index))
             for index, parameter in enumerate(self._parameters)
-            if not self._by_rows[index]
         ]
         weakly = ref(self)
 
@@ -146,7 +152,10 @@ class OneCopy:
 
         def arrived(parameter: Tensor) -> None:
             copy, gradient = weakly(), parameter.grad
-            if copy is not None and gradient is not None and gradient.data_ptr() != copy._places[index]:
+            if copy is None or gradient is None:
+                return
+            copy._scale = 1.0  # a step that was clipped and then left out leaves nothing behind
+            if not copy._by_rows[index] and gradient.data_ptr() != copy._places[index]:
                 copy._place(index, parameter, gradient)
 
         return arrived
@@ -161,6 +170,12 @@ class OneCopy:
 
     def _bring(self, index: int, parameter: Tensor) -> Tensor | None:
         """This parameter's gradient, once the others can read it."""
+        if parameter.data_ptr() != self._homes[index]:
+            raise RuntimeError(
+                f"parameter {index} of shape {list(parameter.shape)} was given other memory (`.data = …`, "
+                "`model.to(…)`), so it is no longer the one copy; write into it with `copy_`, or detach() and "
+                "attach again"
+            )
         gradient = parameter.grad
         self.plan.used[index] = gradient is not None
         if gradient is None:

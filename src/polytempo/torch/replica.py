@@ -22,7 +22,7 @@ from polytempo.aggregation import mean
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
-from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, buckets
+from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
 
 BufferRule = Literal["average", "broadcast", "leave"]
 
@@ -31,7 +31,10 @@ _BUFFER_CHANNEL = 1010
 
 
 class Replica:
-    """One rank's training state. `share` is its part of the present global batch (None: equal parts)."""
+    """One rank's training state. `share` is its part of the present global batch (None: equal parts).
+
+    `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Replica:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         buffer_rule: BufferRule = "average",
+        empty: Empty | None = None,
     ) -> None:
         if buffer_rule not in ("average", "broadcast", "leave"):
             raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
@@ -60,7 +64,7 @@ class Replica:
         self.buckets: list[Bucket] = []
         if self.exchanges_gradients:
             separable = strategy.gradients.separable
-            self.buckets = buckets(self.trainable, bucket_bytes if separable else None)
+            self.buckets = buckets(self.trainable, bucket_bytes if separable else None, empty)
             for bucket in self.buckets:
                 bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
                 bucket.sparse_tables = sparse_tables(model)

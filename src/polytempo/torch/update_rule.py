@@ -21,6 +21,8 @@ class Rule(NamedTuple):
     second: str | None = None
     counts: bool = False
     """Whether torch keeps a count of steps beside the moments."""
+    decouples: bool = False
+    """Whether weight decay is AdamW's: up to torch 2.6 only the class says so."""
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
@@ -37,7 +39,7 @@ def rule_of(optimizer: Optimizer) -> Rule:
         return Rule("sgd", "momentum_buffer" if has_momentum else None)
     if type(optimizer) is Adagrad:
         return Rule("adagrad", None, "sum", counts=True)
-    return Rule("adam", "exp_avg", "exp_avg_sq", counts=True)
+    return Rule("adam", "exp_avg", "exp_avg_sq", counts=True, decouples=type(optimizer) is AdamW)
 
 
 def takes_rows(rule: Rule, group: dict[str, Any]) -> bool:
@@ -59,7 +61,7 @@ def hypers_of(rule: Rule, optimizer: Optimizer) -> ctypes.Array[Hyper]:
 
 def _hyper(rule: Rule, group: dict[str, Any]) -> Hyper:
     hyper = Hyper(lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"])
-    hyper.rule = RULES["adamw" if group.get("decoupled_weight_decay") else rule.name]
+    hyper.rule = RULES["adamw" if rule.decouples or group.get("decoupled_weight_decay") else rule.name]
     if rule.name == "sgd":
         hyper.momentum, hyper.dampening, hyper.nesterov = group["momentum"], group["dampening"], group["nesterov"]
         if group["momentum"] and rule.first is None:

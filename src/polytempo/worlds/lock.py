@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-import weakref
 
 from torch._C._distributed_c10d import Store
 
@@ -17,7 +16,8 @@ class HostLock:
     """A record lock on a file without a name. The kernel lets go for a process that has died.
 
     The first process that comes makes the file and says in `store` where it is; the others open it through `/proc`,
-    so it must live until they have. A process holds the lock as a whole: threads of one do not exclude each other.
+    so it must live until they have. The file stays open until the process ends, for a later world of the same store
+    finds it there. A process holds the lock as a whole: threads of one do not exclude each other.
     """
 
     def __init__(self, store: Store, host: int) -> None:
@@ -27,7 +27,6 @@ class HostLock:
             store.set(key, f"/proc/{os.getpid()}/fd/{self._descriptor}")
         else:
             self._descriptor = os.open(store.get(key).decode(), os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
 
     def acquire(self, timeout_s: float) -> bool:
         """Wait for the lock, at most `timeout_s`; says whether it is ours. Yields the core at first, then sleeps."""

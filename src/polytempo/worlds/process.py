@@ -240,7 +240,8 @@ class ProcessWorld:
 
     def record(self, kind: str, start_s: float) -> None:
         """Write the line of something that this rank did from `start_s` until now."""
-        self.trace.add(Event(self.rank, self.step, kind, 0, start_s, self.now_s()))
+        now_s = self.now_s()
+        self.trace.add(Event(self.rank, self.step, kind, 0, min(start_s, now_s), now_s))  # `begin` moves the zero
 
     def issue(self, op: Op[Any]) -> _Pending:
         """Begin an operation."""
@@ -302,6 +303,11 @@ class ProcessWorld:
         """Let go of sub-groups, so that their transport can end. The world is of no use afterwards."""
         self._groups.clear()
         self._host_group, self._asked_for_host_group = None, True
+
+    @property
+    def reads_arenas(self) -> bool:
+        """Whether the transport reads tensors in shared memory in place, so that it is worth having them there."""
+        return self.size > 1 and isinstance(getattr(dist.group.WORLD, "group", None), Group)
 
     def host_group(self) -> Group | None:
         """All ranks as a group that shares memory; None where they are on several hosts or lack the native core.
