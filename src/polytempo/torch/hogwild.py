@@ -195,5 +195,5 @@ def in_turns(
 ) -> TurnHooks:
     """Make `parameters` aliases of the one copy, and update it by the strategy's turn. All ranks call it."""
     assert strategy.one_copy is not None
-    alias_parameters(world, parameters)
-    return TurnHooks(world, optimizer, strategy.one_copy)
+    common = alias_parameters(world, parameters)
+    return TurnHooks(world, optimizer, strategy.one_copy, common)

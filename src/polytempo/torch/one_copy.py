@@ -76,11 +76,15 @@ def alias_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter]
 
 def own_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter], common: Common | None) -> None:
     """Give the parameters memory of their own again, equal on all ranks, and the common one back. All ranks call it."""
-    world.drive(world.port.barrier())  # so that nobody copies before the last update
+    group = world.host_group()
+    with suppress(PolytempoError):  # where a rank is lost nobody waits, and the memory goes when all others have left
+        if group is not None:
+            group.barrier()  # nobody copies before the last update
     for parameter in parameters.values():
         parameter.data = parameter.data.clone()
     if common is not None:
-        common.release()
+        with suppress(PolytempoError):
+            common.release()
 
 
 class OneCopy:
