@@ -134,6 +134,11 @@ struct AllReduce {
     }
 
     Status direct() const {
+        for (int rank = 0; rank < group.size; ++rank) // who gave up waiting may use its memory for something else
+            if (has_left(group, rank)) {
+                group.culprit = rank;
+                return group.broken = LOST;
+            }
         const void* sources[MAX_RANKS];
         void* outs[MAX_RANKS];
         int num_outs = 0;
@@ -144,7 +149,9 @@ struct AllReduce {
             if (root < 0 || root == rank) outs[num_outs++] = theirs + own.begin * element_bytes;
         }
         if (own.count) reduce(dtype, op, order, outs, num_outs, sources, group.size, own.count);
-        return meet(group, deadline_ns);
+        const Status status = meet(group, deadline_ns);
+        if (status == LOST) wait_for_living(group, deadline_ns); // they may still be writing into this rank's data
+        return status;
     }
 
     Status run() {

@@ -67,13 +67,17 @@ static bool has_arrived(const Member& member, uint32_t phase) { // acquire: what
     return static_cast<int32_t>(member.phase.load(std::memory_order_acquire) - phase) >= 0;
 }
 
-bool is_gone(const Group& group, int rank) {
-    if (rank == group.rank) return false;
-    Member& member = group.member(rank);
-    if (member.state.load(std::memory_order_acquire) == LEFT) return true;
-    if (group.pidfds[rank] < 0) return kill(member.pid.load(std::memory_order_relaxed), 0) != 0 && errno == ESRCH;
+bool has_left(const Group& group, int rank) { return group.member(rank).state.load(std::memory_order_acquire) != HERE; }
+
+bool has_ended(const Group& group, int rank) {
+    if (group.pidfds[rank] < 0)
+        return kill(group.member(rank).pid.load(std::memory_order_relaxed), 0) != 0 && errno == ESRCH;
     pollfd ended{group.pidfds[rank], POLLIN, 0};
-    return poll(&ended, 1, 0) > 0;
+    return poll(&ended, 1, 0) > 0 && ended.revents & POLLIN; // not POLLNVAL: a closed descriptor says nothing
+}
+
+bool is_gone(const Group& group, int rank) {
+    return rank != group.rank && (has_left(group, rank) || has_ended(group, rank));
 }
 
 static Status breaks(Group& group, Status why, int culprit) {
@@ -115,6 +119,13 @@ Status wait_for_all(Group& group, int64_t deadline_ns) {
         if (status != FINE) return status;
     }
     return FINE;
+}
+
+void wait_for_living(const Group& group, int64_t deadline_ns) {
+    std::atomic<uint32_t> nobody{0};
+    for (int rank = 0; rank < group.size; ++rank)
+        while (!has_arrived(group.member(rank), group.phase) && !is_gone(group, rank) && now_ns() < deadline_ns)
+            sleep_on(nobody, 0, 1'000'000);
 }
 
 static void issue(Group& group, uint64_t number) { // only this rank writes it; nothing else is read because of it
@@ -177,7 +188,7 @@ pt_group* pt_group_open(const pt_group_place* place) {
 void pt_group_leave(pt_group* handle) {
     auto& group = *reinterpret_cast<Group*>(handle);
     Member& me = group.member(group.rank);
-    me.state.store(LEFT, std::memory_order_seq_cst);
+    if (me.state.load(std::memory_order_relaxed) == HERE) me.state.store(LEFT, std::memory_order_seq_cst);
     wake(me.phase);
     for (int rank = 0; rank < group.size; ++rank) {
         Member& other = group.member(rank);
@@ -188,8 +199,9 @@ void pt_group_leave(pt_group* handle) {
 
 int32_t pt_group_empty(pt_group* handle) {
     const auto& group = *reinterpret_cast<Group*>(handle);
+    group.member(group.rank).state.store(CLOSED, std::memory_order_seq_cst);
     for (int rank = 0; rank < group.size; ++rank)
-        if (rank != group.rank && !is_gone(group, rank)) return 0;
+        if (group.member(rank).state.load(std::memory_order_seq_cst) != CLOSED && !has_ended(group, rank)) return 0;
     return 1;
 }
 

@@ -22,7 +22,8 @@
 namespace pt {
 
 enum Status : int32_t { FINE = 0, LOST = 1, LATE = 2, MISMATCH = 3, BROKEN = 4 };
-enum State : uint32_t { HERE = 0, LEFT = 1 };
+// LEFT: will not come again. CLOSED: does not touch shared memory any more, so its peers may give theirs back.
+enum State : uint32_t { HERE = 0, LEFT = 1, CLOSED = 2 };
 
 enum Kind : int32_t {
     BARRIER = 0, ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, STEP,
@@ -110,6 +111,11 @@ Status agree(Group& group);
 
 // Whether the process of `rank` has ended, or it has left the group.
 bool is_gone(const Group& group, int rank);
+bool has_left(const Group& group, int rank);
+bool has_ended(const Group& group, int rank);
+
+// Wait until every rank has arrived or is gone, at most until the deadline.
+void wait_for_living(const Group& group, int64_t deadline_ns);
 
 // Sleep until `word` is no longer `seen`, at most `most_ns`; wake those that sleep on it.
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, int64_t most_ns);

@@ -39,7 +39,7 @@ PT_EXPORT int64_t pt_control_bytes(int32_t size);
 PT_EXPORT int64_t pt_rings_bytes(int32_t size, int64_t ring_bytes);
 PT_EXPORT pt_group* pt_group_open(const pt_group_place* place);
 PT_EXPORT void pt_group_leave(pt_group* group);         // tell the others; their waits end with 1
-PT_EXPORT int32_t pt_group_empty(pt_group* group);      // have all others left or ended?
+PT_EXPORT int32_t pt_group_empty(pt_group* group);      // called last: this rank is done; are all others, too, or ended?
 PT_EXPORT void pt_group_close(pt_group* group);         // free this process's part
 PT_EXPORT int32_t pt_group_culprit(pt_group* group);
 PT_EXPORT int32_t pt_group_missing(pt_group* group, int32_t rank); // has `rank` not come as far as this one?

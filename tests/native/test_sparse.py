@@ -234,8 +234,8 @@ def test_rows_that_native_code_must_not_see(change: dict[str, Any], text: str) -
     ("change", "text"),
     [
         ({"update": "often"}, "update must be one of free, locked, in_turn, got 'often'"),
-        ({"workers": 0}, "workers must be positive, got 0"),
-        ({"l2": -1.0}, "l2 must not be negative, got -1.0"),
+        ({"workers": 0}, "workers must be a positive whole number, got 0"),
+        ({"l2": -1.0}, "l2 must be finite and not negative, got -1.0"),
         ({"window": 4, "update": "locked"}, "only update='free' has one"),
     ],
 )

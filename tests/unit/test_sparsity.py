@@ -50,7 +50,7 @@ def test_it_is_what_the_definition_says(edges: Edges) -> None:
 
 @pytest.mark.parametrize(("indptr", "indices"), [([0], []), ([0, 3], [1, 2])], ids=["no row", "an entry is missing"])
 def test_what_is_no_compressed_matrix(indptr: list[int], indices: list[int]) -> None:
-    with pytest.raises(ValueError, match="indptr must end with"):
+    with pytest.raises(ValueError, match="indptr must rise from 0"):
         sparsity(np.array(indptr, np.int64), np.array(indices, np.int32))
 
 

@@ -49,7 +49,7 @@ def collectives(plan: Plan) -> dict[str, Any]:
     _check(plan)
     reasons = {"ours": why_not(), "mpi": mpi.missing(), "limit": limit.missing()}
     missing = {name: reason for name, reason in reasons.items() if reason}
-    rows = [row for size in plan.ranks for row in _rows(plan, size, with_mpi="mpi" not in missing)]
+    rows = [row for size in dict.fromkeys(plan.ranks) for row in _rows(plan, size, with_mpi="mpi" not in missing)]
     return written("collectives", plan._asdict(), missing, rows)
 
 

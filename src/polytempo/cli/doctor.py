@@ -22,7 +22,8 @@ from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Seat
-from polytempo.native.library import instruction_set, why_not
+from polytempo.native.library import available, instruction_set, why_not
+from polytempo.torch.autoload import register
 
 _TOOLS = ("torchrun", "srun", "mpirun", "ray", "nvidia-smi")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, never written to
@@ -125,8 +126,9 @@ def _two_workers_talk() -> tuple[float, float]:
 def _talk(seat: Seat) -> list[float]:
     """One worker's part: the time when all had met, and the seconds of the best of five all-reduces."""
     store = FileStore(str(seat.rendezvous / "store"), seat.size)
+    register()
     dist.init_process_group(
-        "gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=_DEADLINE_S)
+        _transport(), store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=_DEADLINE_S)
     )
     met = time.monotonic()
     seconds = []
@@ -139,6 +141,11 @@ def _talk(seat: Seat) -> list[float]:
             raise ValueError(f"rank {seat.rank}: the sum over {seat.size} workers is wrong")
     dist.destroy_process_group()
     return [met, min(seconds)]
+
+
+def _transport() -> str:
+    """What workers of one host talk through."""
+    return "polytempo" if available() else "gloo"
 
 
 def _search_path() -> str:
@@ -177,7 +184,7 @@ def _rows(health: Health) -> list[tuple[str, str]]:
         ("optional tools", there(health.tools)),
     ]
     if health.start_ms is not None and health.all_reduce_ms is not None:
-        rows.append(
-            ("self-check", f"2 workers met in {health.start_ms:.0f} ms and add 1 MB in {health.all_reduce_ms:.2f} ms")
-        )
+        how = "shared memory" if health.native else "gloo"
+        took = f"met in {health.start_ms:.0f} ms and add 1 MB in {health.all_reduce_ms:.2f} ms"
+        rows.append(("self-check", f"2 workers {took}, through {how}"))
     return rows + [("problem", problem) for problem in health.problems]

@@ -70,7 +70,7 @@ class TrainOptions(BaseModel):
     strategy: str = "sync_sgd"
     strategies: Annotated[str | None, BeforeValidator(_one_or_several)] = None
     workers: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = 2
-    cluster: str = "ethernet"
+    cluster: str | None = None
     stragglers: str | None = None
     meta: bool = False
     data: Path | None = None

@@ -12,6 +12,7 @@ from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
 from polytempo.cli.plan import job_of, run_name, run_options, show_plan
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
+from polytempo.engines.simulate import default_cluster
 from polytempo.engines.simulate import simulate as simulated
 from polytempo.report.progress import Progress
 
@@ -22,7 +23,7 @@ def simulate(given: Mapping[str, object], config: Path | None) -> None:
     if options.resume:
         raise ValueError("--resume: a simulation is not resumed; the same seed gives the same run, so begin again")
     strategy = strategy_from(options.strategy)
-    cluster = cluster_from(options.cluster, options.stragglers)
+    cluster = cluster_from(options.cluster or default_cluster(strategy, options.workers), options.stragglers)
     with notes_on_stderr():
         job = job_of(options)
     name = run_name(options, options.strategy, "simulated")

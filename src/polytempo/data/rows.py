@@ -29,7 +29,8 @@ class SparseRows(NamedTuple):
 
 
 def libsvm_rows(path: Path, num_columns: int | None = None) -> SparseRows:
-    """The rows of a LIBSVM file of two classes, labelled -1/+1 or 0/1. Memory: 8 bytes an entry, never dense."""
+    """The rows of a LIBSVM file of two classes, labelled -1/+1 or 0/1. Never dense: 8 bytes an entry, and
+    while the file is read about a hundred."""
     found = read_sparse(path)
     classes = set(found.labels)
     if not (classes <= {-1.0, 1.0} or classes <= {0.0, 1.0}):
@@ -52,6 +53,11 @@ def random_rows(num_rows: int, num_columns: int, density: float = 0.01, seed: in
 
     Each row has max(1, density · num_columns) entries, scaled to unit variance of z·1, at distinct columns.
     """
+    if num_rows < 1 or num_columns < 1 or not 0 < density <= 1:
+        raise ValueError(
+            "random rows need a row, a column, and a density above 0 and up to 1; got "
+            f"{num_rows} rows, {num_columns} columns and density {density}"
+        )
     random = np.random.default_rng(seed)
     each = max(1, round(density * num_columns))
     columns = np.stack([_distinct(random, num_columns, each) for _ in range(num_rows)])

@@ -36,8 +36,8 @@ def sparsity(indptr: NDArray[np.int64], indices: NDArray[np.int32]) -> Sparsity:
     Source: B. Recht, C. Re, S. Wright and F. Niu, "Hogwild!", 2011, equation (2.6).
     """
     num_rows = len(indptr) - 1
-    if num_rows < 1 or int(indptr[-1]) != len(indices):
-        raise ValueError(f"indptr must end with the {len(indices)} entries of indices, and have a row, got {indptr!r}")
+    if num_rows < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
+        raise ValueError(f"indptr must rise from 0 to the {len(indices)} entries, and have a row, got {indptr!r}")
     if not len(indices):
         return Sparsity(0, 0.0, 0.0)
     rows, columns = _entries(indptr, indices)

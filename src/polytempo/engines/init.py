@@ -153,12 +153,15 @@ def _hosts() -> list[int]:
 
 
 def _host_identity() -> str:
-    """Two hosts may have one name; two containers may run on one kernel, but between them there is a network."""
+    """What tells hosts apart: two may have one name, and two containers on one kernel have a network between them,
+    or processes that cannot see each other.
+    """
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/net"))
+    for space in ("net", "pid"):
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{space}"))
     return "\n".join(parts)
 
 

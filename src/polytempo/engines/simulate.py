@@ -28,6 +28,8 @@ from polytempo.torch.trainer import recorder, result_of
 from polytempo.torch.training import Course, Summary, train
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
+_HOST_WORKERS = 64
+
 
 def simulate(
     job: Job,
@@ -61,7 +63,7 @@ def simulate(
     if meta and (options.epochs or options.until):
         raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
     if cluster is None:
-        cluster = ethernet() if strategy.one_copy is None else one_host(max(64, workers))
+        cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))
     num_hosts = len(set(cluster.hosts(workers)))
     if is_hogwild(strategy) and num_hosts > 1:
         raise ValueError(
@@ -76,6 +78,11 @@ def simulate(
         return _trained(job, strategy, workers, cluster, options, progress)
     finally:
         torch.set_num_threads(threads)
+
+
+def default_cluster(strategy: Strategy, workers: int) -> str:
+    """The cluster that `simulate` takes where none is given, as it is written on the command line."""
+    return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
 
 
 def _trained(

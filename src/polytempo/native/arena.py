@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 import weakref
 from bisect import insort
 from collections import deque
@@ -65,6 +66,7 @@ class Arena:
         self.base = self._mapping.base
         self._free: list[Block] = [Block(0, self.num_bytes)]
         self._returned: deque[Block] = deque()
+        self._lock = threading.Lock()  # of `_free` and `used_bytes`
         self._owner = os.getpid()
         self.used_bytes = 0
 
@@ -75,8 +77,15 @@ class Arena:
 
     def allocate(self, num_bytes: int) -> Block:
         """A block of zeros, at least `num_bytes` long. Raises MemoryError when the arena or the machine has no more."""
-        while self._returned:
-            self._take_back(self._returned.popleft())
+        if os.getpid() != self._owner:
+            raise MemoryError(f"this arena belongs to process {self._owner}, which has forked; use own_arena() here")
+        with self._lock:
+            self._take_back_all()
+            block = self._cut(num_bytes)
+        self._settle()  # what was let go of meanwhile
+        return block
+
+    def _cut(self, num_bytes: int) -> Block:
         unit = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         wanted = max(unit, -(-num_bytes // unit) * unit)
         for i, (offset, free_bytes) in enumerate(self._free):
@@ -93,9 +102,24 @@ class Arena:
         )
 
     def free(self, block: Block) -> None:
-        """Give a block back. May be called at any time, also by the garbage collector: it is merged later."""
+        """Give a block back. May be called at any time, also by the garbage collector in the midst of `allocate`.
+
+        It never waits: where somebody is busy with the arena, he takes the block back when he is done.
+        """
         if os.getpid() == self._owner:  # a forked child has our objects, but the memory is ours
             self._returned.append(block)
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._take_back_all()
+            finally:
+                self._lock.release()
+
+    def _take_back_all(self) -> None:
+        while self._returned:
+            self._take_back(self._returned.popleft())
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros in the arena. Its memory is given back with the last tensor that uses it."""
@@ -118,10 +142,14 @@ class Arena:
         return offset if 0 <= offset < self.num_bytes else None
 
     def _commit(self, offset: int, num_bytes: int) -> None:
-        """Fail now, in words, rather than later by a signal."""
+        """Fail now, in words, rather than later by a signal, as far as one can tell.
+
+        A memfd's pages are only promised, so this looks at what the machine and the control groups (version 2) have
+        left. Others may take it in the meantime, and limits of version 1 or of a container's parent are not seen.
+        """
         try:
             if self._unlimited:
-                if num_bytes > max(_available_bytes(), 64 << 20):
+                if num_bytes > 64 << 20 and num_bytes > _available_bytes():
                     raise OSError(errno.ENOSPC, "the machine has no more memory")
             else:
                 os.posix_fallocate(self._descriptor, offset, num_bytes)
@@ -155,6 +183,10 @@ class Window:
     def __init__(self, address: Address) -> None:
         self.address = address
         self.num_bytes = address.num_bytes
+        # Before the inode is compared: if that is right, this was the right process, and no later one of its number.
+        self.pidfd = _pidfd(address.pid)
+        if self.pidfd >= 0:
+            weakref.finalize(self, os.close, self.pidfd).atexit = False  # threads may still be in the core
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != address.inode:
@@ -164,9 +196,6 @@ class Window:
             os.close(descriptor)
         self._mapping.prefer_large_pages()
         self.base = self._mapping.base
-        self.pidfd = _pidfd(address.pid)
-        if self.pidfd >= 0:
-            weakref.finalize(self, os.close, self.pidfd)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the neighbour's memory; it keeps the mapping alive."""
@@ -182,15 +211,26 @@ def _over(mapping: Mapping, offset: int, shape: tuple[int, ...], dtype: torch.dt
 
 _own: Arena | None = None
 _windows: weakref.WeakValueDictionary[Address, Window] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+"""Of these two. The garbage collector may come back here, hence an RLock."""
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def own_arena() -> Arena:
     """This process's arena, made when first asked for; a forked child gets one of its own."""
     global _own
-    if _own is None or _own._owner != os.getpid():
-        _own = Arena()
-        _windows.clear()
-    return _own
+    with _lock:
+        if _own is None or _own._owner != os.getpid():
+            _own = Arena()
+            _windows.clear()
+        return _own
 
 
 def shared_empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -204,10 +244,11 @@ def shared_empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float3
 
 def window(address: Address) -> Window:
     """A window onto the arena at `address`, shared by all who look through it."""
-    found = _windows.get(address)
-    if found is None:
-        found = _windows[address] = Window(address)
-    return found
+    with _lock:
+        found = _windows.get(address)
+        if found is None:
+            found = _windows[address] = Window(address)
+        return found
 
 
 def _nameless() -> tuple[int, bool]:
@@ -251,10 +292,29 @@ def _physical_bytes() -> int:
 
 
 def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return _physical_bytes()
+    """What the machine has left, or, where that is less, what a limit on this process's control groups leaves."""
+    machine = _table(Path("/proc/meminfo")).get("MemAvailable:")
+    return min(_physical_bytes() if machine is None else machine << 10, *_left_by_limits())
+
+
+def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """limit - use + what the system would drop from its file cache, of each control group (version 2) with a limit."""
+    left = [sys.maxsize]
+    with suppress(OSError, ValueError):
+        path = next(line[3:].strip("/") for line in own.read_text().splitlines() if line.startswith("0::"))
+        for folder in [root / path, *(root / path).parents]:
+            if not folder.is_relative_to(root):
+                break
+            with suppress(OSError, ValueError):  # the root has no such files; without a limit the number is "max"
+                limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+                cache = _table(folder / "memory.stat")
+                left.append(max(0, limit - used + cache.get("inactive_file", 0) + cache.get("active_file", 0)))
+    return left
+
+
+def _table(file: Path) -> dict[str, int]:
+    lines = file.read_text(encoding="ascii").splitlines()
+    return {name: int(number) for name, number, *_ in map(str.split, lines)}
 
 
 def _pidfd(pid: int) -> int:

@@ -18,8 +18,13 @@ DTYPES = {
     torch.int64: 8,
     torch.bool: 9,
 }
-"""What can be reduced. Anything can be moved: as bytes, where it has no number here."""
-BYTES = 5
+"""What can be reduced."""
+
+_ALL = sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)} - DTYPES.keys(), key=str)
+MOVED = DTYPES | {dtype: number for number, dtype in enumerate(_ALL, 10)}
+"""What can be moved: all that torch has. The core compares these numbers, so ranks have to run the same torch."""
+NOTHING = -1
+"""Neither sends nor receives a tensor."""
 
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4, "band": 5, "bor": 6, "bxor": 7}
 KINDS = (
@@ -56,4 +61,4 @@ class Call(ctypes.Structure):
 
 def name_of(code: int) -> str:
     """The dtype of that number, in words."""
-    return next((str(dtype).removeprefix("torch.") for dtype, number in DTYPES.items() if number == code), "bytes")
+    return next((str(dtype).removeprefix("torch.") for dtype, number in MOVED.items() if number == code), "no dtype")

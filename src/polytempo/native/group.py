@@ -11,17 +11,17 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, TimedOut
 from polytempo.native.arena import Arena, Block, Window, own_arena
-from polytempo.native.call import BYTES, DTYPES, KINDS, OPS, Call
+from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, Call
 from polytempo.native.library import load, why_not
-from polytempo.native.meeting import Member, Store, Unreachable, host_identity, introduced, mapped
+from polytempo.native.meeting import Member, Store, Unreachable, excuse, host_identity, introduced, mapped
 from polytempo.native.transfer import Transfer
 
 BLOCK_BYTES = 512 << 10
@@ -57,7 +57,10 @@ class Group:
     alone, not on how many ranks they were dealt to (a power of two).
 
     Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages.
-    Making one waits until all members are there.
+    Making one waits until all members are there; where one of them cannot come, all raise `Unreachable`.
+
+    After `TimedOut` do not use the arena's tensors of that call for anything else: slower ranks may still be in the
+    call, and read them, or write to them where it is a reduction. Let go of them; others stay as they are.
     """
 
     def __init__(
@@ -72,9 +75,6 @@ class Group:
         block_bytes: int = BLOCK_BYTES,
         ring_bytes: int = RING_BYTES,
     ) -> None:
-        library = load()
-        if library is None:
-            raise Unreachable(f"no native core: {why_not()}")
         if order not in _ORDERS or not 1 <= size <= _MAX_RANKS or block_bytes < _LEAST_BYTES * size:
             raise ValueError(
                 f"a group has 1 to {_MAX_RANKS} ranks, adds in order {' or '.join(_ORDERS)}, and has blocks of at "
@@ -84,17 +84,28 @@ class Group:
         self.names = list(names or range(size))
         self.lock = threading.Lock()
         """Held by whoever runs a collective."""
-        self._library = library
-        self.arena: Arena = own_arena()
-        staging_bytes = 4 * block_bytes
+        library = load()
+        if library is None:
+            raise excuse(store, rank, f"rank {self.names[rank]} has no native core: {why_not()}")
+        self._library: Any = library
+        _sweep()
         rings_bytes = library.pt_rings_bytes(size, ring_bytes)
-        self._blocks = [self.arena.allocate(staging_bytes), self.arena.allocate(rings_bytes)]
-        if rank == 0:
-            self._blocks.append(self.arena.allocate(library.pt_control_bytes(size)))
-        control = self._blocks[2].offset if rank == 0 else -1
-        mine = Member(self.arena.address, host_identity(), self._blocks[0].offset, self._blocks[1].offset, control)
-        members = introduced(store, rank, size, mine)
-        self.windows = mapped(store, rank, members)
+        control_bytes = [library.pt_control_bytes(size)] if rank == 0 else []
+        try:
+            self.arena: Arena = own_arena()
+            blocks = _allocated(self.arena, [4 * block_bytes, rings_bytes, *control_bytes])
+        except (OSError, MemoryError) as error:
+            raise excuse(store, rank, f"rank {self.names[rank]}: {error}") from error
+        staging, rings, control = (*(block.offset for block in blocks), -1)[:3]
+        mine = Member(self.arena.address, host_identity(), staging, rings, control)
+        try:
+            members = introduced(store, rank, size, mine)
+            self.windows = mapped(store, rank, members)
+        except Unreachable:  # on all ranks; after any other error some may have got through, and use the blocks
+            _free(self.arena, blocks)
+            raise
+        # The control block is never given back: others look at it until they have closed. It is small.
+        self._blocks = blocks[:2]
         self.bases = [self.arena.base if w is None else w.base for w in self.windows]
         self._handle = self._opened(members, block_bytes, ring_bytes)
         self.closed = False
@@ -133,13 +144,12 @@ class Group:
 
     def quick(self) -> Quick:
         """The core's functions themselves, for those who keep order and build arguments on their own."""
-        order, everyone = _ORDERS[self.order], -1
-        reduce = self._library.pt_all_reduce
-        return Quick(
-            lambda dtype, op, data, count, limit_s: reduce(
-                self._handle, dtype, op, order, everyone, data, count, limit_s
+        order, everyone, handle = _ORDERS[self.order], -1, self._handle
+        return Quick(  # `_library` is looked up in each call: in a forked child it is another
+            lambda dtype, op, data, count, limit_s: self._library.pt_all_reduce(
+                handle, dtype, op, order, everyone, data, count, limit_s
             ),
-            partial(self._library.pt_barrier, self._handle),
+            lambda limit_s: self._library.pt_barrier(handle, limit_s),
         )
 
     # ------------------------------------------------------------------ collectives
@@ -213,7 +223,7 @@ class Group:
         """Move tensors: `sends` is one for everybody, one for each rank, or none; `receives[p]` takes what p sends."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         example = next((t for t in (*sends, *receives) if t is not None), None)
-        dtype = BYTES if example is None else DTYPES.get(example.dtype, BYTES)
+        dtype = NOTHING if example is None else MOVED[example.dtype]
         even = kind in ("broadcast", "all_gather", "gather", "scatter")
         count = example.numel() if even and example is not None else 0
         num_sends = max(1, len(sends))
@@ -239,7 +249,7 @@ class Group:
         """Begin to send. The tensor stays unchanged until the transfer is done."""
         if to == self.rank:
             raise ValueError(f"rank {self.names[to]} cannot send to itself; copy the tensor instead")
-        dtype = DTYPES.get(tensor.dtype, BYTES)
+        dtype = MOVED[tensor.dtype]
         pointer = self._library.pt_send(self._handle, to, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         return Transfer(self, pointer, tensor, f"send(to={self.names[to]}, tag={tag})")
 
@@ -247,7 +257,7 @@ class Group:
         """Begin to receive from `source`, or from anyone (-1)."""
         if source == self.rank:
             raise ValueError(f"rank {self.names[source]} cannot receive from itself; copy the tensor instead")
-        dtype = DTYPES.get(tensor.dtype, BYTES)
+        dtype = MOVED[tensor.dtype]
         pointer = self._library.pt_receive(self._handle, source, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         whom = "anyone" if source < 0 else self.names[source]
         return Transfer(self, pointer, tensor, f"recv(source={whom}, tag={tag})")
@@ -305,8 +315,31 @@ class _Remains(NamedTuple):
     """The control block is looked at until all others have left, so it has to stay mapped."""
 
 
-_leaving: list[_Remains] = []
+class _Forked:
+    """Takes the native core's place in a forked child: it would act as the rank that its parent is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"this is a forked child of rank {self._rank}: it is no member of the group; use the group in the process "
+            "that made it, or start workers by spawn"
+        )
+
+
+_leaving: deque[_Remains] = deque()
 _present: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _shut_out() -> None:
+    """In a forked child: what the parent is a member of, or still has to leave, is none of its business."""
+    _leaving.clear()
+    for group in list(_present):
+        group._library = _Forked(group.names[group.rank])
+
+
+os.register_at_fork(after_in_child=_shut_out)
 
 
 @atexit.register
@@ -322,9 +355,35 @@ def _close(remains: _Remains, owner: int) -> None:
         return
     remains.library.pt_group_leave(remains.handle)
     _leaving.append(remains)
-    for left in list(_leaving):
-        if left.library.pt_group_empty(left.handle):
-            _leaving.remove(left)
-            left.library.pt_group_close(left.handle)
-            for block in left.blocks:
-                left.arena.free(block)
+    _sweep()
+
+
+def _sweep() -> None:
+    """Each is taken out before it is looked at: another thread, or the garbage collector, may come here meanwhile."""
+    for _ in range(len(_leaving)):
+        try:
+            left = _leaving.popleft()
+        except IndexError:
+            return
+        if not left.library.pt_group_empty(left.handle):
+            _leaving.append(left)
+            continue
+        left.library.pt_group_close(left.handle)
+        _free(left.arena, left.blocks)
+
+
+def _allocated(arena: Arena, sizes: Sequence[int]) -> list[Block]:
+    """Blocks of these sizes, all or none."""
+    blocks: list[Block] = []
+    try:
+        for num_bytes in sizes:
+            blocks.append(arena.allocate(num_bytes))
+    except MemoryError:
+        _free(arena, blocks)
+        raise
+    return blocks
+
+
+def _free(arena: Arena, blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        arena.free(block)

@@ -40,8 +40,11 @@ class Member(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> Member:
-        """From a message."""
-        address, host, staging, rings, control = json.loads(text)
+        """From a message; raises Unreachable where it says why that rank does not come."""
+        message = json.loads(text)
+        if isinstance(message, dict):
+            raise Unreachable(str(message["reason"]))
+        address, host, staging, rings, control = message
         return cls(Address(*map(int, address)), str(host), int(staging), int(rings), int(control))
 
 
@@ -56,8 +59,14 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
+def excuse(store: Store, rank: int, reason: str) -> Unreachable:
+    """Tell the others why this rank does not come, so that they do not wait for it; the error to raise."""
+    store.set(f"member/{rank}", json.dumps({"reason": reason}))
+    return Unreachable(reason)
+
+
 def introduced(store: Store, rank: int, size: int, mine: Member) -> list[Member]:
-    """All members, in the order of ranks."""
+    """All members, in the order of ranks. Raises Unreachable on every rank where one of them has excused itself."""
     store.set(f"member/{rank}", mine.as_json())
     return [mine if r == rank else Member.from_json(store.get(f"member/{r}")) for r in range(size)]
 

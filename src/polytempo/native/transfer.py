@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, TimedOut
-from polytempo.native.call import BYTES, DTYPES, name_of
+from polytempo.native.call import MOVED, name_of
 
 if TYPE_CHECKING:
     from polytempo.native.group import Group
@@ -49,7 +49,7 @@ class Transfer:
         if status == _MISMATCH:
             came = f"{library.pt_transfer_arrived_bytes(self.pointer)} bytes of "
             came += name_of(library.pt_transfer_arrived_dtype(self.pointer))
-            wanted = f"{self.tensor.nbytes} bytes of {name_of(DTYPES.get(self.tensor.dtype, BYTES))}"
+            wanted = f"{self.tensor.nbytes} bytes of {name_of(MOVED[self.tensor.dtype])}"
             raise Mismatch(f"rank {me}: {self.what} expects {wanted}, and rank {peer} sent {came}")
         raise PeerLost(me, None, self.what, peer, "its process has ended, or it has left the group")
 

@@ -342,8 +342,8 @@ def attach(
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step.
     A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
     used keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` it is otherwise: `.grad` is
-    this rank's own gradient, `step` does all the rest, clipping is the handle's `clip_grad_norm_`, and whoever changes
-    parameters in other ways than by the optimizer does it on one rank, for all see the same memory.
+    this rank's own gradient, `step` does all the rest and waits for all (so all take or skip it alike), clipping is
+    the handle's `clip_grad_norm_`, and who changes parameters in other ways does it on one rank: all see the same.
 
     `buffers`: what happens when ranks meet: the mean of the running statistics of torch's batch and instance
     norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave").

@@ -6,6 +6,7 @@ every epoch                      gate ─▶ own part of the order, native ─�
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -45,13 +46,17 @@ class Settings:
         """Refuse what cannot be."""
         if self.update not in _MODES:
             raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {self.update!r}")
-        for name in ("workers", "epochs", "lr", "decay", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.l2 < 0:
-            raise ValueError(f"l2 must not be negative, got {self.l2}")
-        if self.window is not None and (self.window < 1 or self.update != "free"):
-            raise ValueError(f"window={self.window} must be at least 1, and only update='free' has one")
+        for name in ("workers", "epochs", "window"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value > 0) and not (name == "window" and value is None):
+                raise ValueError(f"{name} must be a positive whole number, got {value}")
+        for name in ("lr", "decay", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0 <= self.l2 < math.inf:
+            raise ValueError(f"l2 must be finite and not negative, got {self.l2}")
+        if self.window is not None and self.update != "free":
+            raise ValueError(f"window={self.window}: only update='free' has one")
 
 
 class Shared(NamedTuple):
