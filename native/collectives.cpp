@@ -11,7 +11,6 @@
 // everybody's data in place, meet.
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "group.h"
 #include "kernels.h"
@@ -239,7 +238,7 @@ struct Exchange {
     const int64_t* receive_bytes;
     int64_t deadline_ns;
 
-    bool large = std::accumulate(receive_bytes, receive_bytes + group.size, int64_t{0}) >= LARGE_BYTES;
+    bool large = false; // known once all have met
 
     // What rank `from` says it sends to `to`, and what `to` says it expects from `from`.
     int64_t sent(int from, int to) const { return group.lengths(from)[to]; }
@@ -308,6 +307,19 @@ struct Exchange {
         if (own != receives[group.rank]) put(receives[group.rank], own, receive_bytes[group.rank]);
     }
 
+    int64_t received_bytes() const {
+        int64_t total = 0;
+        for (int to = 0; to < group.size; ++to)
+            for (int from = 0; from < group.size; ++from) total += expected(to, from);
+        return total;
+    }
+
+    int senders() const {
+        int found = 0;
+        for (int from = 0; from < group.size; ++from) found += columns_of(from) > 0;
+        return found;
+    }
+
     // Blocks of the longest piece that is staged.
     int64_t blocks() const {
         int64_t most = 0;
@@ -338,6 +350,7 @@ struct Exchange {
         if (status != FINE) return status;
         const int64_t num_blocks = blocks();
         group.turn += num_blocks;
+        large = received_bytes() >= (senders() > 1 ? LARGE_BYTES / 3 : LARGE_BYTES); // own copies need room, too
         copy_own();
         copy_directly();
         for (int64_t index = 0; index < num_blocks; ++index) {

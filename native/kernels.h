@@ -44,7 +44,7 @@ void copy(void* out, const void* source, int64_t num_bytes);
 
 // The same past the caches, where the copy is large and nobody reads it at once: what is overwritten is not read first.
 void copy_past_caches(void* out, const void* source, int64_t num_bytes);
-constexpr int64_t LARGE_BYTES = 4 << 20; // a core's own caches hold less
+constexpr int64_t LARGE_BYTES = 24 << 20; // what all ranks receive together; less may stay in a shared cache
 
 enum Rule : int32_t { SGD = 0, ADAM, ADAMW, ADAGRAD };
 

@@ -19,6 +19,8 @@ namespace {
 enum Status : int32_t { FINE = 0, LATE = 2, MISMATCH = 3, NO_MEMORY = 5 };
 
 constexpr int LOOKS = 256; // at a word before the core is yielded: a neighbour holds it for less than this takes
+constexpr double YIELD_S = 0.002; // before sleeping: whoever is awaited has no core, and yielding takes from all
+constexpr long SLEEP_NS = 50'000;
 
 inline float load(const float* from) {
     float value;
@@ -40,17 +42,23 @@ double now_s() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Try until `ready()` or the deadline.
+// Try until `ready()` or the deadline: spin, then yield the core, then sleep between looks.
 template <typename Ready> Status wait_until(Ready ready, double timeout_s) {
-    double deadline_s = 0;
+    double since_s = 0;
     for (;;) {
         for (int look = 0; look < LOOKS; ++look) {
             if (ready()) return FINE;
             pause();
         }
-        if (deadline_s == 0) deadline_s = now_s() + timeout_s;
-        if (now_s() > deadline_s) return LATE;
-        sched_yield();
+        const double present_s = now_s();
+        if (since_s == 0) since_s = present_s;
+        if (present_s - since_s > timeout_s) return LATE;
+        if (present_s - since_s < YIELD_S) {
+            sched_yield();
+        } else {
+            const timespec nap{0, SLEEP_NS};
+            nanosleep(&nap, nullptr);
+        }
     }
 }
 
@@ -111,6 +119,7 @@ struct Epoch {
     }
 
     // The columns of a row rise, so all workers lock in one order and none waits for one that waits for it.
+    // LATE: nothing is locked.
     Status lock(const Row& row) const {
         for (int64_t i = 0; i < row.count; ++i) {
             uint32_t* word = problem.locks + row.columns[i];
@@ -118,9 +127,16 @@ struct Epoch {
             auto taken = [word] {
                 return !__atomic_load_n(word, __ATOMIC_RELAXED) && !__atomic_exchange_n(word, 1, __ATOMIC_ACQUIRE);
             };
-            if (wait_until(taken, timeout_s) != FINE) return LATE;
+            if (wait_until(taken, timeout_s) != FINE) {
+                unlock(row, i);
+                return LATE;
+            }
         }
         return FINE;
+    }
+
+    void unlock(const Row& row, int64_t count) const { // its first `count` columns
+        for (int64_t i = 0; i < count; ++i) __atomic_store_n(problem.locks + row.columns[i], 0, __ATOMIC_RELEASE);
     }
 
     Status locked() const {
@@ -129,8 +145,7 @@ struct Epoch {
             const float factor = slope_at(row);
             if (lock(row) != FINE) return LATE;
             write(row, factor);
-            for (int64_t i = 0; i < row.count; ++i)
-                __atomic_store_n(problem.locks + row.columns[i], 0, __ATOMIC_RELEASE);
+            unlock(row, row.count);
         }
         return FINE;
     }

@@ -140,19 +140,20 @@ static bool all_finished(const Group& group, const Plan& plan) {
 
 static bool is_lowest_living(const Group& group) {
     for (int rank = 0; rank < group.rank; ++rank)
-        if (!is_gone(group, rank)) return false;
+        if (!has_ended(group, rank)) return false;
     return true;
 }
 
-// A rank is lost in mid-step: wait until every slice is made, and make those of the lost if no lower rank lives.
-// Who is gone stays gone, so at no time do two ranks take themselves for the lowest.
+// A rank is lost in mid-step: wait until every slice is made, and make those of the dead if no lower rank lives.
+// Who has ended stays so: at no time do two ranks take themselves for the lowest. Who has only left may still be
+// writing, so nobody takes its place: it finishes its slice, or the deadline comes.
 static bool recover(Group& group, Plan& plan, const pt_hyper* hypers, const float* steps, int64_t deadline_ns) {
     std::atomic<uint32_t> nobody{0};
     while (!all_finished(group, plan)) {
         if (now_ns() > deadline_ns) return false;
         bool waits = true;
         for (int rank = 0; is_lowest_living(group) && rank < group.size; ++rank)
-            if (plan.logs[rank]->finished.load(std::memory_order_acquire) != group.number && is_gone(group, rank)) {
+            if (plan.logs[rank]->finished.load(std::memory_order_acquire) != group.number && has_ended(group, rank)) {
                 Slice{group, plan, hypers, steps, rank}.run();
                 waits = false;
             }

@@ -52,7 +52,13 @@ PT_EXPORT void pt_plan_close(pt_plan* plan);
 // is counted on here; a tensor without a gradient on any rank is left alone. hypers[g].step and .first are not read.
 //
 // `done` says afterwards whether the step was made. With status 1 (a rank is lost) it may be 1: the others have made
-// the lost rank's part. With 0 there, and with status 3, nothing was changed.
+// the lost rank's part. It is 0 there where the loss came before all had met, and then nothing was changed. It is
+// also 0 where a rank left in mid-step, but its process goes on, and its part was not made before the deadline: only
+// of a process that has ended can others make the part, for another may still be writing. With 3 nothing was changed.
+//
+// With status 2 (late) `done` is 0, and yet the others may complete the step: they do when this rank made its part
+// and stopped waiting for theirs. The copy may then be one step ahead of `steps`, or between two where a part is
+// still being made. So after status 2, as after 1 with 0 in mid-step, go on from saved weights, not from the copy.
 PT_EXPORT int32_t pt_step(
     pt_group* group, pt_plan* plan, const pt_part* part, const pt_hyper* hypers, int64_t num_groups, float* steps,
     double timeout_s, int32_t* done);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.native import twin
+from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, OPS
 from polytempo.native.group import Group
+from polytempo.native.meeting import Unreachable
 
 pytestmark = pytest.mark.process
 
@@ -362,6 +365,14 @@ BREACHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], 
         "all_gather(4 elements of float32)",
         "all_gather(9 elements of float32)",
     ),
+    "kinds of eight bits": (
+        lambda group: group.exchange(
+            "broadcast", [vector(4, torch.uint8)] * (group.rank == 1), [None, vector(4, torch.uint8), None], root=1
+        ),
+        lambda group: group.exchange("broadcast", [], [None, vector(4, torch.float8_e5m2), None], root=1),
+        "broadcast(4 elements of uint8, root 1)",
+        "broadcast(4 elements of float8_e5m2, root 1)",
+    ),
     "sizes for one another": (
         lambda group: group.exchange("all_to_all", [vector()] * 3, [vector()] * 3),
         lambda group: group.exchange("all_to_all", [vector(9)] * 3, [vector(9)] * 3),
@@ -413,6 +424,7 @@ def test_a_broken_group_stays_broken() -> None:
     ("sent", "wanted", "says"),
     [
         (vector(8), vector(4), ("expects 16 bytes of float32", "rank 0 sent 32 bytes of float32")),
+        (vector(4, torch.float8_e4m3fn), vector(4, torch.float8_e5m2), ("of float8_e5m2", "4 bytes of float8_e4m3fn")),
         (vector(4, torch.int32), vector(4), ("expects 16 bytes of float32", "rank 0 sent 16 bytes of int32")),
         (vector(400_000), vector(0), ("expects 0 bytes", "rank 0 sent 1600000 bytes")),
     ],
@@ -487,3 +499,70 @@ def test_a_message_sent_before_its_sender_ended_still_comes() -> None:
         return float(tensor.sum())
 
     assert run(2, work)[1] == 1000
+
+
+# ------------------------------------------------------------------------------------------ members that are none
+
+
+def test_memory_goes_back_once_all_have_closed() -> None:
+    def work(seat: Seat) -> Result:
+        used = []
+        for i in range(12):
+            group = meet(seat, f"{i}", block_bytes=64 << 10)
+            group.all_reduce(vector(100_000))
+            used.append(group.arena.used_bytes)
+            del group
+        return used
+
+    for first, *later in run(3, work):
+        assert max(later) <= 3 * first  # a rank that makes its third group has closed its first
+
+
+@pytest.mark.parametrize("error", [OSError(12, "no room for the arena"), MemoryError("no room for the arena")])
+def test_where_one_rank_has_no_memory_all_are_told(error: Exception) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    def work(seat: Seat) -> Result:
+        kept = Arena.allocate
+        if seat.rank == 1:
+            Arena.allocate = refuse  # type: ignore[method-assign, assignment]
+        with pytest.raises(Unreachable) as told_by:
+            meet(seat, "group")
+        Arena.allocate = kept  # type: ignore[method-assign]
+        used = own_arena().used_bytes
+        meet(seat, "again").barrier()
+        return [str(told_by.value), used]
+
+    for text, used in run(3, work):
+        assert text.startswith("rank 1: ")
+        assert "no room for the arena" in text
+        assert used == 0
+
+
+def test_a_forked_child_is_no_member() -> None:
+    def work(seat: Seat) -> Result:
+        group = meet(seat, "group")
+        quick = group.quick()
+        acts: list[Callable[[], object]] = [
+            group.barrier,
+            group.issue,
+            lambda: group.send(vector(), 1 - group.rank),
+            lambda: quick.barrier(1.0),
+            lambda: quick.all_reduce(0, 0, vector().data_ptr(), 4, 1.0),
+        ]
+        pid = os.fork()
+        if not pid:
+            refused = 0
+            for act in acts:
+                try:
+                    act()
+                except RuntimeError as error:
+                    refused += f"this is a forked child of rank {seat.rank}: it is no member" in str(error)
+            os._exit(refused)
+        refused = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        tensor = torch.ones(3)
+        group.all_reduce(tensor)
+        return [refused, tensor.tolist()]
+
+    assert run(2, work) == [[5, [2, 2, 2]]] * 2

@@ -137,6 +137,16 @@ def test_a_wait_has_a_deadline(update: int, taken: str) -> None:
         logistic_epoch(problem, order, Part(0, 400), 0.5, update=update, timeout_s=0.05, rank=1)
 
 
+def test_who_waits_too_long_for_a_column_unlocks_those_before_it() -> None:
+    problem = problem_of(SMALL)
+    columns = SMALL.columns[SMALL.starts[0] : SMALL.starts[1]]
+    problem.locks[columns[-1]] = 1
+    with pytest.raises(TimedOut):
+        logistic_epoch(problem, np.arange(1), Part(0, 1), 0.5, update=LOCKED, timeout_s=0.01)
+    assert len(columns) > 1
+    assert problem.locks.nonzero()[0].tolist() == [columns[-1]]
+
+
 def test_a_feature_decays_by_how_often_it_is_met() -> None:
     starts, columns = np.array([0, 2, 3], np.int64), np.array([0, 1, 0], np.int32)
     rows = SparseRows(starts, columns, np.ones(3, np.float32), np.ones(2, np.float32), 3)

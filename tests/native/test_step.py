@@ -337,3 +337,65 @@ def test_a_record_that_was_copied_in_part_is_copied_again(block: str, page: int,
     for step in range(WHOLE_STEPS + 1):
         reference.step([killed_gradients("adam", rank, step) for rank in range(2)], [0.5, 0.5])
     assert json.loads((tmp_path / "found").read_text()) == [WHOLE_STEPS + 1, reference.digest()]
+
+
+# -------------------------------------------------------------------------------- a rank that leaves, and yet goes on
+
+
+def call_at(tensor: Tensor, call: Callable[[], None]) -> object:
+    """Let this process run `call` when it first writes to the tensor's second page. Keep what is answered."""
+    libc = ctypes.CDLL(None)
+    page = ctypes.c_void_p(-(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
+
+    def handler(_: int) -> None:
+        call()
+        libc.mprotect(page, ctypes.c_size_t(PAGE_BYTES), ctypes.c_int(3))  # the write is tried again
+
+    kept = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
+    faulthandler.disable()
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(ctypes.c_int(signal.SIGSEGV), kept)
+    assert libc.mprotect(page, ctypes.c_size_t(PAGE_BYTES), ctypes.c_int(1)) == 0
+    return kept
+
+
+def test_nobody_takes_the_place_of_a_rank_that_left_but_lives(tmp_path: Path) -> None:
+    """Two writers of one part would be worse than none. Rank 0 leaves in mid-step; rank 1 waits for it until late."""
+    reader, writer = os.pipe()
+    size = 40_000
+
+    def child(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            group = Group(FileStore(str(tmp_path / "store"), 2), rank, 2, timeout_s=TIMEOUT_S)
+            plan = Plan(group, [Item(torch.zeros(size))], (False, False))
+            plan.used[:] = b"\1"
+            gradient, parameter = plan.gradients[0], plan.parameters[0]
+            assert gradient is not None
+            assert parameter is not None
+            gradient.fill_(1)
+            hypers = structure(twin.Hyper(lr=1.0))
+
+            def leave() -> None:
+                group._library.pt_group_leave(group._handle)
+                os.read(reader, 1)
+
+            if rank == 0:
+                os.close(writer)  # so that the end of rank 1 ends the wait for it
+                kept = call_at(parameter, leave)
+                plan.step(hypers, 1.0)
+                assert kept
+                assert plan.steps.tolist() == [1]
+                assert bool((parameter[: size // 2] == -2).all())
+            else:
+                with pytest.raises(PeerLost):
+                    plan.step(hypers, 1.0, timeout_s=0.3)
+                assert plan.steps.tolist() == [0]
+                os.write(writer, b"!")
+            os._exit(0)
+
+        return run
+
+    children = [fork(child(rank)) for rank in range(2)]
+    os.close(reader)
+    os.close(writer)
+    assert [os.waitpid(process, 0)[1] for process in children] == [0, 0]

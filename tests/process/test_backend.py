@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from polytempo.core.errors import Mismatch
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
+from polytempo.torch.backend.work import Lane, Queued
 
 pytestmark = pytest.mark.process
 
@@ -409,6 +411,75 @@ def test_a_wrong_call_in_flight_is_told_where_it_is_waited_for() -> None:
         assert "4 elements" in first
         assert "4 elements" in second
         assert not success
+
+
+def sparse(shape: tuple[int, ...], sparse_dims: int) -> Tensor:
+    """One entry, in the first place."""
+    indices = torch.zeros(sparse_dims, 1, dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, torch.ones(1, *shape[sparse_dims:]), shape, check_invariants=True)
+
+
+DIFFERENT: dict[str, tuple[tuple[int, ...], int, Any, str]] = {
+    "shape": ((6, 4), 1, ReduceOp.SUM, "sum of float32 (6, 4) with 1 sparse dimensions"),
+    "sparse dimensions": ((5, 4), 2, ReduceOp.SUM, "sum of float32 (5, 4) with 2 sparse dimensions"),
+    "operation": ((5, 4), 1, ReduceOp.AVG, "average of float32 (5, 4) with 1 sparse dimensions"),
+}
+"""What the last rank adds up, where the others add up a sparse tensor of shape (5, 4) with 1 sparse dimension."""
+
+
+def test_sparse_tensors_that_do_not_match_are_told_on_every_rank() -> None:
+    def work(seat: Seat) -> Result:
+        told = []
+        for shape, sparse_dims, op, _ in DIFFERENT.values():
+            last = seat.rank == seat.size - 1
+            tensor = sparse(shape, sparse_dims) if last else sparse((5, 4), 1)
+            try:
+                dist.all_reduce(tensor, op if last else ReduceOp.SUM)
+            except Mismatch as error:
+                told.append(str(error))
+        return told
+
+    for answer in run(3, work):
+        for (*_, words), told in zip(DIFFERENT.values(), answer, strict=True):
+            assert "rank 0 asks for the sum of float32 (5, 4) with 1 sparse dimensions" in told
+            assert f"rank 2 for the {words};" in told
+
+
+def test_a_lanes_thread_leaves_the_number_of_threads_as_it_is() -> None:
+    def work(seat: Seat) -> Result:
+        torch.set_num_threads(3)
+        lane, served = Lane(lambda: False), threading.Event()
+        lane.issue(served.set, None, blocking=False)
+        served.wait()
+        lane.close()
+        later: list[int] = []
+        asking = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        asking.start()
+        asking.join()
+        return later
+
+    assert launch(work, 1, threads=1, timeout_s=40) == [[3]]
+
+
+def test_a_call_that_control_c_interrupts_counts_as_made() -> None:
+    made: list[str] = []
+
+    def interrupted() -> None:
+        made.append("first")
+        raise KeyboardInterrupt
+
+    lane = Lane(lambda: False)
+    first = Queued(lane, interrupted, None)
+    second = Queued(lane, lambda: made.append("second"), None)
+    lane._queue.extend([first, second])  # not issued: the lane's thread would take them
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            first.wait()
+    assert first.is_completed()
+    assert not first.is_success()
+    assert second.wait()
+    assert first.get_future().done()
+    assert (made, list(lane._queue)) == (["first", "second"], [])
 
 
 def test_sub_groups_count_their_own_ranks() -> None:

@@ -78,7 +78,7 @@ class Arena:
     def allocate(self, num_bytes: int) -> Block:
         """A block of zeros, at least `num_bytes` long. Raises MemoryError when the arena or the machine has no more."""
         if os.getpid() != self._owner:
-            raise MemoryError(f"this arena belongs to process {self._owner}, which has forked; use own_arena() here")
+            raise RuntimeError(f"this arena belongs to process {self._owner}, which has forked; use own_arena() here")
         with self._lock:
             self._take_back_all()
             block = self._cut(num_bytes)
@@ -301,7 +301,7 @@ def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     """limit - use + what the system would drop from its file cache, of each control group (version 2) with a limit."""
     left = [sys.maxsize]
     with suppress(OSError, ValueError):
-        path = next(line[3:].strip("/") for line in own.read_text().splitlines() if line.startswith("0::"))
+        path = next((line[3:].strip("/") for line in own.read_text().splitlines() if line.startswith("0::")), "")
         for folder in [root / path, *(root / path).parents]:
             if not folder.is_relative_to(root):
                 break

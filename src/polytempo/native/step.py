@@ -157,13 +157,16 @@ class Plan:
         """One step on the sum of all ranks' gradients, each times its rank's `weight`. All members call it.
 
         When a rank dies, the others raise PeerLost, with all of this step made or none of it: `steps` tells which.
-        Errors: Mismatch where ranks disagree about tensors, hyper-parameters or steps so far; TimedOut.
+        Errors: Mismatch where ranks disagree about tensors, hyper-parameters or steps so far; TimedOut. A rank that
+        times out after it has made its part does not count the step, though the others may complete it: after
+        TimedOut the copy may be one step ahead of `steps`, or in part. The same holds after PeerLost when a rank left
+        in mid-step while its process went on: nobody takes its place, and the others wait until it is done, or late.
         """
         self._part.weight = weight
         done = _i32()
         limit_s = self.group.timeout_s if timeout_s is None else timeout_s
         with self.group.lock:
-            status = self._library.pt_step(
+            status = self.group._library.pt_step(
                 self.group._handle,
                 self._handle,
                 ctypes.byref(self._part),
@@ -182,7 +185,7 @@ class Plan:
         answer = _f64()
         limit_s = self.group.timeout_s if timeout_s is None else timeout_s
         with self.group.lock:
-            status = self._library.pt_norm(
+            status = self.group._library.pt_norm(
                 self.group._handle, self._handle, ctypes.byref(self._part), limit_s, ctypes.byref(answer)
             )
             if status:

@@ -15,18 +15,24 @@ _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 class HostLock:
     """A record lock on a file without a name. The kernel lets go for a process that has died.
 
-    The first process that comes makes the file and says in `store` where it is; the others open it through `/proc`,
-    so it must live until they have. The file stays open until the process ends, for a later world of the same store
-    finds it there. A process holds the lock as a whole: threads of one do not exclude each other.
+    Those that share it stand in a line in `store`. Each says there where it has the file: process, descriptor, device
+    and inode. The next one opens the file of the last before it that still lives, through `/proc`, and makes one where
+    none does. So all that live have one file, whoever has died.
+
+    The file stays open until the process ends, for a later world of the same store finds it there. A process holds
+    the lock as a whole: threads of one do not exclude each other.
+    Errors: PermissionError, RuntimeError where the processes of one host do not see each other in `/proc`.
     """
 
     def __init__(self, store: Store, host: int) -> None:
         key = f"polytempo/lock/{host}"
-        if store.add(f"{key}/made", 1) == 1:
-            self._descriptor = os.memfd_create("polytempo-lock", os.MFD_CLOEXEC)
-            store.set(key, f"/proc/{os.getpid()}/fd/{self._descriptor}")
-        else:
-            self._descriptor = os.open(store.get(key).decode(), os.O_RDWR | os.O_CLOEXEC)
+        place = store.add(key, 1)
+        before, found = place - 1, None
+        while found is None and before > 0:  # the last one has spoken only after all before it
+            found = _opened(store.get(f"{key}/{before}").decode())
+            before -= 1
+        self._descriptor = _made() if found is None else found
+        store.set(f"{key}/{place}", _described(self._descriptor))
 
     def acquire(self, timeout_s: float) -> bool:
         """Wait for the lock, at most `timeout_s`; says whether it is ours. Yields the core at first, then sleeps."""
@@ -49,3 +55,36 @@ class HostLock:
     def release(self) -> None:
         """Let the next one in."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+
+def _made() -> int:
+    descriptor = os.memfd_create("polytempo-lock", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def _described(descriptor: int) -> str:
+    status = os.fstat(descriptor)
+    return f"{_namespace()} {os.getpid()} {descriptor} {status.st_dev} {status.st_ino}"
+
+
+def _opened(described: str) -> int | None:
+    """The file that another process has; None where it has ended. Its number may be another's by now."""
+    namespace, process, number, device, inode = described.split()
+    if namespace != _namespace():
+        raise RuntimeError(f"process {process} of this host is not in this one's /proc: give both one PID namespace")
+    try:
+        path = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)  # opens nothing that is a stranger's
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    try:
+        status = os.fstat(path)
+        if (status.st_dev, status.st_ino) != (int(device), int(inode)):
+            return None
+        return os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(path)  # of an O_PATH descriptor: this process keeps the record locks that it has on the file
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

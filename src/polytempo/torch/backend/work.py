@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
@@ -71,17 +70,23 @@ class Queued(Work):
         super().__init__()
         self._lane, self._run, self._result = lane, run, result
         self._done = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
     def perform(self) -> None:
-        """Do it. Called once, by whoever holds the lane, who then lets it go and calls `announce`."""
+        """Do it. Called once, by whoever holds the lane, who then lets it go and calls `announce`.
+
+        What is no Exception (Ctrl-C) is raised here as well. The call counts as made: the other ranks have made it.
+        """
         try:
             self._run()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
-        with self._lane.futures:
-            self._done = True
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lane.futures:
+                self._done = True
 
     def announce(self) -> None:
         """Call what waits for the future. That may issue further collectives."""
@@ -112,7 +117,7 @@ class Queued(Work):
         """Whether it is done and went well."""
         return self._done and self._error is None
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         """What went wrong."""
         return self._error
 
@@ -193,11 +198,12 @@ class Lane:
     def work_off(self, until: Queued) -> None:
         """Do what is queued, in order, until `until` is done."""
         performed: list[Queued] = []
-        with self._running:
-            while not until.done:
-                performed.append(self._queue.popleft())
-                performed[-1].perform()
-        _announce(performed)
+        try:
+            with self._running:
+                while not until.done:
+                    self._perform_first(performed)
+        finally:
+            _announce(performed)
 
     def close(self) -> None:
         """Let the thread end once the queue is empty."""
@@ -206,8 +212,17 @@ class Lane:
 
     def _empty(self, performed: list[Queued]) -> None:
         while self._queue:
-            performed.append(self._queue.popleft())
-            performed[-1].perform()
+            self._perform_first(performed)
+
+    def _perform_first(self, performed: list[Queued]) -> None:
+        first = self._queue[0]  # it stays there until it is done, for Ctrl-C may come between any two lines
+        try:
+            if not first.done:
+                performed.append(first)
+                first.perform()
+        finally:
+            if first.done:
+                self._queue.popleft()
 
     def _call_thread(self) -> None:
         if self._thread is None:
@@ -216,16 +231,15 @@ class Lane:
         self._news.set()
 
     def _serve(self) -> None:
-        torch.set_num_threads(1)
         while not self._closed:
             self._news.wait()
             self._news.clear()
             while self._queue:
+                performed: list[Queued] = []
                 with self._running:
-                    first = [self._queue.popleft()] if self._queue else []
-                    for queued in first:
-                        queued.perform()
-                _announce(first)
+                    if self._queue:
+                        self._perform_first(performed)
+                _announce(performed)
 
 
 def _announce(performed: list[Queued]) -> None:
