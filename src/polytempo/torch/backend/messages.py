@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Work
 
 from polytempo.native.group import Group
 from polytempo.native.transfer import Transfer
+from polytempo.torch.backend.threads import close_at_exit, ended
 
 _GRACE_S = 0.002
 """How long a message may wait for someone to wait for it before a thread sees to it."""
@@ -34,13 +35,15 @@ class Courier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="polytempo-messages", daemon=True)
             self._thread.start()
+            close_at_exit(self)
         self._news.set()
         return work
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the thread end, and wait for that."""
         self._closed = True
         self._news.set()
+        ended(self._thread)
 
     def _serve(self) -> None:
         pending = 0

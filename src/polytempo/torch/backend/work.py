@@ -17,6 +17,8 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from polytempo.torch.backend.threads import close_at_exit, ended
+
 Run = Callable[[], None]
 
 _thread = threading.local()
@@ -206,9 +208,10 @@ class Lane:
             _announce(performed)
 
     def close(self) -> None:
-        """Let the thread end once the queue is empty."""
+        """Let the thread end once the queue is empty, and wait for that."""
         self._closed = True
         self._news.set()
+        ended(self._thread)
 
     def _empty(self, performed: list[Queued]) -> None:
         while self._queue:
@@ -228,6 +231,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="polytempo-collectives", daemon=True)
             self._thread.start()
+            close_at_exit(self)
         self._news.set()
 
     def _serve(self) -> None:
