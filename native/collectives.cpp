@@ -210,12 +210,39 @@ struct ReduceScatter {
         reduce(dtype, op, order, &out, 1, sources, group.size, count_of(index));
     }
 
+    // The place of all pieces, where they lie in the arena one behind the other and are worth another meeting.
+    int64_t place() const {
+        const int64_t each = count * element_bytes;
+        for (int rank = 1; rank < group.size; ++rank)
+            if (inputs[rank] != inputs[0] + rank * each) return 0;
+        return group.size * each > SMALL_BYTES ? group.place_of(inputs[0], group.size * each) : 0;
+    }
+
+    Status direct() const {
+        const void* sources[MAX_RANKS];
+        for (int rank = 0; rank < group.size; ++rank)
+            sources[rank] = group.at(rank, group.call(rank).place) + group.rank * count * element_bytes;
+        void* out = output;
+        reduce(dtype, op, order, &out, 1, sources, group.size, count);
+        return meet(group, deadline_ns);
+    }
+
     Status run() {
-        describe(group, REDUCE_SCATTER, dtype, op, 0, count, order);
-        if (count) copy_in(0);
+        Call& call = describe(group, REDUCE_SCATTER, dtype, op, 0, count, order);
+        call.place = place();
+        const bool mine_direct = call.place != 0;
+        if (!mine_direct && count) copy_in(0);
         Status status = meet_and_agree(group, deadline_ns);
         if (status != FINE) return status;
+        int num_direct = 0;
+        for (int rank = 0; rank < group.size; ++rank) num_direct += group.call(rank).place != 0;
+        if (num_direct == group.size) return direct();
         group.turn += num_blocks;
+        if (num_direct) { // as in an all-reduce
+            if (mine_direct) copy_in(0);
+            status = meet(group, deadline_ns);
+            if (status != FINE) return status;
+        }
         for (int64_t index = 0; index < num_blocks; ++index) {
             if (index + 1 < num_blocks) copy_in(index + 1);
             reduce_piece(index);

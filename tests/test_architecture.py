@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-AXES = {"synchronization", "aggregation", "collectives"}
+AXES = {"synchronization", "aggregation", "collectives", "server"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -22,11 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "synchronization": {"core"},
     "aggregation": {"core"},
     "collectives": {"core"},
+    "server": {"core"},
+    "wire": {"core", "native", "server.message"},
+    "chaos": {"core", "server"},
     "strategies": {"core", *AXES},
-    "worlds": {"core", "native", "cluster", "collectives"},
+    "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds"},
-    "torch": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report.metrics"},
-    "engines": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "report", "torch"},
+    "torch": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "wire", "report.metrics"},
+    "engines": {"core", "native", "cluster", "data", *AXES, "strategies", "worlds", "wire", "report", "torch"},
     "jobs": {"torch.job", "data"},
     "bench": {"core", "native", "strategies", "worlds", "report", "torch", "engines"},
     "cli": {
@@ -37,6 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *AXES,
         "strategies",
         "worlds",
+        "wire",
+        "chaos",
         "report",
         "torch",
         "engines",

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import polytempo as pt
+from polytempo.bench.models import Transformer, cnn
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Seat
@@ -38,44 +39,12 @@ class Workload:
         self.name, self.make, self.batch, self.steps_a_turn = name, make, batch, steps_a_turn
 
 
-class Transformer(nn.Module):
-    """Four layers of width 256, causal, over 64 symbols."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 256)
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of the next symbol, shape (batch, symbols, length)."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.head(self.layers(self.embed(x), mask=mask, is_causal=True)).transpose(1, 2)
-
-
 def mlp(*sizes: int) -> nn.Module:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-def cnn() -> nn.Module:
-    """Two convolutions and two linear layers on 28 x 28 pixels."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 49, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
 
 
 def vectors(batch_size: int, *shape: int) -> Callable[[], Batch]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -60,6 +60,59 @@ class Recv(Op[Tensor]):
 
     def __str__(self) -> str:
         return f"recv from rank {self.source} (tag {self.tag})"
+
+
+class Parcel(Protocol):
+    """What travels between mailboxes: a message that knows its size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it costs a link."""
+
+
+@dataclass(frozen=True, eq=False)
+class Post(Op[None]):
+    """Put `message` into the mailbox of node `to`. Finished when it has left; nobody says whether it arrives."""
+
+    message: Parcel
+    to: int
+
+    def __str__(self) -> str:
+        return f"post {type(self.message).__name__.lower()} to node {self.to}"
+
+
+@dataclass(frozen=True, eq=False)
+class Take(Op["tuple[int, Parcel] | None"]):
+    """The next (sender, message) of this node's mailbox; None if none is there within `wait_s` (None: however long)."""
+
+    wait_s: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Push(Op["Tensor | None"]):
+    """Send `gradient` (flat, all parameters) to the parameter server. Finished when every shard has acknowledged it.
+
+    The answer is None, or, where the server averages elastically, the difference to subtract (then `gradient` holds
+    the worker's parameters).
+
+    `clock` counts the steps whose gradients have been pushed, this one's included; `samples` are those behind the
+    gradient. The buffer must stay unchanged until the operation is finished. Performed by the worker's client
+    (`server.through`), not by a world.
+    """
+
+    gradient: Tensor
+    clock: int
+    samples: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pull(Op[Tensor]):
+    """The parameter server's parameters, flat; they may be of different versions from shard to shard.
+
+    The answer is lent: read it before the next push or pull. Performed by the worker's client, not by a world.
+    """
+
+    clock: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,17 @@ from polytempo.core.op import (
     Mark,
     Now,
     Op,
+    Parcel,
+    Post,
     Program,
+    Pull,
+    Push,
     Recv,
     ReduceScatter,
     Send,
     Start,
     T,
+    Take,
     Work,
 )
 
@@ -114,6 +119,22 @@ class Port:
     def start(self, what: Op[T] | Program[T]) -> Op[Work[T]]:
         """Begin an operation or a coroutine; await the `Work` that comes back when its answer is needed."""
         return Start(what)
+
+    def post(self, message: Parcel, to: int) -> Op[None]:
+        """Put `message` into the mailbox of node `to` (a world rank); it may be lost on the way."""
+        return Post(message, to)
+
+    def take(self, wait_s: float | None = None) -> Op[tuple[int, Parcel] | None]:
+        """The next (sender, message) of this node's mailbox; None if none is there within `wait_s`."""
+        return Take(wait_s)
+
+    def push(self, gradient: Tensor, clock: int, samples: int = 0) -> Op[Tensor | None]:
+        """Send a flat gradient to the parameter server; see `Push`."""
+        return Push(gradient, clock, samples, timeout_s=self.timeout_s)
+
+    def pull(self, clock: int) -> Op[Tensor]:
+        """The parameter server's parameters, flat and lent; see `Pull`."""
+        return Pull(clock, timeout_s=self.timeout_s)
 
     def along(self, axis: str) -> Port:
         """The group of ranks that differ from this one only along `axis` of the mesh (see `meshed`)."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
 Turn = Literal["together", "free", "locked", "in_turn"]
@@ -25,6 +26,7 @@ class Strategy:
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `one_copy`: the parameters exist once per host, and its ranks write to them by this turn. None: every rank has
     its own.
+    `server`: the parameters live at a parameter server; `gradients` and `parameters` push to it and pull from it.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Strategy:
     in_step: bool = True
     carries_optimizer: bool = False
     one_copy: Turn | None = None
+    server: Service | None = None
 
     def __str__(self) -> str:
         return self.name

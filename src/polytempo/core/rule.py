@@ -1,0 +1,148 @@
+"""`Rule`: a parameter server's decisions, without I/O; `Service`: all that a strategy says about its server.
+
+    worker ──push──▶ ┌─ shard ───────────────────────────────┐
+                     │ rule.receive(state, arrival, situation)│──▶ actions: Add, Update, Answer, …   (data)
+    worker ◀─answer─ └─ weights, optimizer, versions ────────┘◀── the shard performs them
+
+A rule never sees a tensor. It sees who asks for what, and says what becomes of it. The shard owns the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+RuleState = Any
+"""A tree of ints, floats, strings, tuples and dicts (what msgspec can write); rules return new ones, never mutate."""
+
+
+class Arrival(NamedTuple):
+    """A request that has reached a shard, as its rule sees it.
+
+    kind "push": a gradient, which from now on waits at the shard under (worker) until it is added or dropped.
+    kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more
+    (what waited of it is gone already when the rule hears of "left").
+    """
+
+    kind: Literal["push", "pull", "joined", "left"]
+    worker: int
+    clock: int = 0
+    """Steps of the worker: of a push those that its gradients so far are from, of a pull those that it has finished."""
+    basis: int = 0
+    """The version of this shard's weights that the gradient was computed on."""
+    samples: int = 0
+    """How many samples the gradient is of."""
+
+
+class Situation(NamedTuple):
+    """What else a rule may look at."""
+
+    version: int
+    """How many updates this shard's weights have had."""
+    members: tuple[int, ...]
+    """The workers that take part, in order."""
+
+
+class Add(NamedTuple):
+    """Add `factor` times the gradient of `worker` that waits longest to the shard's sum; it waits no more."""
+
+    worker: int
+    factor: float = 1.0
+
+
+class Update(NamedTuple):
+    """θ ← optimizer(θ, sum / count); the sum is 0 again, the version one more."""
+
+    count: float = 1.0
+
+
+class Drop(NamedTuple):
+    """The gradient of `worker` that waits longest is not used, for `reason`; its worker hears of it."""
+
+    worker: int
+    reason: str = "late"
+
+
+class Mix(NamedTuple):
+    """Elastic averaging with what `worker` pushed, its own parameters x: d = α (x - θ); θ ← θ + d; d is its answer."""
+
+    worker: int
+    alpha: float
+
+
+class Answer(NamedTuple):
+    """Answer every request of `worker` that waits, oldest first: pushes with what became of them, pulls with θ as it
+    is when this action's turn comes."""
+
+    worker: int
+
+
+Action = Add | Update | Drop | Mix | Answer
+
+
+class Rule(NamedTuple):
+    """A pair of functions, as `Transform` is.
+
+    `init() -> state`; `receive(state, arrival, situation) -> (state, actions)`. Actions are performed in order. A
+    gradient that is not added or dropped by the actions of its own arrival goes on waiting at the shard.
+    """
+
+    name: str
+    """As a person would write it: `softsync(n=4)`."""
+    init: Callable[[], RuleState]
+    receive: Callable[[RuleState, Arrival, Situation], tuple[RuleState, list[Action]]]
+
+
+Staleness = Callable[[int], float]
+"""τ, the updates between the version that a gradient was computed on and the present one -> its factor."""
+
+Modifier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(gradient, weights, basis)`, all flat, basis the weights that the gradient was computed on where `needs_basis`
+(else None) -> the gradient to use. It may overwrite the gradient only if it returns another tensor's memory."""
+
+
+@dataclass(frozen=True)
+class Modified:
+    """A modifier with its name and whether it needs the weights that a gradient was computed on."""
+
+    name: str
+    apply: Modifier
+    needs_basis: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimizer inside the shards. `lr` None: the worker's present learning rate, which travels with each push."""
+
+    kind: Literal["sgd", "adagrad", "adam", "adamw"]
+    lr: float | None = None
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    lr_decay: float = 0.0
+    initial: float = 0.0
+    """What Adagrad's accumulator begins with."""
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a strategy says about its parameter server.
+
+    `optimizer` None: the job's own, moved into the shards. `deals` "freely": whoever is free takes the next batch;
+    "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first.
+    """
+
+    rule: Rule
+    optimizer: UpdateRule | None = None
+    modifiers: tuple[Modified, ...] = ()
+    shards: int = 1
+    replicas: int = 0
+    deals: Literal["freely", "evenly"] = "freely"
+    warm_start: int = 0

@@ -1,0 +1,25 @@
+"""How long the machines of a parameter server wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. A node that has not been heard of for `lost_s` is lost; it says that it lives every `beat_s`."""
+
+    retry_s: float = 0.25
+    """An unanswered message is sent again after this, then after twice as long, up to `longest_retry_s`."""
+    longest_retry_s: float = 2.0
+    beat_s: float = 0.25
+    lost_s: float = 2.0
+    deadline_s: float = 120.0
+    """A request that has not been answered for so long raises `TimedOut` in its worker."""
+    starting_s: float = 60.0
+    """How long a node may take before it is first heard of."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never work."""
+        if not 0 < self.retry_s <= self.longest_retry_s or not 0 < self.beat_s < self.lost_s:
+            raise ValueError(f"needs 0 < retry_s <= longest_retry_s and 0 < beat_s < lost_s, got {self}")
