@@ -54,9 +54,9 @@ class Add(NamedTuple):
 
 
 class Update(NamedTuple):
-    """θ ← optimizer(θ, sum / count); the sum is 0 again, the version one more."""
+    """θ ← optimizer(θ, sum / divisor); the sum is 0 again, the version one more."""
 
-    count: float = 1.0
+    divisor: float = 1.0
 
 
 class Drop(NamedTuple):

@@ -1,7 +1,7 @@
 """Which part of the parameters lies in which shard.
 
-    flat    [ w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 | b2 ]         all parameters, in the model's order
-    spans     └── shard 0 ──┘└──── shard 1 ──────────┘        each shard has one or several ranges of it
+flat    [ w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 | b2 ]         all parameters, in the model's order
+spans     └── shard 0 ──┘└──── shard 1 ──────────┘        each shard has one or several ranges of it
 """
 
 from __future__ import annotations
