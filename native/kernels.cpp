@@ -96,6 +96,8 @@ void update(
     kernels().update_f64(hyper, gradients, weights, num_gradients, p, m, v, p_out, m_out, v_out, count);
 }
 
+int64_t unfinite(DType dtype, const void* data, int64_t count) { return kernels().unfinite(dtype, data, count); }
+
 namespace {
 
 template <class T>
@@ -140,4 +142,9 @@ int32_t pt_update(
     (dtype == pt::F32 ? pt::update_any<float> : pt::update_any<double>)(
         h, gradients, weights, num_gradients, p, m, v, p_out, m_out, v_out, count);
     return 0;
+}
+
+int64_t pt_unfinite(int32_t dtype, const void* data, int64_t count) {
+    if (dtype < pt::F32 || dtype > pt::F16 || count < 0) return -2;
+    return pt::unfinite(pt::DType(dtype), data, count);
 }

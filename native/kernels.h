@@ -74,6 +74,9 @@ void update(
     const Hyper& hyper, const double* const* gradients, const double* weights, int num_gradients, const double* p,
     const double* m, const double* v, double* p_out, double* m_out, double* v_out, int64_t count);
 
+// The first of `count` floats (F32, F64, BF16 or F16) that is NaN or infinite; -1: all are finite. Reads them once.
+int64_t unfinite(DType dtype, const void* data, int64_t count);
+
 // What each instruction set offers.
 struct Kernels {
     const char* name;
@@ -86,6 +89,7 @@ struct Kernels {
     void (*update_f64)(
         const Hyper&, const double* const*, const double*, int, const double*, const double*, const double*, double*,
         double*, double*, int64_t);
+    int64_t (*unfinite)(DType, const void*, int64_t);
 };
 
 } // namespace pt

@@ -32,6 +32,7 @@ template <class T> using Loose = typename At<T>::type;
 #include "reduce.inc"
 #include "many.inc"
 #include "update.inc"
+#include "finite.inc"
 
 // -fno-tree-loop-distribute-patterns keeps the compiler from making a call of memcpy out of it.
 void copy(void* out, const void* source, int64_t num_bytes) {
@@ -72,7 +73,7 @@ void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
 
 } // namespace
 
-extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>};
+extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>, unfinite};
 
 } // namespace PT_ISA
 } // namespace pt

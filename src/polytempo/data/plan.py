@@ -20,10 +20,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Deals = Literal["freely", "evenly"]
+"""How a parameter server's batches are dealt: to whoever is free, or in each step one to each worker."""
 
 
 class Pick(NamedTuple):
@@ -84,6 +87,41 @@ def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int
     for global_samples in plan(num_samples, consumed, size, batch_size):
         yield pick(consumed, global_samples, size, rank)
         consumed += global_samples
+
+
+def num_batches(num_samples: int, size: int, batch_size: int, deals: Deals) -> int:
+    """How many batches an epoch has where they are dealt one by one: see `dealt`.
+
+    >>> num_batches(11, size=2, batch_size=2, deals="freely")
+    6
+    >>> num_batches(9, size=2, batch_size=2, deals="evenly")
+    4
+    """
+    if deals == "freely":
+        return -(-num_samples // batch_size)
+    return size * len(plan(num_samples, 0, size, batch_size))
+
+
+def dealt(num_samples: int, size: int, batch_size: int, deals: Deals, batch: int) -> Pick:
+    """Batch `batch` of an epoch whose batches are dealt one by one to `size` workers.
+
+    "freely": the next `batch_size` places of the epoch's order; the last batch may be smaller. "evenly": batch
+    `step * size + rank` is what `picks` gives `rank` in `step`.
+
+    >>> dealt(11, size=2, batch_size=2, deals="freely", batch=5)
+    Pick(start=10, stop=11, local_samples=1, global_samples=1)
+    >>> dealt(9, size=2, batch_size=2, deals="evenly", batch=2)
+    Pick(start=4, stop=7, local_samples=3, global_samples=5)
+    """
+    count = num_batches(num_samples, size, batch_size, deals)
+    if not 0 <= batch < count:
+        raise ValueError(f"an epoch of {num_samples} samples has the batches 0 to {count - 1}, not {batch}")
+    if deals == "freely":
+        start, stop = batch * batch_size, min((batch + 1) * batch_size, num_samples)
+        return Pick(start, stop, stop - start, stop - start)
+    step, rank = divmod(batch, size)
+    sizes = plan(num_samples, 0, size, batch_size)
+    return pick(sum(sizes[:step]), sizes[step], size, rank)
 
 
 @lru_cache(maxsize=4)

@@ -55,6 +55,8 @@ COMMUNICATION_COLORS = {
     "barrier": "#4D4D4D",
     "send": "#D55E00",
     "recv": "#F0B27A",
+    "post": "#D55E00",
+    "take": "#F0B27A",
 }
 
 

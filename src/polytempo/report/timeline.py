@@ -11,7 +11,7 @@ from polytempo.report.plots import plain_layout
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import COMMUNICATION_COLORS, COMPUTE_COLORS
 from polytempo.report.summary import human_bytes
-from polytempo.worlds.trace import COMMUNICATION, Event
+from polytempo.worlds.trace import COMMUNICATION, WAITING, Event
 
 MAX_RANKS = 16
 MAX_BARS = 3000
@@ -107,7 +107,7 @@ def _middle_steps(events: Sequence[Event], num_steps: int) -> set[int]:
 
 def _lane(op: str) -> int:
     """Computation on top, then what a rank sends, then what it waits to receive."""
-    return 0 if op not in COMMUNICATION else 2 if op == "recv" else 1
+    return 0 if op not in COMMUNICATION else 2 if op in WAITING else 1
 
 
 def _description(event: Event, scale: float, unit: str) -> str:

@@ -109,6 +109,10 @@ class Inquire(Request, frozen=True, eq=False):
     """From the coordinator: how are you? Answered with `Statistics`."""
 
 
+Entry = Push | Pull | Members | Save | Inquire
+"""What a shard's log is made of."""
+
+
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
@@ -176,7 +180,7 @@ class Replicate(Message, frozen=True, eq=False):
     shard: int
     epoch: int
     index: int
-    entry: Push | Pull | Members | Save | Inquire
+    entry: Entry
 
 
 class Replicated(Message, frozen=True, eq=False):
@@ -251,7 +255,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deal(Message, frozen=True, eq=False):
-    """The answer to `Ask`: what to do next. "wait" means to ask again, "evaluate" to score the model on the test set."""
+    """The answer to `Ask`: what to do next. "wait": push what you hold, then ask again; "evaluate": score the model."""
 
     worker: int
     incarnation: int

@@ -14,6 +14,8 @@ class Timing:
     longest_retry_s: float = 2.0
     beat_s: float = 0.25
     lost_s: float = 2.0
+    worker_lost_s: float = 30.0
+    """The same for a worker, which says nothing while it computes: longer than any step takes."""
     deadline_s: float = 120.0
     """A request that has not been answered for so long raises `TimedOut` in its worker."""
     starting_s: float = 60.0

@@ -1,4 +1,4 @@
-"""Loss and accuracy on a test set, each rank on its part of it."""
+"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,20 @@ async def evaluate(
     def score() -> Tensor:
         return _score(model, tensors, test, start, stop, loss, correct)
 
-    sums = await tree(port, await port.compute(score, flops_per_sample * (stop - start)))
+    return _means(await tree(port, await port.compute(score, flops_per_sample * (stop - start))))
+
+
+def evaluate_alone(
+    model: nn.Module,
+    test: Dataset[Any],
+    loss: Callable[[Any, Any], Tensor],
+    correct: Callable[[Any, Any], Tensor] | None,
+) -> Score:
+    """Score `model` on all of `test`, without the others."""
+    return _means(_score(model, None, test, 0, len(test), loss, correct))  # type: ignore[arg-type]
+
+
+def _means(sums: Tensor) -> Score:
     samples, total_loss, num_correct, num_predictions = sums.tolist()
     accuracy = num_correct / num_predictions if num_predictions else None
     return Score(total_loss / max(samples, 1), accuracy)

@@ -46,6 +46,8 @@ class Result:
     """Whether `until` was reached; None where nothing was asked for."""
     report: str | None = None
     checkpoint: str | None = None
+    server: dict[str, Any] | None = None
+    """What a parameter server adds (see `torch.served_facts`): staleness, and how each worker fared."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""

@@ -25,7 +25,8 @@ from polytempo.torch.replica import Replica
 TakeStep = Callable[[Port, Any], Program[Tensor]]
 """One optimizer step on one batch; answers the batch's mean loss."""
 
-_ROWS_PER_EPOCH = 10
+ROWS_PER_EPOCH = 10
+"""How many rows of metrics an epoch leaves."""
 _STEPS_BETWEEN_SCORES = 4
 
 
@@ -76,7 +77,7 @@ async def train(port: Port, course: Course) -> Summary:
     _check(course)
     clock = _Clock(await port.now(), course.seconds)
     samples_before, seconds_before = _position(course)[1], course.seconds
-    meter = _Meter(samples_before, seconds_before)
+    meter = Meter(samples_before, seconds_before)
     score, reached, scored_step = None, None, course.replica.step
     scored = False
     while not _finished(course) and not reached:
@@ -110,9 +111,9 @@ async def train(port: Port, course: Course) -> Summary:
     )
 
 
-async def _rest_of_epoch(port: Port, course: Course, meter: _Meter, clock: _Clock) -> bool:
+async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
-    a_row_every = max(1, len(course.shard) // _ROWS_PER_EPOCH)
+    a_row_every = max(1, len(course.shard) // ROWS_PER_EPOCH)
     batches = iter(course.shard)
     first_step = course.replica.step
     while True:
@@ -146,7 +147,7 @@ async def _save(port: Port, course: Course, clock: _Clock) -> None:
         await clock.outside(port, course.save(port))
 
 
-async def _train_row(port: Port, course: Course, meter: _Meter, clock: _Clock) -> None:
+async def _train_row(port: Port, course: Course, meter: Meter, clock: _Clock) -> None:
     if port.rank:
         return
     seconds = clock.training_s(await port.now())
@@ -249,7 +250,7 @@ class _Clock:
         return answer
 
 
-class _Meter:
+class Meter:
     """The mean loss and the rate since the last row."""
 
     def __init__(self, samples: int, seconds: float) -> None:
@@ -260,6 +261,7 @@ class _Meter:
         self._seconds = seconds
 
     def add(self, loss: Tensor) -> None:
+        """One more step's loss."""
         detached = loss.detach()
         self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
         self._count += 1
@@ -270,6 +272,7 @@ class _Meter:
         return self._last_loss if self._sum is None else float(self._sum) / self._count
 
     def since_last(self, samples: int, seconds: float) -> tuple[float | None, float]:
+        """Mean loss and samples a second up to here; what comes next counts from here."""
         loss = self.loss
         rate = (samples - self._samples) / max(seconds - self._seconds, 1e-9)
         self._sum, self._count, self._samples, self._seconds = None, 0, samples, seconds

@@ -25,7 +25,10 @@ class Event(NamedTuple):
     peer: int = -1
 
 
-COMMUNICATION = frozenset({"send", "recv", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"})
+WAITING = frozenset({"recv", "take"})
+"""Communication that a rank only waits for."""
+
+COMMUNICATION = WAITING | {"send", "post", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"}
 
 
 class Trace:
@@ -115,7 +118,7 @@ def _tracks(events: list[Event]) -> list[int]:
     tracks = [0] * len(events)
     for i in sorted(range(len(events)), key=lambda i: events[i].start_s):
         event = events[i]
-        kind = 0 if event.op not in COMMUNICATION else 2 if event.op == "recv" else 1
+        kind = 0 if event.op not in COMMUNICATION else 2 if event.op in WAITING else 1
         ends = ends_s[event.rank, kind]
         lane = next((lane for lane, end_s in enumerate(ends) if end_s <= event.start_s), len(ends))
         ends[lane : lane + 1] = [event.end_s]

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import Deadlock, Mismatch, PeerLost, Port, TimedOut, world_port
-from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, Start, Work
+from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Post, Program, Recv, Send, Start, Take, Work
 from polytempo.worlds.collective import member_bytes, member_seconds, members_answers, num_bytes
 from polytempo.worlds.flight import Flight, Meeting, Strand, signature, who_waits_for_what
+from polytempo.worlds.mailbox import Mail, Queues
 from polytempo.worlds.network import Network
 from polytempo.worlds.trace import Event, Trace
 
@@ -67,11 +68,11 @@ class VirtualWorld:
         self._step = [0] * num_ranks
         self._lost: dict[int, float] = {}
         self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
-        self._mail: dict[tuple[int, int, int, int], deque[Tensor]] = defaultdict(deque)
-        self._receivers: dict[tuple[int, int, int, int], deque[Flight]] = defaultdict(deque)
+        self._sent: Queues[tuple[int, int, int, int], Tensor] = Queues()
         self._meetings: dict[tuple[tuple[int, ...], int, int], Meeting] = {}
         self._calls: dict[tuple[tuple[int, ...], int, int], int] = defaultdict(int)
         self._network = Network(cluster, self.hosts)
+        self._mail = Mail(self, self._network, num_ranks)
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
         """Those who want to be alone on a host, in the order in which they asked; the first one is."""
         self._unreceived = 0
@@ -119,7 +120,8 @@ class VirtualWorld:
             raise next(iter(self._errors.values()))
         return Outcome(self._results, self.now_s, self.trace, self._errors, self._unreceived)
 
-    def _at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
+    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
+        """Do `action` at `time_s`; not if it is the deadline of an operation that is over by then."""
         heapq.heappush(self._heap, (time_s, self._pushed, deadline_of, action))
         self._pushed += 1
 
@@ -177,6 +179,7 @@ class VirtualWorld:
         if strand.main:
             self._results[rank] = value
             self._running -= 1
+            self._mail.close(rank)
             if error is not None:
                 self._errors[rank] = error
                 self._lose(rank)
@@ -198,7 +201,7 @@ class VirtualWorld:
         flight = Flight(op, rank, self._step[rank], self.now_s)
         if op.timeout_s is not None:
             late = TimedOut(rank, flight.step, str(op), op.timeout_s)
-            self._at(self.now_s + op.timeout_s, lambda: self._land(flight, None, late), deadline_of=flight)
+            self.at(self.now_s + op.timeout_s, lambda: self._land(flight, None, late), deadline_of=flight)
         match op:
             case Alone():
                 queue = self._alone[self.hosts[rank]]
@@ -213,11 +216,15 @@ class VirtualWorld:
                 self._recv(flight, op)
             case Collective():
                 self._meet(flight, op)
+            case Post():
+                self._mail.post(flight, op)
+            case Take():
+                self._mail.take(flight, op)
             case _:
                 raise TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")
         return flight
 
-    def _end(
+    def end(
         self,
         flight: Flight,
         kind: str,
@@ -241,7 +248,7 @@ class VirtualWorld:
             value = op.work()
         except Exception as raised:
             error = raised
-        self._at(self._free_s[rank], lambda: self._end(flight, "compute", 0, value, error=error))
+        self.at(self._free_s[rank], lambda: self.end(flight, "compute", 0, value, error=error))
 
     def _let_in(self, queue: deque[tuple[Flight, Alone[Any]]]) -> None:
         """Let the first who still waits compute alone, and the next one when that is over."""
@@ -254,7 +261,7 @@ class VirtualWorld:
                 queue.popleft()
                 self._let_in(queue)
 
-            self._at(self._free_s[queue[0][0].rank], leave)
+            self.at(self._free_s[queue[0][0].rank], leave)
 
     def _send(self, flight: Flight, op: Send) -> None:
         rank = flight.rank
@@ -267,28 +274,23 @@ class VirtualWorld:
         self._unreceived += 1
 
         def first_byte_arrives() -> None:
-            self._at(self._network.receive(passage, self.now_s), lambda: self._deliver(key, payload))
+            self.at(self._network.receive(passage, self.now_s), lambda: self._deliver(key, payload))
 
-        self._at(passage.reaches_s, first_byte_arrives)
-        self._at(passage.left_s, lambda: self._end(flight, "send", sent_bytes, None, op.to))
+        self.at(passage.reaches_s, first_byte_arrives)
+        self.at(passage.left_s, lambda: self.end(flight, "send", sent_bytes, None, op.to))
 
     def _recv(self, flight: Flight, op: Recv) -> None:
         key = (op.source, flight.rank, op.channel, op.tag)
-        if self._mail[key]:
-            payload = self._mail[key].popleft()
-            self._at(self.now_s, lambda: self._hand_over(flight, payload))
-            return
-        self._receivers[key].append(flight)
-        if op.source in self._lost:  # what it sent before may still arrive in time
+        payload = self._sent.ask(key, flight)
+        if payload is not None:
+            self.at(self.now_s, lambda: self._hand_over(flight, payload))
+        elif op.source in self._lost:  # what it sent before may still arrive in time
             self._fail(flight, op.source)
 
     def _deliver(self, key: tuple[int, int, int, int], payload: Tensor) -> None:
-        queue = self._receivers[key]
-        while queue:
-            flight = queue.popleft()
-            if not flight.done:
-                return self._hand_over(flight, payload)
-        self._mail[key].append(payload)
+        flight = self._sent.arrive(key, payload)
+        if flight is not None:
+            self._hand_over(flight, payload)
 
     def _hand_over(self, flight: Flight, payload: Tensor) -> None:
         op = flight.op
@@ -303,7 +305,7 @@ class VirtualWorld:
                     f"{tuple(payload.shape)} {payload.dtype}, but {tuple(op.like.shape)} {op.like.dtype} was expected"
                 ),
             )
-        self._end(flight, "recv", 0, payload, op.source)
+        self.end(flight, "recv", 0, payload, op.source)
 
     def _meet(self, flight: Flight, op: Collective[Any]) -> None:
         rank = flight.rank
@@ -325,7 +327,7 @@ class VirtualWorld:
         if len(meeting.arrived) == len(op.members):
             del self._meetings[key]
         if meeting.clash is not None:
-            self._at(self.now_s, lambda: self._call_off(meeting))
+            self.at(self.now_s, lambda: self._call_off(meeting))
         elif len(meeting.arrived) == len(op.members):
             self._settle(meeting)
 
@@ -344,16 +346,16 @@ class VirtualWorld:
         for (flight, op), answer in zip(ordered, answers, strict=True):
 
             def end(flight: Flight = flight, op: Collective[Any] = op, answer: Any = answer) -> None:
-                self._end(flight, op.kind, member_bytes(op, flight.rank), answer)
+                self.end(flight, op.kind, member_bytes(op, flight.rank), answer)
 
-            self._at(end_s, end)
+            self.at(end_s, end)
 
     # ------------------------------------------------------------------ failures
 
     def _schedule_crashes(self, rank: int) -> None:
         for fault in self.cluster.faults:
             if isinstance(fault, Crash) and fault.rank == rank and fault.at_s is not None:
-                self._at(fault.at_s, lambda: self._crash(rank))
+                self.at(fault.at_s, lambda: self._crash(rank))
 
     def _mark(self, rank: int, step: int) -> Flight | None:
         """Set the rank's step. Returns something to wait for if a pause begins, or never ends (a crash)."""
@@ -369,7 +371,7 @@ class VirtualWorld:
 
     def _pause(self, rank: int, step: int, seconds: float) -> Flight:
         flight = Flight("pause", rank, step, self.now_s)
-        self._at(self.now_s + seconds, lambda: self._end(flight, "pause", 0, None))
+        self.at(self.now_s + seconds, lambda: self.end(flight, "pause", 0, None))
         return flight
 
     def _crash(self, rank: int) -> None:
@@ -380,10 +382,10 @@ class VirtualWorld:
     def _lose(self, rank: int) -> None:
         """A rank is gone: whoever needs it hears of it `detection_s` after its death."""
         self._lost[rank] = self.now_s
-        for (source, _, _, _), flights in self._receivers.items():
+        self._mail.close(rank)
+        for (source, _, _, _), flight in self._sent.asking():
             if source == rank:
-                for flight in flights:
-                    self._fail(flight, rank)
+                self._fail(flight, rank)
         for key, meeting in list(self._meetings.items()):
             if rank in key[0]:
                 for flight, _ in meeting.arrived.values():
@@ -393,4 +395,4 @@ class VirtualWorld:
     def _fail(self, flight: Flight, peer: int) -> None:
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self._lost[peer] + self.cluster.detection_s)
-        self._at(known_s, lambda: self._land(flight, None, error), deadline_of=flight)
+        self.at(known_s, lambda: self._land(flight, None, error), deadline_of=flight)

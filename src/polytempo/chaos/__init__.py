@@ -1,0 +1,1 @@
+"""What if everything fails at once: the server's machines under seeded faults, with checkers that never sleep."""

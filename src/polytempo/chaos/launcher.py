@@ -1,0 +1,101 @@
+"""The launcher: production's `Coordinator`, and what an engine does for it: restart who died, end who was deposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.message import Message, Outbox
+
+
+class Processes(Protocol):
+    """What a launcher can do with processes, and learn of them."""
+
+    def alive(self, node: int) -> bool:
+        """Whether a process runs on `node`."""
+
+    def kill(self, node: int) -> None:
+        """End it, if it lives."""
+
+    def restart(self, node: int, after_s: float) -> None:
+        """Start another one."""
+
+
+class Launcher:
+    """The coordinator's process. `holders[s]` are the nodes that may hold a copy of shard s.
+
+    `sees_deaths`: it learns that a process has ended (its own child) within `LOOK_S`; otherwise only by silence.
+    """
+
+    LOOK_S = 0.05
+    RESTART_S = 0.1
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        workers: int,
+        holders: list[tuple[int, ...]],
+        processes: Processes,
+        sees_deaths: bool,
+        on_wanted: Callable[[int, int], None],
+    ) -> None:
+        """`on_wanted(shard, node)` hears that a new, blank copy is about to be started."""
+        self.coordinator = coordinator
+        self._workers, self._holders = range(workers), holders
+        self._processes, self._sees_deaths = processes, sees_deaths
+        self._on_wanted = on_wanted
+        self._looked_s = 0.0
+        self._mourned: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.coordinator.finished
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """The coordinator takes a message."""
+        self._mourned.discard(source)
+        return self.coordinator.receive(now_s, source, message) + self._look(now_s)
+
+    def tick(self, now_s: float) -> Outbox:
+        """The coordinator's timers, and a look at the processes."""
+        return self.coordinator.tick(now_s) + self._look(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """Until one of the two."""
+        return min(self.coordinator.wait_s(now_s), self._looked_s + self.LOOK_S - now_s)
+
+    def _look(self, now_s: float) -> Outbox:
+        if now_s < self._looked_s + self.LOOK_S:
+            return []
+        self._looked_s = now_s
+        out: Outbox = []
+        for worker in self._workers:
+            out += self._look_at(now_s, worker)
+            if not self._processes.alive(worker) and not self.finished:
+                self._processes.restart(worker, self.RESTART_S)
+        for node in {node for holders in self._holders for node in holders}:
+            out += self._look_at(now_s, node)
+        for shard in self.coordinator.wanted:
+            self._recruit(shard)
+        return out
+
+    def _look_at(self, now_s: float, node: int) -> Outbox:
+        """Tell the coordinator, once, of a process that has ended."""
+        if self._processes.alive(node):
+            self._mourned.discard(node)
+            return []
+        if not self._sees_deaths or node in self._mourned:
+            return []
+        self._mourned.add(node)
+        return self.coordinator.lose(now_s, node)
+
+    def _recruit(self, shard: int) -> None:
+        """Start a blank copy on a node that holds none; what is left of its last process must not live on."""
+        chain = self.coordinator.chains[shard]
+        node = next(node for node in self._holders[shard] if node not in chain)
+        self._processes.kill(node)
+        self._on_wanted(shard, node)
+        self._processes.restart(node, self.RESTART_S)
+        self.coordinator.recruit(shard, node)

@@ -1,0 +1,100 @@
+"""A network that loses, repeats, reorders, delays and cuts, as data: a `Plan` of faults says what happens when.
+
+A failing seed prints its plan. Nothing here is decided while messages fly but by the `Random` that is handed over.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+ANYBODY = -1
+"""In a cut: whichever node."""
+
+
+class Weather(NamedTuple):
+    """What happens to each message of every link, by chance."""
+
+    delay_s: float = 0.001
+    """The least time on the way."""
+    jitter_s: float = 0.0
+    """Up to so much more, evenly; messages overtake each other."""
+    slow: float = 0.0
+    """The share of messages that take `slow_s` more."""
+    slow_s: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+
+
+FAIR = Weather()
+
+
+class Cut(NamedTuple):
+    """Nothing goes from `source` to `target` between two moments; the other way is another cut."""
+
+    begin_s: float
+    end_s: float
+    source: int
+    target: int
+
+
+class Pause(NamedTuple):
+    """A process stands still: its messages pile up, its timers are late."""
+
+    begin_s: float
+    end_s: float
+    node: int
+
+
+class Death(NamedTuple):
+    """A process dies, and what it remembered; at `back_s` another takes its place (None: nobody does)."""
+
+    at_s: float
+    back_s: float | None
+    node: int
+
+
+class Plan(NamedTuple):
+    """Everything that goes wrong, and when it ends."""
+
+    weather: Weather = FAIR
+    cuts: tuple[Cut, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    healed_s: float = 0.0
+    """From now on the weather is fair."""
+
+    def lines(self) -> list[str]:
+        """The plan for people, a line a fault, in the order of time."""
+        moments = sorted([*self.cuts, *self.pauses, *self.deaths], key=lambda fault: fault[0])
+        told = [f"{self.weather} until {self.healed_s:.3f} s"]
+        return told + [str(fault) for fault in moments]
+
+
+class Network:
+    """When, and how often, a message arrives."""
+
+    def __init__(self, plan: Plan, random: Random) -> None:
+        """All chance comes from `random`."""
+        self._plan = plan
+        self._random = random
+
+    def arrivals(self, now_s: float, source: int, target: int) -> list[float]:
+        """The moments at which a message that is sent now is delivered: none if it is lost, two if it is repeated."""
+        weather = self._plan.weather if now_s < self._plan.healed_s else FAIR
+        if any(_cuts(cut, now_s, source, target) for cut in self._plan.cuts):
+            return []
+        chance = self._random.random
+        copies = 0 if weather.drop and chance() < weather.drop else 1
+        if weather.duplicate and chance() < weather.duplicate:
+            copies += 1
+        return [now_s + self._on_the_way(weather) for _ in range(copies)]
+
+    def _on_the_way(self, weather: Weather) -> float:
+        chance = self._random.random
+        slow_s = weather.slow_s if weather.slow and chance() < weather.slow else 0.0
+        return weather.delay_s + slow_s * chance() + (weather.jitter_s * chance() if weather.jitter_s else 0.0)
+
+
+def _cuts(cut: Cut, now_s: float, source: int, target: int) -> bool:
+    return cut.begin_s <= now_s < cut.end_s and cut.source in (source, ANYBODY) and cut.target in (target, ANYBODY)

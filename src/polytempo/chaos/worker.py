@@ -1,0 +1,203 @@
+"""A worker that trains nothing: production's `Client` and `through`, and gradients that count.
+
+    ask ─▶ ticket t ─▶ pull ─▶ "compute" for a while ─▶ push a gradient of -1 at place t of every shard ─▶ ask …
+
+With plain SGD at learning rate 1 every shard's weight t then says how often ticket t was applied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port
+from polytempo.core.op import Compute, Now, Op, Post, Program, Take
+from polytempo.core.port import world_port
+from polytempo.server.client import Client
+from polytempo.server.layout import Span, Spans
+from polytempo.server.message import Ask, Deal, Message, Outbox, Ticket
+from polytempo.server.through import through
+from polytempo.server.timing import Timing
+
+_GOODBYES = 5
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a worker works: seconds a step, evenly between two bounds; pushes; and whether it waits for them."""
+
+    least_s: float = 0.02
+    most_s: float = 0.08
+    push_every: int = 1
+    overlap: bool = False
+
+
+class Worker:
+    """A process that runs the training program: a world of one rank, with a mailbox."""
+
+    def __init__(self, client: Client, num_tickets: int, habits: Habits, random: Random) -> None:
+        """`num_tickets` weights lie in each shard."""
+        self.client = client
+        self.finished = False
+        port = world_port(client.worker, (0,) * (client.coordinator + 1))
+        training = _Training(client, port, num_tickets, habits, random)
+        self._program: Program[None] = through(client, port, training.run())
+        self._mail: deque[tuple[int, Message]] = deque()
+        self._op: Op[Any] | None = None
+        self._until_s = 0.0
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """Into the mailbox; the program goes on if it waits for it."""
+        self._mail.append((source, message))
+        if isinstance(self._op, Take):
+            return self._go(now_s, self._mail.popleft())
+        return []
+
+    def tick(self, now_s: float) -> Outbox:
+        """Go on if the time has come."""
+        return self._go(now_s, None) if not self.finished and now_s >= self._until_s else []
+
+    def wait_s(self, now_s: float) -> float:
+        """Until the program goes on."""
+        return float("inf") if self.finished else max(0.0, self._until_s - now_s)
+
+    def _go(self, now_s: float, value: Any) -> Outbox:
+        """Resume the program with `value`, and perform what can be performed at once."""
+        out: Outbox = []
+        while True:
+            try:
+                self._op = op = self._program.send(value)
+            except StopIteration:
+                self._op, self.finished = None, True
+                return out
+            value = None
+            match op:
+                case Post(message, to):
+                    assert isinstance(message, Message)
+                    out.append((to, message))
+                case Now():
+                    value = now_s
+                case Take(wait_s) if not self._mail and wait_s != 0:
+                    self._until_s = float("inf") if wait_s is None else now_s + wait_s
+                    return out
+                case Take():
+                    value = self._mail.popleft() if self._mail else None
+                case Compute(_, seconds):
+                    self._until_s = now_s + seconds
+                    return out
+                case _:
+                    raise TypeError(f"this world does not perform {op}")
+
+
+@dataclass
+class _Training:
+    """The program: what `torch.training` does, without the model."""
+
+    client: Client
+    port: Port
+    num_tickets: int
+    habits: Habits
+    random: Random
+    clock: int = 0
+    sequence: int = 0
+    held: list[int] = field(default_factory=list)
+    under_way: list[tuple[Tensor, Any]] = field(default_factory=list)
+    """Pushes that nobody has waited for, with the buffers that are lent to them."""
+
+    async def run(self) -> None:
+        """Train until told to finish."""
+        while True:
+            deal = await self.asked()
+            if deal.order == "train":
+                for ticket in deal.tickets:
+                    await self.train(ticket)
+                continue
+            await self.push()
+            await self.settle()
+            if deal.order == "finish":
+                await self.take_leave()
+                return
+            await self.port.compute(lambda: None, self.habits.least_s)
+
+    async def asked(self) -> Deal:
+        """What to do next, says the coordinator; it is asked until it answers."""
+        ask = self.call()
+        while True:
+            await self.port.post(ask, self.client.coordinator)
+            until_s = await self.port.now() + self.client.timing.retry_s
+            while (wait_s := until_s - await self.port.now()) > 0:
+                taken = await self.port.take(wait_s)
+                if taken and isinstance(taken[1], Deal) and self._answers(taken[1]):
+                    return taken[1]
+
+    async def take_leave(self) -> None:
+        """One more call says that the order to finish has come. Nobody answers it, so it is sent several times."""
+        ask = self.call()
+        for _ in range(_GOODBYES):
+            await self.port.post(ask, self.client.coordinator)
+            await self.port.compute(lambda: None, self.client.timing.retry_s)
+
+    def call(self) -> Ask:
+        """The next call for work."""
+        self.sequence += 1
+        return Ask(self.client.worker, self.client.incarnation, self.sequence, self.client.taken_done())
+
+    def _answers(self, deal: Deal) -> bool:
+        return (deal.incarnation, deal.sequence) == (self.client.incarnation, self.sequence)
+
+    async def train(self, ticket: Ticket) -> None:
+        """One step: weights, a gradient, and perhaps a push."""
+        if ticket.again:
+            await self.push()
+        await self.port.pull(self.clock)
+        self.client.begin([ticket.number], (1.0,), 1)
+        self.held.append(ticket.number)
+        self.clock += 1
+        seconds = self.random.uniform(self.habits.least_s, self.habits.most_s)
+        await self.port.compute(lambda: None, seconds)
+        if ticket.again or len(self.held) >= self.habits.push_every:
+            await self.push()
+
+    async def push(self) -> None:
+        """Push what is held; the buffer is lent until the push is done, and written to again after that."""
+        if not self.held:
+            return
+        buffer = self.spare()
+        buffer.zero_()
+        for ticket in self.held:
+            buffer[ticket :: self.num_tickets] -= 1.0
+        self.held = []
+        await self.settle(all_but=1 if self.habits.overlap else 0)
+        self.under_way.append((buffer, await self.port.start(self.port.push(buffer, self.clock))))
+        await self.settle(all_but=1 if self.habits.overlap else 0)
+
+    def spare(self) -> Tensor:
+        """A buffer that is lent to nobody: those of finished pushes are used again, and soon."""
+        lent = [buffer for buffer, _ in self.under_way]
+        for buffer in self.buffers:
+            if not any(buffer is other for other in lent):
+                return buffer
+        raise AssertionError("more pushes under way than buffers")
+
+    async def settle(self, all_but: int = 0) -> None:
+        """Wait for pushes, the oldest first."""
+        while len(self.under_way) > all_but:
+            buffer, work = self.under_way.pop(0)
+            await work
+            buffer.fill_(1e6)  # it is ours again: whoever still reads it will be noticed
+
+    def __post_init__(self) -> None:
+        """Two buffers: one to write to while the other is lent."""
+        numel = self.num_tickets * len(self.client.shards)
+        self.buffers = [torch.zeros(numel) for _ in range(2)]
+
+
+def spans(num_shards: int, num_tickets: int) -> Sequence[Spans]:
+    """Every shard holds one weight for each ticket."""
+    return [(Span(s * num_tickets, (s + 1) * num_tickets),) for s in range(num_shards)]

@@ -1,0 +1,199 @@
+"""The world in which production machines meet their faults: one heap of events, one clock, one seed.
+
+    machine ── Outbox ──▶ network (drop, repeat, delay, cut) ──▶ heap ──▶ receive of another machine
+       ▲                                                                      │
+       └──────────────── tick, as soon as wait_s says so ─────────────────────┘
+
+Tensors travel by reference, as they do in shared memory: whoever writes to what it has lent, or was lent, is found by
+the checkers, because the numbers come out wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from polytempo.chaos.network import Network, Plan
+from polytempo.server.message import Message, Outbox
+
+_LAST_EVENTS = 30
+_LEAST_WAIT_S = 0.001
+_MAX_EVENTS = 200_000
+
+
+class Machine(Protocol):
+    """What every production machine looks like."""
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """A message has come."""
+
+    def tick(self, now_s: float) -> Outbox:
+        """Time has passed."""
+
+    def wait_s(self, now_s: float) -> float:
+        """How long nothing needs to be done unless a message comes."""
+
+
+class Watcher(Protocol):
+    """Somebody who sees everything and raises `Violation` when it should not be."""
+
+    def sent(self, now_s: float, source: int, target: int, message: Message) -> None:
+        """`source` has handed `message` to the network; whether it arrives is not known."""
+
+    def handled(self, now_s: float, node: int) -> None:
+        """`node` has just received or ticked."""
+
+
+class Violation(Exception):  # noqa: N818  # it is what a checker found, not what went wrong in it
+    """A promise was broken."""
+
+
+class Process:
+    """A node: the machine that runs on it now, if one does."""
+
+    def __init__(self, make: Callable[[int, float], Machine]) -> None:
+        """`make(incarnation, now_s)` starts it."""
+        self.make = make
+        self.machine: Machine | None = None
+        self.incarnation = 0
+        self.paused_until_s = 0.0
+        self.tick_s = -1.0
+
+    def start(self, now_s: float) -> None:
+        """Another life, with nothing remembered."""
+        self.incarnation += 1
+        self.machine = self.make(self.incarnation, now_s)
+
+
+class World:
+    """Processes, the network between them, and the clock."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        """Chance on the network comes from `seed` alone."""
+        self.plan = plan
+        self.now_s = 0.0
+        self.events = 0
+        self.processes: dict[int, Process] = {}
+        self.watchers: list[Watcher] = []
+        self._network = Network(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
+        self._heap: list[tuple[float, int, str, int, Any]] = []
+        self._pushed = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._last: deque[tuple[Any, ...]] = deque(maxlen=_LAST_EVENTS)
+
+    def place(self, node: int, make: Callable[[int, float], Machine]) -> None:
+        """`node` will be started when the world begins."""
+        self.processes[node] = Process(make)
+
+    def machine(self, node: int) -> Any:
+        """The machine of `node`; None while it is dead."""
+        return self.processes[node].machine
+
+    def begin(self) -> None:
+        """Start every process, and lay out the faults in time."""
+        for node in self.processes:
+            self._at(0.0, "start", node)
+        for death in self.plan.deaths:
+            self._at(death.at_s, "die", death.node)
+            if death.back_s is not None:
+                self._at(death.back_s, "start", death.node)
+        for pause in self.plan.pauses:
+            self._at(pause.begin_s, "pause", pause.node, pause.end_s)
+
+    def run(self, ended: Callable[[], bool], until_s: float) -> bool:
+        """Let things happen until `ended`; False if that has not come by `until_s`."""
+        while not ended():
+            if not self._heap or self._heap[0][0] > until_s:
+                return False
+            if self.events >= _MAX_EVENTS:
+                raise Violation(f"{_MAX_EVENTS} events and no end: somebody talks without pause")
+            self._step()
+        return True
+
+    def note(self, *event: Any) -> None:
+        """Something that happened, for the trace and its hash."""
+        self._last.append((self.now_s, *event))
+        self._hash.update(repr((self.now_s, event)).encode())
+
+    def trace_hash(self) -> str:
+        """Of all that has happened."""
+        return self._hash.hexdigest()
+
+    def last_events(self) -> list[str]:
+        """The end of the trace, for people."""
+        return [f"{when:9.4f}  " + " ".join(str(part) for part in event) for when, *event in self._last]
+
+    def _at(self, when_s: float, kind: str, node: int, what: Any = None) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (when_s, self._pushed, kind, node, what))
+
+    def _step(self) -> None:
+        when_s, _, kind, node, what = heapq.heappop(self._heap)
+        process = self.processes[node]
+        if kind == "tick" and process.tick_s != when_s:
+            return  # put off meanwhile
+        self.now_s = max(self.now_s, when_s)
+        self.events += 1
+        if kind in ("deliver", "tick") and self.now_s < process.paused_until_s:
+            if kind == "tick":
+                process.tick_s = process.paused_until_s
+            self._at(process.paused_until_s, kind, node, what)
+        elif kind == "deliver":
+            self._deliver(node, process, *what)
+        elif kind == "tick":
+            process.tick_s = -1.0
+            self._handle(node, process, process.machine.tick(self.now_s) if process.machine else [])
+        else:
+            self._fault(kind, node, process, what)
+
+    def _fault(self, kind: str, node: int, process: Process, what: Any) -> None:
+        self.note(kind, node, what or "")
+        if kind == "die":
+            process.machine = None
+            process.paused_until_s = 0.0
+        elif kind == "pause":
+            process.paused_until_s = what
+        elif process.machine is None:
+            process.start(self.now_s)
+            self._handle(node, process, [])
+
+    def _deliver(self, node: int, process: Process, source: int, message: Message) -> None:
+        self.note("→", node, "from", source, *summary(message))
+        if process.machine is not None:
+            self._handle(node, process, process.machine.receive(self.now_s, source, message))
+
+    def _handle(self, node: int, process: Process, outbox: Outbox) -> None:
+        """Send what a machine wants to send, let everybody look, and wake it when it wants to be woken."""
+        for target, message in outbox:
+            for watcher in self.watchers:
+                watcher.sent(self.now_s, node, target, message)
+            for arrives_s in self._network.arrivals(self.now_s, node, target):
+                self._at(arrives_s, "deliver", target, (node, message))
+        for watcher in self.watchers:
+            watcher.handled(self.now_s, node)
+        if process.machine is not None:
+            wake_s = self.now_s + max(_LEAST_WAIT_S, process.machine.wait_s(self.now_s))
+            if process.tick_s < 0 or wake_s != process.tick_s:
+                process.tick_s = wake_s
+                self._at(wake_s, "tick", node)
+
+
+def summary(message: Message) -> tuple[Any, ...]:
+    """A message's kind and its numbers, without tensors and long tuples."""
+    return (type(message).__name__, *(_short(getattr(message, name)) for name in message.__struct_fields__))
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "…"
+    if isinstance(value, Message):
+        return summary(value)
+    if isinstance(value, bytes):
+        return len(value)
+    return len(value) if isinstance(value, tuple) and len(value) > 4 else value

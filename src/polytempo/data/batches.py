@@ -1,0 +1,63 @@
+"""`Batches`: any batch of any epoch, by its number. What a worker needs whose batches are dealt one by one."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from polytempo.data.plan import Deals, Pick, dealt, num_batches, permutation
+from polytempo.data.source import read_source, tensors_of
+
+
+@final
+class Batches:
+    """The batches of a data set that is dealt to `size` workers in `batch_size`s; see `data.plan.dealt`.
+
+    The order of an epoch is that of `Shard`: a permutation drawn from (seed, epoch). Batches are read when they are
+    asked for, in this process. Raises ValueError for a stream: its samples have no numbers.
+    """
+
+    def __init__(
+        self,
+        source: Dataset[Any] | DataLoader[Any],
+        *,
+        size: int,
+        batch_size: int | None = None,
+        seed: int = 0,
+        deals: Deals = "freely",
+    ) -> None:
+        self._source = read_source(source, batch_size, None)
+        dataset = self._source.dataset
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError("a parameter server deals batches by number, so a job's data need a length and an order")
+        self._tensors = tensors_of(self._source)
+        self.size, self.seed, self.deals = size, seed, deals
+        self.batch_size, self.num_samples = self._source.batch_size, len(dataset)
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return num_batches(self.num_samples, self.size, self.batch_size, self.deals)
+
+    def pick(self, batch: int) -> Pick:
+        """Where batch `batch` lies in its epoch's order."""
+        return dealt(self.num_samples, self.size, self.batch_size, self.deals, batch)
+
+    def at(self, epoch: int, batch: int) -> Any:
+        """Batch number `batch` of `epoch`, collated."""
+        place = self.pick(batch)
+        indices = self._order(epoch)[place.start : place.stop]
+        if self._tensors is not None:
+            tensors, rows = self._tensors
+            chosen = (indices if rows is None else rows[indices]).to(tensors[0].device)
+            return [tensor.index_select(0, chosen) for tensor in tensors]
+        loader = self._source.loader
+        collate = default_collate if loader is None else loader.collate_fn
+        return collate([self._source.dataset[i] for i in indices.tolist()])
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self._source.shuffle:
+            return torch.arange(self.num_samples)
+        return permutation(self.num_samples, self.seed, epoch)

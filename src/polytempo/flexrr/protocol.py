@@ -1,0 +1,242 @@
+"""Rapid reassignment between workers: FlexRR's peer, without I/O.
+
+A worker does its slices from the front. One that is well behind a helper gives it slices from the end. There is no
+coordinator. Messages may be lost, doubled, delayed and may overtake each other.
+
+    helper  ── Progress ──▶ helpee      every 5 % of its own share, and now and then once that is covered
+            ◀── DoThis ────             to a helper that is ahead, if the helpee is well behind
+            ── BegunHelping ──▶         before it computes; answered with the next, larger DoThis
+            ── Helped ──▶               when every shard has acknowledged the slice's gradient
+            ◀── Cancel ────             when the helpee has hardly anything left: may I have this one back?
+            ── CancelGranted ──▶        I had not begun
+
+What a helper does (it keeps one line for each slice until the helpee is at a later clock):
+
+| the slice is      | at DoThis               | at Cancel                | when it has time                    |
+|-------------------|-------------------------|--------------------------|-------------------------------------|
+| unknown           | queued; too many: returned, `CancelGranted` | returned, `CancelGranted` |                  |
+| queued            | nothing                 | returned, `CancelGranted`| begun, `BegunHelping`               |
+| begun             | `BegunHelping`          | `BegunHelping`           | computes, pushes, helped, `Helped`  |
+| helped            | `Helped`                | `Helped`                 |                                     |
+| returned          | `CancelGranted`         | `CancelGranted`          | never begins it                     |
+| of an old clock   | nothing                 | nothing                  | never begins it                     |
+
+What its helpee does:
+
+| the slice is | at BegunHelping | at Helped | at CancelGranted | in time                                                  |
+|--------------|-----------------|-----------|------------------|----------------------------------------------------------|
+| mine         | nothing         | done      | nothing          | does it, or gives it away with `DoThis`: offered          |
+| offered      | begun           | done      | returned         | repeats `DoThis`; out of work: `Cancel`, recalled         |
+| recalled     | begun           | done      | returned         | repeats `Cancel`                                         |
+| begun        | nothing         | done      | nothing          | repeats `DoThis`                                         |
+| returned     | nothing         | done      | nothing          | does it, as its own; never gives it away again            |
+| contested    | nothing         | done      | nothing          | does it, alone                                           |
+
+Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for longer than doing it
+would have taken.
+
+Whose promise is what:
+
+- *The peers*: a slice is in at most one push that is not alone, and if no slice was ever contested it is executed
+  exactly once. The right to execute it is the helpee's until DoThis, the helper's from its arrival, and the helpee's
+  again only by CancelGranted, after which the helper never begins it. Lives are numbered, so that the answer of a
+  helper that forgot what its earlier life did is never believed.
+- *The peers*: a helpee never waits for ever, whoever dies or falls silent: it contests.
+- *The shards*: a contested slice, one of a ticket that is dealt again, and one that a helper does are each pushed
+  alone, under the slice's own ticket (`slices.ticket_of`). A shard that has it already drops it. So each sample counts
+  once, and a second execution costs time only. The shards' ledger is the authority.
+
+The helper's own clock does not advance: the gradient is pushed for the helpee's.
+
+Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML", SoCC 2016 (rapid
+reassignment). Ours and not the paper's: Helped, CancelGranted, repeats, lives and contests (the paper trusts its
+transport); a helpee asks for a slice back before it does it; an offer is at most a fair part of what is left; helpers
+are the next workers on a ring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from polytempo.flexrr.giving import Giving
+from polytempo.flexrr.helping import Helping, Position
+from polytempo.flexrr.message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
+from polytempo.flexrr.reassignment import Reassignment, helpees_of, helpers_of
+from polytempo.flexrr.slices import Slice
+from polytempo.server.message import Message, Outbox, Ticket
+
+_REMEMBERED = 9
+"""The pace is the median over so many slices: one long pause does not make a worker patient."""
+
+
+class Do(NamedTuple):
+    """Compute the gradient of `slice`, of the batch `ticket`.
+
+    `alone`: push it at once, for clock `slice.clock`, with no other, under `ticket_of(slice, …)`; it is finished when
+    every shard has answered. Otherwise it is this worker's own, to be pushed with others of its own.
+    """
+
+    slice: Slice
+    ticket: Ticket | None
+    alone: bool
+
+
+class Peer:
+    """One worker among its helpers and helpees. Times are seconds of one clock; it reads none."""
+
+    def __init__(self, worker: int, members: Sequence[int], parameters: Reassignment, incarnation: int = 1) -> None:
+        self.worker = worker
+        self.parameters = parameters
+        self._incarnation = incarnation
+        self._giving = Giving(worker, incarnation, parameters)
+        self._helping = Helping(incarnation, capacity=parameters.slices)
+        self._covered_clock: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}
+        self._began_s = 0.0
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._reported_s = -inf
+        self._reported = 0.0
+        self.regroup(members)
+
+    def regroup(self, members: Sequence[int]) -> None:
+        """Workers have come or gone. What those who are gone had becomes contested in time."""
+        self.helpers = helpers_of(self.worker, members, self.parameters.helpers)
+        self.helpees = helpees_of(self.worker, members, self.parameters.helpers)
+
+    # ------------------------------------------------------------------ a worker's own doings
+
+    def start(self, now_s: float, clock: int, samples: int, ticket: Ticket | None = None) -> Outbox:
+        """Begin `clock`, in which this worker has `samples` to do. The clock before must be covered."""
+        if not self.covered or clock <= self._giving.clock:
+            raise ValueError(
+                f"worker {self.worker} cannot start clock {clock}: clock {self._giving.clock} is "
+                f"{'over' if self.covered else 'not covered'}; call start once per clock, after `covered`"
+            )
+        self._giving.start(clock, samples, ticket)
+        self._reported = 0.0
+        for helpee in self.helpees:
+            self._covered_clock.setdefault(helpee, clock - 1)
+        return self._report(now_s, self.helpees)
+
+    def next(self, now_s: float) -> tuple[Do | None, Outbox]:
+        """What to do now: first for others, who asked because they were behind, then its own share. None: nothing."""
+        self._began_s = now_s
+        if (theirs := self._helping.begin()) is not None:
+            piece, ticket = theirs
+            return Do(piece, ticket, alone=True), [(piece.helpee, BegunHelping(piece, *self._position))]
+        if (own := self._giving.begin()) is not None:
+            return Do(*own), self._giving.recall()
+        return None, []
+
+    def finished(self, now_s: float, piece: Slice) -> Outbox:
+        """What `next` said is done."""
+        self._seconds.append(now_s - self._began_s)
+        if piece.helpee != self.worker:
+            self._helping.finish(piece)
+            return [(piece.helpee, Helped(piece))]
+        self._giving.finish(piece)
+        return self._report_if_due(now_s)
+
+    @property
+    def covered(self) -> bool:
+        """Whether every slice of this worker's clock is done: by itself, or by a helper, who has pushed it."""
+        return self._giving.covered
+
+    @property
+    def expects_back(self) -> bool:
+        """Whether more slices may come that are to be pushed with its own: ask before pushing, to push once."""
+        return self._giving.expects_back
+
+    def may_go_on(self, now_s: float) -> bool:
+        """Whether no helpee needs this worker in its clock: all are near enough, or silent."""
+        least = self._giving.clock - self.parameters.slack
+        return self.covered and all(
+            self._covered_clock.get(helpee, least) >= least
+            or now_s > self._heard_s.setdefault(helpee, now_s) + self.parameters.silence_s
+            for helpee in self.helpees
+        )
+
+    # ------------------------------------------------------------------ what comes in
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """Messages of other kinds, and of workers that are neither helper nor helpee, are ignored."""
+        outbox: Outbox = []
+        was_covered = self.covered
+        if source in self.helpees:
+            outbox += [(source, answer) for answer in self._as_helper(now_s, source, message)]
+        if source in self.helpers:
+            outbox += self._as_helpee(now_s, source, message)
+        if self.covered and not was_covered:
+            outbox += self._report_if_due(now_s)
+        return outbox
+
+    def _as_helper(self, now_s: float, helpee: int, message: Message) -> list[Message]:
+        match message:
+            case Progress():
+                self._is_at(now_s, helpee, message.incarnation, message.clock, message.fraction >= 1)
+            case DoThis() if message.slices:
+                self._is_at(now_s, helpee, message.slices[0].incarnation, message.slices[0].clock, False)
+                return self._helping.do_this(helpee, message, self._position)
+            case Cancel():
+                self._is_at(now_s, helpee, message.slice.incarnation, message.slice.clock, False)
+                return self._helping.cancel(helpee, message, self._position)
+        return []
+
+    def _is_at(self, now_s: float, helpee: int, incarnation: int, clock: int, covered: bool) -> None:
+        self._heard_s[helpee] = now_s
+        self._helping.at_clock(helpee, incarnation, clock)
+        self._covered_clock[helpee] = max(self._covered_clock.get(helpee, -1), clock if covered else clock - 1)
+
+    def _as_helpee(self, now_s: float, helper: int, message: Message) -> Outbox:
+        match message:
+            case Progress():
+                if self.covered:
+                    return self._report(now_s, (helper,)) if message.clock >= self._giving.clock else []
+                return self._giving.heard(now_s, helper, Position(message.incarnation, message.clock, message.fraction))
+            case BegunHelping():
+                self._giving.begun(helper, message.slice)
+                return self._giving.heard(now_s, helper, Position(message.incarnation, message.clock, message.fraction))
+            case Helped():
+                self._giving.helped(helper, message.slice)
+            case CancelGranted():
+                self._giving.granted(helper, message.slice)
+        return []
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self, now_s: float) -> Outbox:
+        """Between two slices, and when `wait_s` is over: repeats, recalls, contests and reports."""
+        outbox = self._giving.recall() + self._giving.ask_again(now_s)
+        self._giving.contest(now_s, self._pace_s)
+        if self.covered and now_s >= self._reported_s + self.parameters.report_s:
+            outbox += self._report(now_s, self.helpees)
+        return outbox
+
+    def wait_s(self, now_s: float) -> float:
+        """How long it may sleep, if no message comes, after `next` had nothing to do."""
+        latest_s = min(self.parameters.report_s, self.parameters.retry_s)
+        return max(0.0, min(latest_s, self._giving.deadline_s(self._pace_s) - now_s))
+
+    @property
+    def _pace_s(self) -> float:
+        """What one slice takes this worker."""
+        return median(self._seconds) if self._seconds else self.parameters.retry_s
+
+    @property
+    def _position(self) -> Position:
+        return Position(self._incarnation, self._giving.clock, self._giving.fraction)
+
+    def _report_if_due(self, now_s: float) -> Outbox:
+        if self.covered:
+            return self._report(now_s, dict.fromkeys((*self.helpees, *self.helpers)))
+        if self._giving.fraction < self._reported + self.parameters.report_every:
+            return []
+        return self._report(now_s, self.helpees)
+
+    def _report(self, now_s: float, whom: Sequence[int] | dict[int, None]) -> Outbox:
+        self._reported_s, self._reported = now_s, self._giving.fraction
+        return [(other, Progress(*self._position)) for other in whom]

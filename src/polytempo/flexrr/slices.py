@@ -1,0 +1,47 @@
+"""A worker's share of one clock, cut into slices.
+
+    share   [ 0 | 1 | 2 | 3 | … | 37 | 38 | 39 ]      its own worker begins here ▶      ◀ slices are given away from here
+
+The cut follows from (samples, slices) alone, so a slice means the same samples to everybody, and its id never changes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Samples `begin … end-1` of what worker `helpee` has to do in `clock`. Equal slices are the same work."""
+
+    helpee: int
+    incarnation: int
+    """Which life of the helpee: clocks of an earlier life are another's work."""
+    clock: int
+    number: int
+    """Which slice of its share, from 0."""
+    begin: int
+    end: int
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return self.end - self.begin
+
+
+def cut(helpee: int, incarnation: int, clock: int, samples: int, slices: int) -> list[Slice]:
+    """A share of `samples` as `slices` ranges of nearly equal length (fewer where there are fewer samples)."""
+    if samples < 1 or slices < 1:
+        raise ValueError(f"a share needs at least one sample and one slice, got {samples} samples and {slices} slices")
+    count = min(samples, slices)
+    edges = [samples * i // count for i in range(count + 1)]
+    return [Slice(helpee, incarnation, clock, i, edges[i], edges[i + 1]) for i in range(count)]
+
+
+def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
+    """The number under which the shards know a slice of the batch `ticket`: `slices` numbers for each batch.
+
+    `slices` must be the same for all workers of a run; that of the batch's own ticket is never used beside it.
+    """
+    if not 0 <= piece.number < slices:
+        raise ValueError(f"slice {piece.number} of a batch in {slices} slices; every worker must cut alike")
+    return ticket * slices + piece.number

@@ -1,0 +1,68 @@
+"""One clock of a worker that helps and is helped: the loop around `Peer`, the same in both worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from polytempo.core import Port
+from polytempo.flexrr.protocol import Do, Peer
+from polytempo.flexrr.slices import Slice
+from polytempo.server.message import Message, Outbox, Ticket
+
+
+class Work(NamedTuple):
+    """What a worker can do with slices.
+
+    `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
+    the slices named, each under its ticket; it is called with at least one, seldom twice in a clock. `alone` computes
+    one slice and pushes it by itself, under its ticket, for the slice's clock, and ends when every shard has answered.
+    """
+
+    accumulate: Callable[[Do], Awaitable[None]]
+    push: Callable[[list[Slice]], Awaitable[None]]
+    alone: Callable[[Do], Awaitable[None]]
+
+
+async def covered_step(
+    port: Port, peer: Peer, clock: int, samples: int, work: Work, ticket: Ticket | None = None
+) -> None:
+    """Do this worker's `samples` of `clock` with the help of others, and help those who are behind.
+
+    Ends when all of the share is with the shards and no helpee needs this worker in its clock; pull after that. It
+    looks at its mail between slices, so a slice is the longest that a message waits. What the mailbox gives here must
+    be the peers' messages; others are ignored.
+    """
+    await _post(port, peer.start(await port.now(), clock, samples, ticket))
+    own: list[Slice] = []
+    while True:
+        await _read_mail(port, peer)
+        now_s = await port.now()
+        await _post(port, peer.tick(now_s))
+        do, outbox = peer.next(now_s)
+        await _post(port, outbox)
+        if do is not None:
+            await (work.alone(do) if do.alone else work.accumulate(do))
+            own += [] if do.alone else [do.slice]
+            await _post(port, peer.finished(await port.now(), do.slice))
+        elif own and not peer.expects_back:
+            await work.push(own)
+            own = []
+        elif peer.may_go_on(now_s):
+            return
+        else:
+            await _read_mail(port, peer, peer.wait_s(now_s))
+
+
+async def _read_mail(port: Port, peer: Peer, wait_s: float = 0.0) -> None:
+    """All that is there; if nothing is, wait once for something."""
+    while (letter := await port.take(wait_s)) is not None:
+        source, message = letter
+        if isinstance(message, Message):
+            await _post(port, peer.receive(await port.now(), source, message))
+        wait_s = 0.0
+
+
+async def _post(port: Port, outbox: Outbox) -> None:
+    for node, message in outbox:
+        await port.post(message, node)

@@ -1,0 +1,85 @@
+"""Kernels on flat tensors of one process: an optimizer's step, and whether all numbers are numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.native.call import DTYPES
+from polytempo.native.library import load, why_not
+from polytempo.native.step import Hyper
+
+DTYPES_UPDATED = (torch.float32, torch.float64)
+"""What the kernel of `Updater` is there for."""
+DTYPES_CHECKED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@cache
+def _library() -> Any:
+    library = load()
+    if library is None:
+        raise ValueError(f"there is no native core: {why_not()}")
+    return library
+
+
+def unfinite(values: Tensor) -> int:
+    """The index of the first element that is NaN or infinite, -1 if all are finite. Reads a flat tensor once."""
+    index: int = _library().pt_unfinite(DTYPES[values.dtype], values.data_ptr(), values.numel())
+    assert index >= -1, f"no kernel for {values.dtype}"
+    return index
+
+
+class Updater:
+    """One optimizer's steps by the kernel `pt::update` (native/kernels.h): in f64 inside, rounded once at the end.
+
+    `hyper` says which optimizer; its `lr`, `step` and `first` may be changed between steps.
+    """
+
+    def __init__(self, hyper: Hyper, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES_UPDATED:
+            raise ValueError(f"the native update is for {DTYPES_UPDATED}, not for {dtype}; use native=False")
+        self.hyper = hyper
+        self._function = _library().pt_update
+        self._code = DTYPES[dtype]
+        self._float = ctypes.c_float if dtype is torch.float32 else ctypes.c_double
+        self._hyper_address = ctypes.addressof(hyper)
+        self._terms: dict[int, tuple[Any, Any, int]] = {}
+
+    def update_(
+        self,
+        gradients: Sequence[Tensor],
+        scales: Sequence[float],
+        weights: Tensor,
+        out: Tensor,
+        first: Tensor | None = None,
+        second: Tensor | None = None,
+    ) -> None:
+        """out ← weights after one step on g = Σ scales[i] · gradients[i]; moments change in place.
+
+        All are flat, contiguous, of one length. `out` may be `weights`, else they must not overlap. Scales are rounded
+        to the tensors' dtype. Cost: one pass over memory, whatever the number of gradients.
+        """
+        pointers, factors, address = self._arrays(len(gradients))
+        for i, gradient in enumerate(gradients):
+            pointers[i] = gradient.data_ptr()
+            factors[i] = scales[i]
+        m = None if first is None else first.data_ptr()
+        v = None if second is None else second.data_ptr()
+        status = self._function(
+            *(self._code, self._hyper_address, pointers, address, len(gradients)),
+            *(weights.data_ptr(), m, v, out.data_ptr(), m, v, weights.numel()),
+        )
+        assert status == 0, "the kernel refuses what was checked before"
+
+    def _arrays(self, count: int) -> tuple[Any, Any, int]:
+        """Room for so many gradients' addresses and scales, made once."""
+        found = self._terms.get(count)
+        if found is None:
+            factors = (self._float * count)()
+            found = self._terms[count] = (ctypes.c_void_p * count)(), factors, ctypes.addressof(factors)
+        return found

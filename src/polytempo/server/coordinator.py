@@ -1,0 +1,320 @@
+"""`Coordinator`: who takes part, who holds which shard, and who trains on what. One for a run, in its launcher.
+
+    Beat ◀── everybody        View ──▶ everybody      a node that is silent, or whose process has ended, is lost:
+    Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards are told
+    Noted ◀─ shard         Members ──▶ shard             copy: the next one in the chain moves up, in a new epoch
+
+If the launcher dies, the run ends; so the coordinator has no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from polytempo.core.errors import PolytempoError
+from polytempo.server.dealer import Dealer
+from polytempo.server.message import (
+    COORDINATOR,
+    Ask,
+    Beat,
+    Deal,
+    Inquire,
+    Members,
+    Message,
+    Noted,
+    Outbox,
+    Reply,
+    Save,
+    Statistics,
+    View,
+)
+from polytempo.server.requests import Requests
+from polytempo.server.timing import Timing
+
+
+class ShardLost(PolytempoError):
+    """Every copy of a shard is gone, and with them its part of the parameters."""
+
+    def __init__(self, shard: int, replicas: int) -> None:
+        self.shard = shard
+        remedy = "resume from the last snapshot" if replicas else "use replicas=1, or resume from the last snapshot"
+        super().__init__(f"shard {shard} is lost with every copy of it; {remedy}")
+
+
+class Coordinator:
+    """The coordinator on node `node`, of `workers` (nodes) and `chains` (for each shard the nodes of its copies).
+
+    `on_row(row)` takes rows of metrics (JSON) from workers. `on_event(event)` hears of what happens, as a tuple.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        workers: Sequence[int],
+        chains: Sequence[Sequence[int]],
+        dealer: Dealer,
+        timing: Timing | None = None,
+        *,
+        on_row: Callable[[bytes], None] | None = None,
+        on_event: Callable[[tuple[str, int]], None] | None = None,
+    ) -> None:
+        self.node, self.dealer = node, dealer
+        self.timing = timing or Timing()
+        self.epoch = 1
+        self.chains = [tuple(chain) for chain in chains]
+        self.members: dict[int, int] = {}
+        """The workers that take part, with their incarnations."""
+        self.statistics: dict[int, Statistics] = {}
+        """What each shard said of itself at the end."""
+        self.finished = False
+        self._copies = max(len(chain) for chain in chains)
+        self._expected = set(workers)
+        """Workers that were started and have not been heard of."""
+        self._recruits: dict[int, int] = {}
+        """Nodes that were started to hold a copy and have not been heard of -> shard."""
+        self._heard_s: dict[int, float] = {}
+        self._asked = [Requests(COORDINATOR, 1, chain[0], self.timing) for chain in chains]
+        self._told: dict[tuple[int, int], int] = {}
+        """(shard, sequence) of a `Members` request -> the number of that change."""
+        self._changes = 0
+        self._known = [0] * len(chains)
+        """How many changes of membership each shard has taken in."""
+        self._present: dict[int, int] = {}
+        """The members as the shards were told last."""
+        self._admitted: dict[int, int] = {}
+        """Worker -> the change that made it a member; it is dealt to when every shard knows of that."""
+        self._waiting: dict[int, Ask] = {}
+        """Calls for work that the dealer has not heard of."""
+        self._unsaid: dict[int, Deal] = {}
+        """Answers to workers that the shards do not all know yet."""
+        self._heard_of: dict[int, tuple[int, int]] = {}
+        """Worker -> its last incarnation, and the number of its last call."""
+        self._finishing: dict[int, int] = {}
+        """Workers that were told to finish, with the number of the call that this answered."""
+        self._ending = False
+        self._ticked_s: float | None = None
+        self._announced_s = 0.0
+        self._on_row = on_row or (lambda row: None)
+        self._on_event = on_event or (lambda event: None)
+
+    # ------------------------------------------------------------------ what the engine tells
+
+    def recruit(self, shard: int, node: int) -> None:
+        """A process was started on `node` to hold a copy of `shard`; it joins the chain when it is heard of."""
+        self._recruits[node] = shard
+
+    @property
+    def wanted(self) -> list[int]:
+        """The shards that lack a copy for which nobody was started yet."""
+        if self._ending:
+            return []
+        on_the_way = list(self._recruits.values())
+        return [
+            s for s, chain in enumerate(self.chains) if len(chain) + on_the_way.count(s) < self._copies and len(chain)
+        ]
+
+    def lose(self, now_s: float, node: int) -> Outbox:
+        """`node` is gone for good: its process has ended, or it has been silent for too long. Raises `ShardLost`."""
+        self._heard_s.pop(node, None)
+        self._recruits.pop(node, None)
+        self._expected.discard(node)
+        out: Outbox = []
+        if node in self.members:
+            self._on_event(("lost", node))
+            del self.members[node]
+            self._waiting.pop(node, None)
+            self._unsaid.pop(node, None)
+            self.dealer.lose(node)
+            out += self._deals(now_s)
+        for shard, chain in enumerate(self.chains):
+            if node in chain:
+                self._on_event(("promoted" if chain[0] == node else "shortened", shard))
+                self.chains[shard] = tuple(other for other in chain if other != node)
+                if not self.chains[shard]:
+                    raise ShardLost(shard, self._copies - 1)
+                out += self._new_epoch(now_s)
+        return out
+
+    def save(self, now_s: float, number: int) -> Outbox:
+        """Ask every shard for snapshot `number`."""
+        for asked in self._asked:
+            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
+        return self._outbox(now_s)
+
+    # ------------------------------------------------------------------ the machine
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """Take a message; what is to be sent because of it."""
+        self._heard_s[source] = now_s
+        match message:
+            case Beat():
+                return self._beat(now_s, source, message)
+            case Ask():
+                return self._work(now_s, message)
+            case Reply():
+                return self._noted(now_s, message)
+        return []
+
+    def tick(self, now_s: float) -> Outbox:
+        """What time asks for: to notice who is silent, and to send again what was not answered."""
+        out: Outbox = []
+        self._forgive(now_s)
+        for node in self._silent(now_s):
+            out += self.lose(now_s, node)
+        for asked in self._asked:
+            out += [(asked.head, request) for request in asked.late(now_s)]
+        if now_s - self._announced_s >= self.timing.beat_s:
+            out += self._announce(now_s)
+        return out + self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """How long nothing is to be done unless something arrives."""
+        beat_s = self._announced_s + self.timing.beat_s - now_s
+        return max(0.0, min([beat_s, *(asked.wait_s(now_s) for asked in self._asked)]))
+
+    def flops(self, message: Message) -> float:
+        """The coordinator's work is free."""
+        return 0.0
+
+    # ------------------------------------------------------------------ membership
+
+    def _beat(self, now_s: float, source: int, beat: Beat) -> Outbox:
+        if source in self._recruits:
+            shard = self._recruits.pop(source)
+            self.chains[shard] = (*self.chains[shard], source)
+            self._on_event(("copied", shard))
+            return self._new_epoch(now_s)
+        return [(source, self._view())] if beat.epoch < self.epoch or self.finished else []
+
+    def _forgive(self, now_s: float) -> None:
+        """Where the coordinator itself stood still, it was not the others who were silent."""
+        gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        if gap_s > 2 * self.timing.beat_s:
+            self._heard_s = {node: heard_s + gap_s for node, heard_s in self._heard_s.items()}
+
+    def _silent(self, now_s: float) -> list[int]:
+        copies = {node for chain in self.chains for node in chain}
+        for node in copies | self._expected | set(self._recruits):
+            self._heard_s.setdefault(node, now_s + self.timing.starting_s)
+        limits = dict.fromkeys(copies, self.timing.lost_s) | dict.fromkeys(self.members, self.timing.worker_lost_s)
+        return [node for node, limit_s in limits.items() if now_s - self._heard_s.get(node, now_s) > limit_s]
+
+    def _tell_members(self, now_s: float) -> Outbox:
+        """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
+        resting = self.dealer.resting
+        present = {worker: life for worker, life in self.members.items() if worker not in resting}
+        if present == self._present or self._ending:
+            return []
+        self._changes += 1
+        self._admitted = {
+            w: self._admitted[w] if self._present.get(w) == life else self._changes for w, life in present.items()
+        }
+        self._present, members = present, tuple(sorted(present.items()))
+        for shard, asked in enumerate(self._asked):
+            request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members))
+            self._told[shard, request.sequence] = self._changes
+        return self._outbox(now_s)
+
+    def _new_epoch(self, now_s: float) -> Outbox:
+        self.epoch += 1
+        out = self._announce(now_s)
+        for asked, chain in zip(self._asked, self.chains, strict=True):
+            if asked.head != chain[0]:
+                out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
+        return out
+
+    def _view(self) -> View:
+        return View(self.epoch, tuple(self.chains), tuple(sorted(self.members.items())), self.finished)
+
+    def _announce(self, now_s: float) -> Outbox:
+        """The view, to everybody: now and then even without news, for a message may be lost."""
+        self._announced_s = now_s
+        nodes = {node for chain in self.chains for node in chain} | set(self.members)
+        return [(node, self._view()) for node in sorted(nodes)]
+
+    # ------------------------------------------------------------------ work
+
+    def _work(self, now_s: float, ask: Ask) -> Outbox:
+        out: Outbox = []
+        present = self.members.get(ask.worker)
+        if present is None and ask.worker in self._finishing:
+            return self._end(now_s)
+        if present is None and ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]:
+            return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # it was thought dead
+        if present is None or present < ask.incarnation:
+            if present is not None:  # it died and is back before anybody noticed
+                self.dealer.lose(ask.worker)
+            self._expected.discard(ask.worker)
+            self._on_event(("joined", ask.worker))
+            self.members[ask.worker] = ask.incarnation
+            self._heard_of[ask.worker] = ask.incarnation, 0
+            self.dealer.join(ask.worker, ask.incarnation)
+            out += self._tell_members(now_s)
+        elif present > ask.incarnation:
+            return []
+        if ask.sequence > self._heard_of.get(ask.worker, (0, 0))[1]:
+            self._heard_of[ask.worker] = ask.incarnation, ask.sequence
+            for row in ask.rows:
+                self._on_row(row)
+        if self._goodbye(ask):
+            return self._end(now_s)
+        self._waiting[ask.worker] = ask
+        return out + self._deals(now_s) + self._end(now_s)
+
+    def _deals(self, now_s: float) -> Outbox:
+        """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
+        if self._expected:
+            return []  # the first deal is made when all that were started are here
+        for worker, ask in self._waiting.items():  # what cannot be answered yet, the dealer remembers
+            deal = self.dealer.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
+            if deal is not None:
+                self._unsaid[worker] = deal
+        self._waiting.clear()
+        self._unsaid.update((deal.worker, deal) for deal in self.dealer.due())
+        out = self._tell_members(now_s)
+        ready = min(self._known)
+        for worker, deal in list(self._unsaid.items()):
+            if deal.order == "finish":
+                self._finishing[worker] = deal.sequence
+            elif self._admitted.get(worker, ready + 1) > ready:
+                continue
+            out.append((worker, self._unsaid.pop(worker)))
+        return out
+
+    def _end(self, now_s: float) -> Outbox:
+        """After the last ticket: ask the shards how it was; when they have said so and all workers have gone, end."""
+        if not self.dealer.finished:
+            return []
+        if not self._ending:
+            self._ending = True
+            for asked in self._asked:
+                asked.add(Inquire)
+        if self.finished or self.members or len(self.statistics) < len(self.chains):
+            return self._outbox(now_s)
+        self.finished = True
+        return self._announce(now_s)
+
+    def _goodbye(self, ask: Ask) -> bool:
+        """Whether a worker that was told to finish has called again: it has what it wants, and goes."""
+        told = self._finishing.get(ask.worker)
+        if told is None or ask.sequence <= told:
+            return False
+        self.members.pop(ask.worker, None)
+        self._waiting.pop(ask.worker, None)
+        return True
+
+    def _noted(self, now_s: float, reply: Reply) -> Outbox:
+        if not self._asked[reply.shard].answered(reply, now_s):
+            return []
+        change = self._told.pop((reply.shard, reply.sequence), None)
+        if change is not None:
+            self._known[reply.shard] = change
+        if isinstance(reply, Statistics):
+            self.statistics[reply.shard] = reply
+        if isinstance(reply, Noted) and change is None:
+            self._on_event(("saved", reply.shard))
+        return self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
+
+    def _outbox(self, now_s: float) -> Outbox:
+        return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]

@@ -1,0 +1,343 @@
+"""`Dealer`: who trains on which batch. A pure machine, a part of the coordinator.
+
+    worker ──ask(done)──▶ ┌ dealer ─────────────────────────────────────────┐
+                          │ again: tickets of the lost, lowest first        │
+           ◀──train t──── │ supply: tickets that nobody has had             │
+           ◀──wait─────── │ held: each worker's tickets that are not done   │
+           ◀──evaluate─── │ done: tickets that every shard has acknowledged │
+           ◀──finish───── └─────────────────────────────────────────────────┘
+
+A *ticket* is the right and the duty to train on one batch; ticket n is batch n mod B of epoch n div B. At any time it
+is done, or one worker holds it, or nobody does. What an order asks of a worker:
+
+    train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
+    wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
+    evaluate  pull, score the model on the test set, then ask again. Nobody trains meanwhile.
+    finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
+
+"wait" goes only to workers that hold something: those whose pushes others wait for (the end of a stretch), and those
+that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one (`due`).
+
+**Stretches.** The run is cut into stretches of whole epochs. At the end of each all tickets are done, nobody holds
+anything, and one worker scores the model; its next ask opens the next stretch. A stretch is an epoch, or as many
+epochs as make `tickets_between_scores`: many workers make short epochs. Without evaluation the run is one stretch.
+
+**Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first
+n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
+staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
+push means that nobody has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
+for a push or for the progress of one that will get no ticket. Rules that answer a push when it arrives (asynchronous,
+n-softsync, elastic averaging) cannot stop either way.
+
+Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the stretch some workers rest while
+others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until
+they are dealt a ticket again; a rule therefore takes what comes of a worker that rested as if it had just joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+import msgspec
+
+from polytempo.core.ranges import Range, Ranges
+from polytempo.server.message import Deal, Ticket
+from polytempo.server.supply import Evenly, Freely, Supply
+
+_VERSION = 1
+_STEPS_BETWEEN_SCORES = 4
+
+Order = Literal["train", "wait", "evaluate", "finish"]
+
+
+class _Worker:
+    """One life of a worker."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.sequence = 0
+        self.answer: Deal | None = None
+        self.held: dict[int, Ticket] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether its newest ask has no answer."""
+        return self.sequence > 0 and self.answer is None
+
+
+class _Saved(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    batches_per_epoch: int
+    scored: int
+    """The tickets of the stretches that have ended."""
+    frontier: int
+    """No ticket from this one on was ever dealt."""
+    done: tuple[Range, ...]
+
+
+class Dealer:
+    """Deals the tickets `0 … num_tickets-1` to workers that come and go. Call `due` after every event.
+
+        dealer = Dealer(batches_per_epoch=8, num_tickets=80, deals="freely", workers=2)
+        dealer.join(0, incarnation=1)
+        dealer.ask(0, incarnation=1, sequence=1, done=())     # Deal(…, order="train", tickets=(Ticket(0, 0, 0),))
+
+    `workers`: how many there are at first; "evenly" they have so many places, and a place whose worker is lost (call
+    `lose` for one that never came, too) is served by the others. `warm_start`: only the first worker trains until so
+    many tickets are done. An ask costs O(1) (O(log n) with lost tickets); memory is the tickets held and gaps in those
+    that are done.
+    """
+
+    def __init__(
+        self,
+        batches_per_epoch: int,
+        num_tickets: int,
+        deals: Literal["freely", "evenly"],
+        workers: int,
+        warm_start: int = 0,
+        evaluates: bool = True,
+        most_held: int = 2,
+        tickets_between_scores: int | None = None,
+    ) -> None:
+        """`most_held`: how many unfinished tickets a worker may have. `tickets_between_scores` None: four a worker."""
+        if min(batches_per_epoch, num_tickets, workers, most_held) < 1 or warm_start < 0:
+            raise ValueError(
+                "a dealer needs at least one batch, ticket, worker and ticket to hold, and no negative warm start; got "
+                f"{batches_per_epoch=}, {num_tickets=}, {workers=}, {most_held=}, {warm_start=}"
+            )
+        if deals == "evenly":
+            _check_even(batches_per_epoch, num_tickets, workers, warm_start)
+        least = _STEPS_BETWEEN_SCORES * workers if tickets_between_scores is None else tickets_between_scores
+        self.batches_per_epoch, self.num_tickets, self.deals = batches_per_epoch, num_tickets, deals
+        self._per_stretch = max(1, -(-least // batches_per_epoch)) * batches_per_epoch if evaluates else num_tickets
+        self._evaluates, self._warm_start, self._most_held = evaluates, warm_start, most_held
+        self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
+        self._workers: dict[int, _Worker] = {}
+        self._lives: dict[int, int] = {}
+        self._again: list[int] = []
+        self._done = Ranges()
+        self._stretch = 0
+        self._evaluator: int | None = None
+        self._stopped = False
+        self._uneven = False
+        self._changed = False  # whether an ask that waits may have an answer now
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def join(self, worker: int, incarnation: int) -> bool:
+        """`worker` begins its life `incarnation`; an earlier one is lost. False if this life, or a later, is over."""
+        known = self._workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            return True
+        if incarnation <= self._lives.get(worker, -1):
+            return False
+        if known is not None:
+            self.lose(worker)
+        self._lives[worker] = incarnation
+        self._workers[worker] = _Worker(incarnation)
+        self._supply.join(worker)
+        self._uneven |= self._supply.uneven
+        self._changed = True
+        return True
+
+    def lose(self, worker: int) -> None:
+        """`worker` is lost, or never came: what it holds is dealt again, before everything else."""
+        life = self._workers.pop(worker, None)
+        for number in () if life is None else life.held:
+            heappush(self._again, number)
+        self._supply.lose(worker)
+        self._uneven |= self._supply.uneven or (life is not None and bool(life.held))
+        if self._evaluator == worker:
+            self._evaluator = None
+        self._changed = True
+
+    def ask(self, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
+        """The answer to ask number `sequence` (1, 2, …), or None: it will come from `due`, or the ask is out of date.
+
+        `done`: tickets that every shard has acknowledged; of those, what the worker does not hold is ignored.
+        """
+        life = self._workers.get(worker)
+        if life is None or life.incarnation != incarnation or sequence < max(1, life.sequence):
+            return None
+        self._note_done(life, done)
+        if sequence > life.sequence:
+            if self._evaluator == worker:
+                self._evaluator = None
+                self._open_next()
+            life.sequence, life.answer = sequence, None
+        return life.answer if life.answer is not None else self._answer(worker, life)
+
+    def due(self) -> list[Deal]:
+        """Answers that have become possible, in the order of workers. Each is given once; a repeated ask has it too."""
+        if not self._changed:
+            return []
+        self._changed = False
+        answers = [self._answer(worker, self._workers[worker]) for worker in self._waiting()]
+        return [deal for deal in answers if deal is not None]
+
+    def stop(self) -> None:
+        """The run ends now: everybody is told to finish at its next ask, and nothing more is dealt."""
+        self._stopped = self._changed = True
+
+    def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
+        before = self._is_done, self._is_warm
+        for number in done:
+            if life.held.pop(number, None) is not None:
+                self._done.add(number)
+        if before != (self._is_done, self._is_warm):
+            self._changed = True
+        if self._is_done and not self._evaluates and not self.finished:
+            self._open_next()
+
+    # ------------------------------------------------------------------------------------------------------- answers
+
+    def _answer(self, worker: int, life: _Worker) -> Deal | None:
+        chosen = self._choose(worker, life)
+        if chosen is None:
+            return None
+        order, tickets = chosen
+        life.held.update((ticket.number, ticket) for ticket in tickets)
+        life.answer = Deal(worker, life.incarnation, life.sequence, order, tickets)
+        return life.answer
+
+    def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
+        if self.finished:
+            return "finish", ()
+        if self._is_done:
+            if self._evaluator is None and worker == self._first:
+                self._evaluator = worker
+                return "evaluate", ()
+            return None
+        if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
+            ticket = self._next_ticket(worker)
+            if ticket is not None:
+                return "train", (ticket,)
+        return ("wait", ()) if life.held else None
+
+    def _next_ticket(self, worker: int) -> Ticket | None:
+        if self._again and self._again[0] < self._end:
+            return self._ticket(heappop(self._again), again=True)
+        fresh = self._supply.take(worker, self._end)
+        return None if fresh is None else self._ticket(fresh.number, again=fresh.moved)
+
+    def _ticket(self, number: int, again: bool) -> Ticket:
+        return Ticket(number, *divmod(number, self.batches_per_epoch), again=again)
+
+    # ----------------------------------------------------------------------------------------------------- stretches
+
+    @property
+    def _end(self) -> int:
+        """The first ticket behind the present stretch."""
+        return min((self._stretch + 1) * self._per_stretch, self.num_tickets)
+
+    @property
+    def _is_done(self) -> bool:
+        return self._done.covers(0, self._end - 1)
+
+    @property
+    def _is_warm(self) -> bool:
+        return len(self._done) >= self._warm_start
+
+    @property
+    def _first(self) -> int:
+        """The lowest worker that has asked in this life: one that is only about to start holds nobody up."""
+        return min(worker for worker, life in self._workers.items() if life.sequence)
+
+    def _open_next(self) -> None:
+        self._stretch += 1
+        self._uneven = self._supply.uneven or bool(self._again)
+        self._changed = True
+
+    def _waiting(self) -> list[int]:
+        return sorted(worker for worker, life in self._workers.items() if life.waits)
+
+    # ----------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def finished(self) -> bool:
+        """Whether every ticket is done and the last score taken, or the run was stopped."""
+        return self._stopped or self._stretch * self._per_stretch >= self.num_tickets
+
+    @property
+    def epoch(self) -> int:
+        """Epochs all of whose tickets are done, from the first on."""
+        gaps = self._done.missing(0, self.num_tickets - 1)
+        return (gaps[0][0] if gaps else self.num_tickets) // self.batches_per_epoch
+
+    @property
+    def done(self) -> tuple[Range, ...]:
+        """The tickets that are done, as ranges [first, last]."""
+        return self._done.tuples
+
+    @property
+    def resting(self) -> tuple[int, ...]:
+        """Workers that rules must not wait for: they get no ticket unless another is lost. See the module's text.
+
+        Always empty where tickets are dealt freely, and as long as nobody was lost.
+        """
+        if self.deals == "freely" or not self._uneven or self._is_done:
+            return ()
+        return tuple(self._waiting())
+
+    def holders(self) -> dict[int, int]:
+        """Who holds which ticket: ticket -> worker."""
+        return {number: worker for worker, life in self._workers.items() for number in life.held}
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def dump(self) -> bytes:
+        """What a full restart needs. Workers are not in it: after a restart all of them are new."""
+        scored = self._stretch * self._per_stretch
+        return msgspec.msgpack.encode(
+            _Saved(_VERSION, self.batches_per_epoch, scored, self._supply.frontier, self._done.tuples)
+        )
+
+    def load(self, state: bytes, applied: Sequence[Sequence[Range]] = ()) -> None:
+        """Go on from `state`, in a new dealer whose workers have not joined. Tickets once dealt are dealt `again`.
+
+        `applied`: for each shard the tickets in the snapshot that it went on from (`Statistics.tickets`). Then those
+        are done that every shard has. Some shards may have more than the others, and drop them when they come again.
+        The run's end, the kind of dealing and the number of workers may have changed, the batches of an epoch not.
+        """
+        if self._workers or self._supply.frontier:
+            raise ValueError("this dealer has begun already; load into a new one")
+        saved = _decoded(state)
+        if saved.batches_per_epoch != self.batches_per_epoch:
+            raise ValueError(
+                f"the saved run has {saved.batches_per_epoch} batches an epoch, this one {self.batches_per_epoch}; "
+                "go on with the same data and batch size, or begin anew"
+            )
+        frontier = max([saved.frontier, *(last + 1 for shard in applied for _, last in shard)])
+        absent = Ranges()
+        for shard in applied if applied else [saved.done]:
+            for first, last in Ranges(shard).missing(0, frontier - 1):
+                absent.add(first, last)
+        self._done = Ranges(absent.missing(0, frontier - 1))
+        self._again = [number for first, last in absent for number in range(first, last + 1)]
+        self._again += self._supply.skip_to(frontier)
+        heapify(self._again)
+        first_absent = self._again[0] if self._again else frontier
+        self._stretch = min(saved.scored, first_absent) // self._per_stretch
+        self._uneven = True
+
+
+def _decoded(state: bytes) -> _Saved:
+    try:
+        saved = msgspec.msgpack.decode(state, type=_Saved)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no dealer's state: {error}") from error
+    if saved.version != _VERSION:
+        raise ValueError(f"the dealer's state has version {saved.version}, this program reads {_VERSION}")
+    return saved
+
+
+def _check_even(batches_per_epoch: int, num_tickets: int, workers: int, warm_start: int) -> None:
+    if batches_per_epoch % workers or num_tickets % workers:
+        raise ValueError(
+            f"dealing evenly needs multiples of {workers} workers, got {batches_per_epoch} batches an epoch and "
+            f"{num_tickets} in all; spread an epoch's last samples over all workers"
+        )
+    if warm_start:
+        raise ValueError(f"dealing evenly cannot warm start with one worker, got warm_start={warm_start}; deal freely")

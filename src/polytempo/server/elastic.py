@@ -1,0 +1,26 @@
+"""Elastic averaging: the server's parameters and each worker's are drawn towards each other."""
+
+from __future__ import annotations
+
+from polytempo.core.rule import Action, Answer, Arrival, Mix, Rule, RuleState, Situation
+from polytempo.core.strategy import spelled
+
+
+def elastic(alpha: float) -> Rule:
+    """d = α (x - x̃); x̃ ← x̃ + d here, x ← x - d at the worker. A push carries the worker's parameters x.
+
+    x̃ is the centre variable, what this server holds; d is the push's answer. The momentum form (EAMSGD) differs in
+    the worker's own steps only. Stable with p workers if p α ≤ 1; the paper takes α = 0.9/p.
+
+    Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, algorithms
+    1 and 2.
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"elastic needs 0 < alpha < 1, got {alpha}; the paper takes 0.9 divided by the workers")
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        if arrival.kind == "push":
+            return state, [Mix(arrival.worker, alpha), Answer(arrival.worker)]
+        return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
+
+    return Rule(spelled("elastic", alpha=alpha), dict, receive)

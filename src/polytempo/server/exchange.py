@@ -1,0 +1,39 @@
+"""Elastic averaging, the worker's half: it and the server's center pull each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polytempo.core import Bundle, Port, State, Transform
+
+
+class Exchanging(NamedTuple):
+    """Steps so far."""
+
+    step: int
+
+
+def exchange(every: int) -> Transform:
+    """After steps τ, 2τ, 3τ, … (τ = `every`): push the worker's own parameters x, continue from x - d.
+
+    d = α (x - x̃) is the server's answer, x̃ its center, which moves by + d at the same moment (the rule `elastic`).
+
+    Cost: the parameters one way, the difference the other; the worker waits for it.
+    """
+    if every < 1:
+        raise ValueError(f"exchange needs a period of at least 1 step, got every={every}")
+
+    def init(parameters: Bundle) -> Exchanging:
+        return Exchanging(0)
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Exchanging]:
+        assert isinstance(state, Exchanging)
+        step = state.step + 1
+        if step % every:
+            return bundle, Exchanging(step)
+        difference = await port.push(bundle.flat, step)
+        if difference is None:  # the shards had it already, in an earlier life of this worker
+            return bundle, Exchanging(step)
+        return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
+
+    return Transform(init, apply, separable=False, idle_alone=False)

@@ -1,0 +1,18 @@
+"""Hardsync: a step waits for everybody."""
+
+from __future__ import annotations
+
+from polytempo.core.rule import Rule
+from polytempo.server.step import stepwise
+
+
+def hardsync() -> Rule:
+    """θ ← θ - α (1/λ) Σ gᵢ once every member's gradient of the step is there. No gradient is stale.
+
+    λ workers with μ samples each make the step of one worker with λμ. A worker that leaves is not waited for; one
+    that joins counts from the next step (`server.step`).
+
+    Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
+    section 3. There the sum is in the order of arrival.
+    """
+    return stepwise("hardsync()", lambda step, workers: len(step) == workers)

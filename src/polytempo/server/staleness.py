@@ -1,0 +1,77 @@
+"""How much a stale gradient counts: functions of its staleness τ.
+
+τ is the number of updates between the version of the weights that a gradient was computed on (j) and the version that
+it meets (i): τ = i - j.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+from polytempo.core.rule import Add, Arrival, Drop, Situation, Staleness
+from polytempo.core.strategy import spelled
+
+
+def constant(tau: int) -> float:
+    """1: every gradient counts the same, however stale."""
+    return 1.0
+
+
+def inverse(tau: int) -> float:
+    """1/τ, and 1 for τ = 0, so that 0 and 1 count the same.
+
+    Source: W. Zhang, S. Gupta, X. Lian and J. Liu, "Staleness-aware async-SGD for distributed deep learning",
+    IJCAI 2016, section 3.
+    """
+    return 1 / tau if tau > 0 else 1.0
+
+
+def power(p: float) -> Staleness:
+    """1/τᵖ, and 1 for τ = 0: milder than `inverse` with p < 1, sterner with p > 1."""
+    if p < 0:
+        raise ValueError(f"power needs p >= 0, got {p}; with p < 0 stale gradients would count more than fresh ones")
+
+    def scale(tau: int) -> float:
+        return float(tau**-p) if tau > 0 else 1.0
+
+    return _named(scale, spelled("power", p=p))
+
+
+def exponential(rate: float) -> Staleness:
+    """exp(-rate τ). With many workers it stops learning: at τ of some hundreds nothing of a gradient is left.
+
+    That is why Zhang et al. (see `inverse`) rejected it. It is here for comparison, and for few workers.
+    """
+    if rate < 0:
+        raise ValueError(f"exponential needs rate >= 0, got {rate}; with rate < 0 stale gradients would count more")
+
+    def scale(tau: int) -> float:
+        return exp(-rate * tau)
+
+    return _named(scale, spelled("exponential", rate=rate))
+
+
+def cutoff(limit: int) -> Staleness:
+    """1 up to τ = `limit`, and 0 beyond: the rules drop what counts nothing, and its worker hears of it."""
+    if limit < 0:
+        raise ValueError(f"cutoff needs limit >= 0 updates, got {limit}")
+
+    def scale(tau: int) -> float:
+        return 1.0 if tau <= limit else 0.0
+
+    return _named(scale, spelled("cutoff", limit=limit))
+
+
+def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | Drop:
+    """What becomes of a gradient that has arrived: added with the factor of its τ, or dropped if that is 0.
+
+    Dropped and not added as nothing: an update by zero would still move momentum and weight decay.
+    """
+    factor = scale(situation.version - arrival.basis)
+    return Add(arrival.worker, factor) if factor else Drop(arrival.worker, "stale")
+
+
+def _named(scale: Staleness, name: str) -> Staleness:
+    """So that a rule's name shows it."""
+    scale.__name__ = name
+    return scale

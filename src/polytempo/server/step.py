@@ -1,0 +1,76 @@
+"""What the synchronous rules share: when enough gradients wait, the step is over and they become one update.
+
+    worker 0 ──push──▶ waits ─┐
+    worker 1 ──push──────────▶├─ enough ─▶ Add 0, Add 1, Add 2, Update, Answer 0, Answer 1, Answer 2
+    worker 2 ──push──▶ waits ─┘
+
+Gradients are added in the order of workers, not of arrival, so that the same steps give the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
+
+Waiting = Sequence[tuple[int, int]]
+"""Of one worker the (clock, samples) of its pushes that wait, oldest first."""
+
+Enough = Callable[[dict[int, Waiting], int], bool]
+"""(the step's pushes of each worker that has some, the number of workers that the step counts) -> is it over?"""
+
+
+def oldest(waiting: Waiting) -> Waiting:
+    """Of a worker's pushes one belongs to the step."""
+    return waiting[:1]
+
+
+def equal(samples: int) -> float:
+    """Every gradient counts the same."""
+    return 1.0
+
+
+def stepwise(
+    name: str,
+    enough: Enough,
+    belonging: Callable[[Waiting], Waiting] = oldest,
+    weight: Callable[[int], float] = equal,
+) -> Rule:
+    """A rule that ends a step when its gradients are `enough`: θ ← θ - α Σ wᵢ gᵢ / Σ wᵢ, wᵢ = weight(samples).
+
+    A push is answered after the update that it is in, and so is a pull behind it. A worker that pushes again before
+    that is ahead by a step: that push waits for the next one. A worker that joins while a step is under way (some
+    gradient waits) counts from the next one; its pull is answered when that begins, so its first gradient is not stale.
+    """
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        worker, members = arrival.worker, situation.members
+        waiting: dict[int, Waiting] = {m: tuple(pushes) for m, pushes in state["waiting"].items()}
+        newcomers = tuple(state["newcomers"])
+        if arrival.kind == "pull":
+            return state, [] if worker in waiting or worker in newcomers else [Answer(worker)]
+        if arrival.kind == "push":
+            waiting[worker] = (*waiting.get(worker, ()), (arrival.clock, arrival.samples))
+        if arrival.kind == "joined" and waiting and worker not in waiting:
+            newcomers = (*newcomers, worker)
+        if arrival.kind == "left":
+            waiting.pop(worker, None)
+            newcomers = tuple(m for m in newcomers if m != worker)
+        actions: list[Action] = []
+        while True:
+            counted = [m for m in members if m not in newcomers]
+            step = {m: belonging(waiting[m]) for m in counted if m in waiting}
+            if not (step or newcomers) or (step and not enough(step, len(counted))):
+                return {"waiting": waiting, "newcomers": newcomers}, actions
+            actions += _update(step, weight)
+            actions += [Answer(m) for m in members if m in step or m in newcomers]
+            waiting = {m: rest for m, pushes in waiting.items() if (rest := pushes[len(step.get(m, ())) :])}
+            newcomers = ()
+
+    return Rule(name, lambda: {"waiting": {}, "newcomers": ()}, receive)
+
+
+def _update(step: dict[int, Waiting], weight: Callable[[int], float]) -> list[Action]:
+    """The weighted mean of the step's gradients; nothing if there are none."""
+    adds = [Add(worker, weight(samples)) for worker, pushes in step.items() for _, samples in pushes]
+    return [*adds, Update(sum(add.factor for add in adds))] if adds else []

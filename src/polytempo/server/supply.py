@@ -1,0 +1,129 @@
+"""Which ticket is next for a worker: the order of dealing, without owners' troubles.
+
+freely    0 1 2 3 4 5 …           the next one to whoever asks
+evenly    place 0:  0 3 6 …       W places, here 3; place i has the tickets step · W + i, in order
+          place 1:  1 4 7 …
+          place 2:  2 5 8 …       whose place is empty: its tickets go to the others, marked `moved`
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Fresh(NamedTuple):
+    """A ticket that nobody has had. `moved`: the worker that it was meant for is lost."""
+
+    number: int
+    moved: bool = False
+
+
+class Supply(Protocol):
+    """Tickets in the order in which they may be dealt for the first time."""
+
+    @property
+    def frontier(self) -> int:
+        """No ticket from this one on has been dealt."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether workers get unequal numbers of tickets although equal ones were promised."""
+
+    def join(self, worker: int) -> None:
+        """`worker` takes part from now on."""
+
+    def lose(self, worker: int) -> None:
+        """`worker` takes part no more."""
+
+    def take(self, worker: int, end: int) -> Fresh | None:
+        """The next ticket below `end` for `worker`, which is dealt with this; None if there is none for it."""
+
+    def skip_to(self, frontier: int) -> list[int]:
+        """Deal no ticket below `frontier`, or below the next that can be begun with. Returns those in between."""
+
+
+class Freely:
+    """The next ticket to whoever asks."""
+
+    uneven = False
+
+    def __init__(self) -> None:
+        self.frontier = 0
+
+    def join(self, worker: int) -> None:
+        """Nobody has a place."""
+
+    def lose(self, worker: int) -> None:
+        """Nobody has a place."""
+
+    def take(self, worker: int, end: int) -> Fresh | None:
+        """The next of all tickets."""
+        if self.frontier >= end:
+            return None
+        self.frontier += 1
+        return Fresh(self.frontier - 1)
+
+    def skip_to(self, frontier: int) -> list[int]:
+        """Go on from `frontier`."""
+        self.frontier = frontier
+        return []
+
+
+class Evenly:
+    """In each step one ticket to each of `num_places` workers; worker i has place i at first."""
+
+    def __init__(self, num_places: int) -> None:
+        self._place = {worker: worker for worker in range(num_places)}  # of each worker that has one
+        self._empty: set[int] = set()
+        self._spare: set[int] = set()
+        self._next = list(range(num_places))
+
+    @property
+    def frontier(self) -> int:
+        """No ticket from this one on has been dealt."""
+        return max(self._next) - len(self._next) + 1
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a place is empty, or a worker has none."""
+        return bool(self._empty or self._spare)
+
+    def join(self, worker: int) -> None:
+        """Takes its own place, or the first empty one; where none is empty, it is there for what others lose."""
+        if worker in self._place:
+            return
+        if not self._empty:
+            self._spare.add(worker)
+            return
+        place = worker if worker in self._empty else min(self._empty)
+        self._empty.remove(place)
+        self._place[worker] = place
+
+    def lose(self, worker: int) -> None:
+        """Its place goes to a worker without one, or is empty."""
+        self._spare.discard(worker)
+        place = self._place.pop(worker, None)
+        if place is None:
+            return
+        self._empty.add(place)
+        if self._spare:
+            heir = min(self._spare)
+            self._spare.remove(heir)
+            self.join(heir)
+
+    def take(self, worker: int, end: int) -> Fresh | None:
+        """The lowest ticket of its place and the empty places."""
+        own = [self._place[worker]] if worker in self._place else []
+        place = min([*own, *self._empty], key=self._next.__getitem__, default=None)
+        if place is None or self._next[place] >= end:
+            return None
+        number = self._next[place]
+        self._next[place] += len(self._next)
+        return Fresh(number, moved=place in self._empty)
+
+    def skip_to(self, frontier: int) -> list[int]:
+        """Go on with the first whole step from `frontier` on."""
+        places = len(self._next)
+        first = -(-frontier // places) * places
+        self._next = list(range(first, first + places))
+        return list(range(frontier, first))

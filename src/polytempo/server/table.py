@@ -1,0 +1,98 @@
+"""`Table`: what a shard has been asked and has answered, so that nothing is done twice.
+
+    sequence   … 4   5   6 │ 7         last = 6
+                 └ repeated ┘ └ new      8 and more: ahead, something before it is still on its way
+
+A worker has at most `WINDOW` requests on their way, so the answers to its last `WINDOW` are enough: an older request
+that comes again is an echo of the network, and its answer has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from polytempo.server.message import COORDINATOR, Noted, Pulled, Pushed, Reply, Request, Stranger
+
+WINDOW = 8
+"""So many of a worker's answers are kept."""
+
+
+class Look(NamedTuple):
+    """What a request is to a shard. "repeated": `replies` are the answer, if there is one yet; "stranger": why not."""
+
+    kind: Literal["new", "repeated", "ahead", "stranger"]
+    replies: tuple[Reply, ...] = ()
+
+
+_NEW, _AHEAD, _NO_ANSWER = Look("new"), Look("ahead"), Look("repeated")
+
+
+class Known(msgspec.Struct, array_like=True):
+    """One worker: which of its lives, its last request, and the last answers by their request's sequence."""
+
+    incarnation: int
+    last: int = 0
+    answers: dict[int, Pushed | Pulled | Noted] = {}
+
+
+class Table:
+    """Memory: `WINDOW` answers for each member. The coordinator is always known; a later life of it begins anew."""
+
+    def __init__(self, shard: int, known: dict[int, Known] | None = None) -> None:
+        self._shard = shard
+        self.known = {} if known is None else known
+        """Worker -> what is known of it."""
+
+    def admit(self, worker: int, incarnation: int) -> None:
+        """From now on `worker` is known, in its life `incarnation`, and has asked nothing yet."""
+        self.known[worker] = Known(incarnation, 0, {})
+
+    def forget(self, worker: int) -> None:
+        """`worker` is a stranger from now on."""
+        self.known.pop(worker, None)
+
+    def look(self, request: Request) -> Look:
+        """What `request` is; changes nothing."""
+        known = self.known.get(request.worker)
+        if known is not None and known.incarnation == request.incarnation:
+            if request.sequence == known.last + 1:
+                return _NEW
+            if request.sequence > known.last:
+                return _AHEAD
+            answer = known.answers.get(request.sequence)
+            return _NO_ANSWER if answer is None else Look("repeated", (answer,))
+        if request.worker == COORDINATOR and (known is None or request.incarnation > known.incarnation):
+            return _NEW if request.sequence == 1 else _AHEAD
+        return Look("stranger", (self._stranger(request, known),))
+
+    def take(self, request: Request) -> None:
+        """`request` is new, and has been taken in."""
+        known = self.known.get(request.worker)
+        if known is None or known.incarnation != request.incarnation:
+            known = self.known[request.worker] = Known(request.incarnation, 0, {})
+        known.last = request.sequence
+        if known.answers:
+            known.answers.pop(request.sequence - WINDOW, None)
+
+    def answer(self, reply: Pushed | Pulled | Noted) -> None:
+        """Keep `reply` in case its request comes again."""
+        known = self.known[reply.worker]
+        if reply.sequence > known.last - WINDOW:
+            known.answers[reply.sequence] = reply
+
+    def settle(self, worker: int, sequences: Iterable[int]) -> None:
+        """What these answers lent has come back, so they cannot be given again, and need not be."""
+        answers = self.known[worker].answers
+        for sequence in sequences:
+            answers.pop(sequence, None)
+
+    def _stranger(self, request: Request, known: Known | None) -> Stranger:
+        who = f"worker {request.worker}"
+        if known is None:
+            reason = f"{who} is no member; it must come back with a new incarnation"
+        else:
+            reason = f"{who} is known in its life {known.incarnation}, and this is of life {request.incarnation}"
+        return Stranger(self._shard, request.worker, request.incarnation, request.sequence, reason)

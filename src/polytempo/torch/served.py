@@ -1,0 +1,271 @@
+"""The program of a worker that has a parameter server. It meets no other worker: any of them may die at any time.
+
+    Ask ──▶ Deal ──▶ batch ──▶ gradient ──▶ strategy.gradients ──▶ local step ──▶ strategy.parameters ──▶ next ticket
+     ▲ posted before the batch before is computed, so the answer is there when it is needed
+
+Pushes and pulls happen inside the strategy's transforms; `server.through` performs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.core import Bundle, Port, Program, State, Strategy
+from polytempo.core.state import settled
+from polytempo.data.batches import Batches
+from polytempo.server.asker import Asker
+from polytempo.server.client import Client
+from polytempo.server.message import Ticket
+from polytempo.torch.evaluate import evaluate_alone
+from polytempo.torch.job import Data, Job
+from polytempo.torch.replica import trainable
+from polytempo.torch.shard_rule import parameters_of, rates_of
+from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
+
+ComputeGradients = Callable[[Port, Any], Program[Tensor]]
+"""Forward and backward on one batch: leaves `.grad` on the parameters and answers the batch's mean loss."""
+
+_UPDATE_FLOPS = 4.0
+_MOST_EMPTY_STEPS = 10_000
+"""No strategy holds gradients back for longer."""
+
+
+@dataclass
+class ServedCourse:
+    """Everything that one worker needs for its part of a run."""
+
+    job: Job
+    strategy: Strategy
+    model: nn.Module
+    optimizer: Optimizer
+    data: Data
+    batches: Batches
+    compute_gradients: ComputeGradients
+    seed: int = 0
+    scheduler: LRScheduler | None = None
+    lent: Bundle | None = None
+    """Memory that gradients are packed into, where it has to be of a certain kind."""
+
+
+class Attendance(NamedTuple):
+    """How one worker fared."""
+
+    worker: int
+    steps: int
+    samples: int
+    begin_s: float
+    """When it got its first ticket, on the world's clock."""
+    end_s: float
+    """When its last step was done."""
+    idle_s: float
+    """Of that, the time that it waited for the server or for work."""
+
+
+async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
+    """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
+
+    `port`: the group of all workers; run it by `server.through`. Each step reseeds torch from (seed, ticket), so a
+    ticket that is dealt again is computed alike.
+    """
+    worker, asker = _Worker(port, course, client), Asker(client)
+    await asker.ask(port)
+    while True:
+        deal = await worker.waited(asker.deal(port))
+        if deal is None:
+            return worker.attendance
+        match deal.order:
+            case "train":
+                await worker.begin()
+                for number, ticket in enumerate(deal.tickets, start=1):
+                    if number == len(deal.tickets):
+                        await asker.ask(port, worker.taken_rows())
+                    await worker.train(ticket)
+            case "evaluate":
+                await worker.begin()
+                await worker.push_all()
+                await worker.evaluate()
+            case "wait":
+                if client.held:
+                    await worker.push_all()
+                else:
+                    await worker.waited(_rest(port, client.timing.beat_s))
+            case "finish":
+                await worker.push_all()
+                await worker.fetch()
+                await asker.ask(port, worker.taken_rows())  # which says goodbye
+                return worker.attendance
+        await asker.ask(port, worker.taken_rows())
+
+
+async def _rest(port: Port, seconds: float) -> None:
+    until_s = await port.now() + seconds
+    while (now_s := await port.now()) < until_s:
+        await port.take(until_s - now_s)  # no call is open, so nothing that comes now matters
+
+
+class _Worker:
+    """What `work` does for one ticket, and what it remembers between tickets."""
+
+    def __init__(self, port: Port, course: ServedCourse, client: Client) -> None:
+        self._port, self._course, self._client = port, course, client
+        parameters_of(course.model, course.optimizer)  # refuses what cannot be pushed
+        self._parameters = trainable(course.model, course.optimizer)
+        self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self._gradients: State = None
+        self._states: State = None
+        self._steps = 0
+        self._samples = 0
+        self._idle_s = 0.0
+        self._begin_s: float | None = None
+        self._end_s = 0.0
+        self._meter = Meter(0, 0.0)
+        self._rows: list[bytes] = []
+        self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
+        batches = course.batches
+        self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
+
+    @property
+    def attendance(self) -> Attendance:
+        """How this worker has fared so far."""
+        begin_s = self._end_s if self._begin_s is None else self._begin_s
+        return Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_s)
+
+    async def begin(self) -> None:
+        """With the first work: fetch the weights. Before that others may have trained them."""
+        if self._begin_s is not None:
+            return
+        self._begin_s = self._end_s = await self._port.now()
+        await self.waited(self.fetch())
+        layout = Bundle(self._values)
+        self._gradients = self._course.strategy.gradients.init(layout)
+        self._states = self._course.strategy.parameters.init(layout)
+
+    async def fetch(self) -> None:
+        """Take over the server's weights."""
+        self._place(Bundle(self._values).with_flat(await self._port.pull(self._steps)))
+
+    async def train(self, ticket: Ticket) -> None:
+        """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
+        if ticket.again:
+            await self.push_all()
+        await self._step(ticket)
+        if ticket.again:
+            await self.push_all()
+
+    async def _step(self, ticket: Ticket) -> None:
+        port, course = self._port, self._course
+        seed_step(course.seed, 0, ticket.number, "data")
+        batch = course.batches.at(ticket.epoch, ticket.batch)
+        samples = len(batch[1])
+        await port.mark(self._steps)
+        seed_step(course.seed, 0, ticket.number, "model")
+        self._client.begin((ticket.number,), rates_of(course.optimizer), samples)
+        self._meter.add(await course.compute_gradients(port, batch))
+        await self._exchange(empty=False)
+        if course.scheduler is not None:
+            course.scheduler.step()
+        self._steps += 1
+        self._samples += samples
+        self._end_s = await port.now()
+        self._remember(ticket)
+
+    async def push_all(self) -> None:
+        """Let the strategy push the gradients that it holds back, by steps without a gradient."""
+        for _ in range(_MOST_EMPTY_STEPS):
+            if not self._client.held:
+                break
+            await self._exchange(empty=True)
+        else:
+            raise ValueError(
+                f"{self._course.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push more often"
+            )
+        if self._begin_s is not None:
+            self._gradients = await self.waited(settled(self._gradients))
+            self._states = await self.waited(settled(self._states))
+
+    async def _exchange(self, *, empty: bool) -> None:
+        """The strategy's two transforms with the local step between them, which an empty step leaves out."""
+        strategy, optimizer = self._course.strategy, self._course.optimizer
+        gradients = {
+            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
+        }
+        bundle = Bundle(gradients, into=self._course.lent)
+        applied = strategy.gradients.apply(self._port, bundle, self._gradients)
+        answer, self._gradients = await self.waited(applied)
+        if not empty:
+            self._point_at(answer, bundle)
+            await self._port.compute(optimizer.step, 0.0 if answer is None else _UPDATE_FLOPS * self._numel)
+            optimizer.zero_grad()
+        values = Bundle(self._values)
+        changed, self._states = await self.waited(strategy.parameters.apply(self._port, values, self._states))
+        if changed is not None and changed is not values:
+            self._place(changed)
+
+    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
+        """Let the optimizer see the answer. Where that is None it sees no gradient and changes nothing, but its
+        schedule counts a step."""
+        if answer is given and not given.packed:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if answer is None else answer.views[name]
+
+    @torch.no_grad()
+    def _place(self, bundle: Bundle) -> None:
+        torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
+
+    @property
+    def _numel(self) -> int:
+        return sum(value.numel() for value in self._values.values())
+
+    # ------------------------------------------------------------------ waiting, and what is told of it
+
+    async def waited(self, what: Program[Any]) -> Any:
+        """Await `what`; the time counts as idle once training has begun."""
+        before_s = await self._port.now()
+        answer = await what
+        if self._begin_s is not None:
+            self._idle_s += await self._port.now() - before_s
+        return answer
+
+    def taken_rows(self) -> list[bytes]:
+        """The rows of metrics that nobody has taken yet."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    async def evaluate(self) -> None:
+        """Score the server's weights on the test set, off the clock."""
+        course = self._course
+        if course.data.test is None:
+            return
+        await self.waited(self.fetch())
+        score = evaluate_alone(course.model, course.data.test, course.job.loss, course.job.correct)
+        seconds = await self._port.now() - (self._begin_s or 0.0)
+        facts = {"kind": "test", **self._position, "seconds": seconds}
+        self._write(facts | {"loss": score.loss, "accuracy": score.accuracy})
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Where the run is, as far as this worker knows, and now and then a row about it."""
+        batches = self._course.batches
+        stop = batches.pick(ticket.batch).stop
+        self._position = {
+            "step": ticket.number // batches.size + 1,
+            "epoch": ticket.epoch + stop / batches.num_samples,
+            "samples": ticket.epoch * batches.num_samples + stop,
+        }
+        if self._steps % self._a_row_every:
+            return
+        seconds = self._end_s - (self._begin_s or 0.0)
+        loss, rate = self._meter.since_last(self._samples, seconds)
+        facts = {"kind": "train", **self._position, "seconds": seconds, "loss": loss, "samples_per_s": rate}
+        self._write(facts | {"idle_share": self._idle_s / max(seconds, 1e-9)})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

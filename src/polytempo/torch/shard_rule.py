@@ -1,0 +1,104 @@
+"""An optimizer of torch and a model's parameters, as the shards of a parameter server know them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from polytempo.core.rule import UpdateRule
+from polytempo.server.layout import Parameter
+from polytempo.torch.replica import sparse_tables, trainable
+
+_REFUSED = ("amsgrad", "capturable", "differentiable")
+_APART = ("params", "lr", "initial_lr", "foreach", "fused")
+"""What parameter groups may differ in: the learning rate travels with each push, the last two do not change results."""
+_REMEDY = "use sync_sgd(), which takes any optimizer"
+
+
+def update_rule_of(optimizer: Optimizer) -> UpdateRule:
+    """The optimizer for the shards to apply. Its learning rates stay with the worker and travel with each push.
+
+    Raises ValueError, naming the optimizer or the option, for what a shard does not know.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
+        raise ValueError(
+            f"a parameter server knows SGD, Adam, AdamW and Adagrad, and this optimizer is {name}; {_REMEDY}"
+        )
+    first = optimizer.param_groups[0]
+    for number, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED:
+            if group.get(option):
+                raise ValueError(f"a parameter server does not know {name}({option}=True); {_REMEDY}")
+        for option in group.keys() - _APART:
+            if group[option] != first[option]:
+                raise ValueError(
+                    f"a shard applies one optimizer to all parameters, and group {number} has {option}={group[option]} "
+                    f"where group 0 has {first[option]}; only learning rates may differ"
+                )
+    return _rule(optimizer, first)
+
+
+def _rule(optimizer: Optimizer, group: dict[str, Any]) -> UpdateRule:
+    decay, maximize = float(group["weight_decay"]), bool(group["maximize"])
+    if type(optimizer) is SGD:
+        return UpdateRule(
+            "sgd",
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            nesterov=bool(group["nesterov"]),
+            weight_decay=decay,
+            maximize=maximize,
+        )
+    if type(optimizer) is Adagrad:
+        return UpdateRule(
+            "adagrad",
+            weight_decay=decay,
+            eps=float(group["eps"]),
+            lr_decay=float(group["lr_decay"]),
+            initial=float(group["initial_accumulator_value"]),
+            maximize=maximize,
+        )
+    decouples = type(optimizer) is AdamW or group.get("decoupled_weight_decay")
+    first, second = group["betas"]
+    return UpdateRule(
+        "adamw" if decouples else "adam",
+        weight_decay=decay,
+        betas=(float(first), float(second)),
+        eps=float(group["eps"]),
+        maximize=maximize,
+    )
+
+
+def rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    """The present learning rate of each parameter group."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def parameters_of(model: nn.Module, optimizer: Optimizer) -> tuple[Parameter, ...]:
+    """The trained parameters in the model's order, each with its parameter group.
+
+    Raises ValueError where they are of several dtypes or on several devices, and for gradients that come as rows.
+    """
+    found = trainable(model, optimizer)
+    kinds = {(parameter.dtype, parameter.device) for parameter in found.values()}
+    if len(kinds) > 1:
+        shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(
+            f"a parameter server holds all parameters in one vector, and this model has {shown}; make the model of "
+            "one dtype on one device"
+        )
+    sparse = sorted(sparse_tables(model) & found.keys())
+    if sparse:
+        raise ValueError(f"{sparse[0]} has sparse gradients, and workers push dense ones; make it with sparse=False")
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return tuple(Parameter(name, parameter.numel(), groups[id(parameter)]) for name, parameter in found.items())
+
+
+@torch.no_grad()
+def flat_of(model: nn.Module, optimizer: Optimizer) -> torch.Tensor:
+    """The trained parameters' values one after the other, shape (numel,), in memory of their own."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trainable(model, optimizer).values()])

@@ -1,0 +1,198 @@
+"""Messages as frames, and frames as messages.
+
+frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1], [[0, [code, shape, 2], …]]] │
+frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
+
+A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
+`[arena, offset, dtype, shape]`. Nothing is copied in either direction. The schema is fixed: what a header may hold is
+what `server.message` declares. Everything is held against its limit before anything is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol, Union
+
+import msgspec
+import torch
+from torch import Tensor
+
+from polytempo.server.message import Message
+
+VERSION = 1
+"""Of the protocol. A header of another version is refused."""
+
+Frame = bytes | memoryview
+"""One part of a ZeroMQ message."""
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_MAX_DIMS = 8
+_REASON_LENGTH = 200
+
+
+class Malformed(ValueError):
+    """Frames that are no message of this protocol. The only thing that `decode` raises."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a message may be at most. `total_bytes` also bounds every single frame before ZeroMQ makes room for it."""
+
+    total_bytes: int = 4 << 30
+    header_bytes: int = 4 << 20
+    num_frames: int = 4096
+
+
+class References(Protocol):
+    """Memory that both sides share: `wire.shared.Arenas`."""
+
+    def reference(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(arena, offset) of a tensor in it; None for any other."""
+
+    def resolve(self, arena: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor there. ValueError where it would not lie inside the arena."""
+
+
+def encode(message: Message, references: References | None = None) -> list[Frame]:
+    """`message` as frames.
+
+    The frames after the first *are* the tensors' memory: leave it unchanged until the message has left. A shard and its
+    workers do so by their contract: gradients are lent until the push is answered, weights until the next request. What
+    a repeat still holds of a gradient that has been answered may change; it is dropped by its number, unread.
+    Errors: ValueError for a tensor that is not a dense one in main memory, or of a dtype that the protocol lacks.
+    """
+    frames: list[Frame] = [b""]
+
+    def described(tensor: Any) -> list[Any]:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _CODES or tensor.device.type != "cpu":
+            raise ValueError(f"only tensors in main memory of {list(_CODES)} travel, got {_kind(tensor)}")
+        if tensor.layout is not torch.strided or tensor.dim() > _MAX_DIMS:
+            raise ValueError(f"only dense tensors of up to {_MAX_DIMS} dimensions travel, got {_kind(tensor)}")
+        code, shape = _CODES[tensor.dtype], list(tensor.shape)
+        if references is not None and tensor.is_contiguous():
+            place = references.reference(tensor)
+            if place is not None:
+                return [*place, code, shape]
+        flat = tensor.detach().contiguous().view(-1)
+        frames.append(memoryview(flat.view(torch.uint8).numpy()))
+        return [code, shape, len(frames) - 1]
+
+    frames[0] = bytes([VERSION]) + msgspec.msgpack.Encoder(enc_hook=described).encode(message)
+    return frames
+
+
+def decode(frames: Sequence[Frame], limits: Limits, references: References | None = None) -> Message:
+    """The message that `frames` are. Its tensors lie in the frames' memory, or where they refer to.
+
+    A frame that may not be written to, or does not lie as its dtype needs, is copied.
+    Errors: Malformed, whatever the frames hold.
+    """
+    try:
+        reader = _Reader(frames, limits, references)
+        token = _reading.set(reader)
+        try:
+            message: Message = _decoder.decode(memoryview(frames[0])[1:])
+        finally:
+            _reading.reset(token)
+        reader.finish()
+        return message
+    except Malformed:
+        raise
+    except Exception as error:  # msgspec's own, RecursionError, what torch says of impossible shapes
+        raise Malformed(f"{type(error).__name__}: {error}"[:_REASON_LENGTH]) from error
+
+
+class _Reader:
+    """The frames of one message, while its header is read."""
+
+    def __init__(self, frames: Sequence[Frame], limits: Limits, references: References | None) -> None:
+        if not 1 <= len(frames) <= limits.num_frames:
+            raise Malformed(f"a message has 1 to {limits.num_frames} frames, not {len(frames)}")
+        if not 1 <= len(frames[0]) <= limits.header_bytes:
+            raise Malformed(f"a header has 1 to {limits.header_bytes} bytes, not {len(frames[0])}")
+        if (total := sum(map(len, frames))) > limits.total_bytes:
+            raise Malformed(f"a message has up to {limits.total_bytes} bytes, not {total}")
+        if frames[0][0] != VERSION:
+            raise Malformed(f"version {frames[0][0]} of the protocol, this is version {VERSION}")
+        self._frames, self._limits, self._references = frames, limits, references
+        self._next = 1
+
+    def finish(self) -> None:
+        """Refuse frames that no tensor has asked for."""
+        if self._next != len(self._frames):
+            raise Malformed(f"{len(self._frames)} frames, but the header speaks of {self._next}")
+
+    def tensor(self, descriptor: Any) -> Tensor:
+        """The tensor that a descriptor stands for."""
+        match descriptor:
+            case [code, shape, number]:
+                return self._sent(*self._checked(code, shape), number)
+            case [arena, offset, code, shape] if type(arena) is type(offset) is int and self._references is not None:
+                dtype, checked, _ = self._checked(code, shape)
+                return self._references.resolve(arena, offset, checked, dtype)
+        raise Malformed("no descriptor of a tensor, or a reference where no memory is shared")
+
+    def _checked(self, code: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """Dtype, shape and number of bytes."""
+        if type(code) is not int or not 0 <= code < len(_DTYPES):
+            raise Malformed("no dtype has this code")
+        if type(shape) is not list or len(shape) > _MAX_DIMS or any(type(length) is not int for length in shape):
+            raise Malformed(f"a shape is a list of up to {_MAX_DIMS} whole numbers")
+        size = _DTYPES[code].itemsize
+        # Dimensions of length 0 aside, so that strides stay small as well.
+        if min(shape, default=0) < 0 or prod(max(1, length) for length in shape) * size > self._limits.total_bytes:
+            raise Malformed("a shape with negative lengths, or larger than any message")
+        return _DTYPES[code], tuple(shape), prod(shape) * size
+
+    def _sent(self, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int, number: Any) -> Tensor:
+        if type(number) is not int or number != self._next or number >= len(self._frames):
+            raise Malformed("tensors are in frames 1, 2, 3, … in the header's order")
+        self._next += 1
+        frame = memoryview(self._frames[number])
+        if frame.nbytes != num_bytes:
+            raise Malformed(f"frame {number} has {frame.nbytes} bytes, its tensor {num_bytes}")
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=torch.uint8)
+        if flat.data_ptr() % dtype.itemsize:
+            flat = flat.clone()
+        if dtype is torch.bool and int(flat.max()) > 1:
+            raise Malformed("a bool is 0 or 1")
+        return flat.view(dtype).view(shape)
+
+
+_reading: ContextVar[_Reader] = ContextVar("_reading")
+"""Whose header `_decoder` reads just now. Making a decoder for each message would cost more than most messages do."""
+
+
+def _tensor(_: type, descriptor: Any) -> Tensor:
+    return _reading.get().tensor(descriptor)
+
+
+def _kinds(kind: type[Message]) -> Iterator[type[Message]]:
+    """Every message that is not just the base of others."""
+    derived = kind.__subclasses__()
+    if not derived:
+        yield kind
+    for each in derived:
+        yield from _kinds(each)
+
+
+_decoder = msgspec.msgpack.Decoder(Union[tuple(_kinds(Message))], dec_hook=_tensor)  # noqa: UP007
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__

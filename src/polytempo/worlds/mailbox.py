@@ -1,0 +1,125 @@
+"""Where what has arrived meets who waits for it: the queues of a virtual world's messages, and its nodes' mailboxes."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
+from math import inf
+from typing import Any, Generic, Protocol, TypeVar
+
+from polytempo.core.op import Parcel, Post, Take
+from polytempo.worlds.flight import Flight
+from polytempo.worlds.network import Network
+
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
+
+
+class Queues(Generic[Key, Item]):
+    """For each key what has arrived and nobody has asked for, or who has asked and nothing has arrived.
+
+    Both are served first come, first served.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: dict[Key, deque[Item]] = defaultdict(deque)
+        self._asking: dict[Key, deque[Flight]] = defaultdict(deque)
+
+    def ask(self, key: Key, flight: Flight) -> Item | None:
+        """The oldest that has arrived; None: `flight` waits from now on."""
+        if self._arrived[key]:
+            return self._arrived[key].popleft()
+        self._asking[key].append(flight)
+        return None
+
+    def arrive(self, key: Key, item: Item) -> Flight | None:
+        """Who has waited longest for `item`; None: it waits itself."""
+        asking = self._asking[key]
+        while asking:
+            flight = asking.popleft()
+            if not flight.done:
+                return flight
+        self._arrived[key].append(item)
+        return None
+
+    def asking(self) -> Iterator[tuple[Key, Flight]]:
+        """Everyone who waits, with the key."""
+        return ((key, flight) for key, flights in self._asking.items() for flight in flights)
+
+    def clear(self, key: Key) -> None:
+        """Forget what has arrived and who has asked."""
+        self._arrived.pop(key, None)
+        self._asking.pop(key, None)
+
+
+class Clockwork(Protocol):
+    """What mail needs of a world."""
+
+    now_s: float
+
+    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
+        """Do `action` then; not if it is the deadline of an operation that is over by then."""
+
+    def end(
+        self,
+        flight: Flight,
+        kind: str,
+        sent_bytes: int,
+        value: Any,
+        peer: int = -1,
+        error: BaseException | None = None,
+    ) -> None:
+        """An operation has its answer."""
+
+
+class Mail:
+    """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes, and nobody hears of it.
+
+    A message travels as a send does: it takes the sender's end of the link, then the receiver's. It is not copied;
+    who posts it leaves it unchanged.
+    """
+
+    def __init__(self, world: Clockwork, network: Network, num_nodes: int) -> None:
+        self._world, self._network = world, network
+        self._open = set(range(num_nodes))
+        self._boxes: Queues[int, tuple[int, Parcel]] = Queues()
+        self._num_nodes = num_nodes
+
+    def post(self, flight: Flight, op: Post) -> None:
+        """Send a message on its way; the operation is over when its last byte has left."""
+        world, sender = self._world, flight.rank
+        if not 0 <= op.to < self._num_nodes:
+            wrong = ValueError(f"the world has nodes 0 to {self._num_nodes - 1}; there is no mailbox {op.to}")
+            return world.at(world.now_s, lambda: world.end(flight, "post", 0, None, op.to, wrong))
+        sent_bytes = op.message.num_bytes
+        passage = self._network.send(sender, op.to, sent_bytes, world.now_s)
+
+        def first_byte_arrives() -> None:
+            there_s = self._network.receive(passage, world.now_s)
+            world.at(there_s, lambda: self._deliver(op.to, (sender, op.message)))
+
+        world.at(passage.reaches_s, first_byte_arrives)
+        world.at(passage.left_s, lambda: world.end(flight, "post", sent_bytes, None, op.to))
+
+    def take(self, flight: Flight, op: Take) -> None:
+        """Hand over the oldest message, or wait for one, as long as it is wanted."""
+        world = self._world
+        letter = self._boxes.ask(flight.rank, flight)
+        if letter is not None:
+            world.at(world.now_s, lambda: self._hand_over(flight, letter))
+        elif op.wait_s is not None and op.wait_s < inf:
+            world.at(world.now_s + op.wait_s, lambda: world.end(flight, "take", 0, None), deadline_of=flight)
+
+    def close(self, node: int) -> None:
+        """The node is gone, or has finished."""
+        self._open.discard(node)
+        self._boxes.clear(node)
+
+    def _deliver(self, node: int, letter: tuple[int, Parcel]) -> None:
+        if node in self._open:
+            flight = self._boxes.arrive(node, letter)
+            if flight is not None:
+                self._hand_over(flight, letter)
+
+    def _hand_over(self, flight: Flight, letter: tuple[int, Parcel]) -> None:
+        self._world.end(flight, "take", 0, letter, letter[0])
