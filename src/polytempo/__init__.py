@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         worlds,
     )
     from polytempo.core import Bundle, Deadlock, Mismatch, PeerLost, PolytempoError, Port, Strategy, TimedOut, Transform
+    from polytempo.engines.crew import WorkerDied
     from polytempo.engines.init import init
-    from polytempo.engines.local import WorkerDied, launch
+    from polytempo.engines.local import launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.native.arena import shared_empty
@@ -64,7 +65,8 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.engines.init": ("init",),
-    "polytempo.engines.local": ("WorkerDied", "launch"),
+    "polytempo.engines.crew": ("WorkerDied",),
+    "polytempo.engines.local": ("launch",),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),

@@ -71,6 +71,23 @@ ROWS = [
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
 ]
 
+SERVED = [
+    Row("async_sgd", s.async_sgd),
+    Row("async_sgd", lambda: s.async_sgd(shards=2)),
+    Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
+    Row("backup_workers", s.backup_workers),
+    Row("dc_asgd", s.dc_asgd),
+    Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
+    Row("downpour", s.downpour, alone="downpour"),
+    Row("easgd", s.easgd, alone="easgd"),
+    Row("softsync", s.softsync),
+    Row("softsync", lambda: s.softsync(n=4, scale="inverse")),
+    Row("ssp", s.ssp),
+    Row("ssp", lambda: s.ssp(bound=0)),
+    Row("staleness_aware", s.staleness_aware),
+]
+"""Those with a parameter server, which the harness of the others does not start."""
+
 
 def label(row: Row) -> str:
     """How a test names the row."""

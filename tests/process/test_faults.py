@@ -20,7 +20,8 @@ import polytempo as pt
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.engines import init as joining
-from polytempo.engines.local import WorkerDied, launch
+from polytempo.engines.crew import WorkerDied
+from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.torch import checkpoint, snapshot
 from polytempo.torch.checkpoint import latest

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import polytempo
 from polytempo.core.errors import PeerLost
 from polytempo.engines import local
+from polytempo.engines.crew import WorkerDied
 from polytempo.engines.environment import recognise
-from polytempo.engines.local import RunTimedOut, WorkerDied, launch
+from polytempo.engines.local import RunTimedOut, launch
 from polytempo.engines.worker import Result, Seat
 
 pytestmark = pytest.mark.process

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any, Literal
 
-from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Update
+from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Rule, Situation, Update
 
 Average = Callable[[list[tuple[float, Any]], float], None]
 """What an update does: ((factor, gradient) of all that was added, divisor)."""
@@ -47,6 +47,10 @@ class Desk:
         for worker in founders:
             self.join(worker)
 
+    def updates(self) -> int:
+        """How often the rule has said so."""
+        return sum(isinstance(action, Update) for action in self.actions)
+
     def join(self, worker: int) -> list[tuple[int, int]]:
         self.members = tuple(sorted({*self.members, worker}))
         self.requests.setdefault(worker, deque())
@@ -57,7 +61,9 @@ class Desk:
         del self.requests[worker]
         return self.hear(Arrival("left", worker))
 
-    def push(self, worker: int, clock: int, basis: int, samples: int = 1, gradient: Any = None) -> list[tuple[int, int]]:
+    def push(
+        self, worker: int, clock: int, basis: int, samples: int = 1, gradient: Any = None
+    ) -> list[tuple[int, int]]:
         self.numbers += 1
         self.requests[worker].append(Request(self.numbers, "push", gradient))
         return self.hear(Arrival("push", worker, clock, basis, samples))
@@ -134,26 +140,19 @@ def simulate(
     run, ready = Run(desk), list[tuple[float, int, int, int]]()
 
     def ask(worker: int) -> list[tuple[int, int]]:
-        answers = desk.pull(worker, learners[worker].clock)
-        learners[worker].pull = desk.numbers
-        return answers
+        learners[worker].pull = desk.numbers + 1
+        return desk.pull(worker, learners[worker].clock)
 
     def begin(answers: list[tuple[int, int]]) -> None:
         for worker, number in answers:
             learner = learners[worker]
-            if number != learner.pull:
-                continue
-            learner.pull, learner.basis, learner.gradient, learner.life = 0, desk.version, gradient(), learner.life + 1
-            heappush(ready, (run.seconds + duration_s(worker), len(run.staleness), worker, learner.life))
-
-    # A pull may be answered while another worker's is being asked; `begin` therefore looks at all answers at once.
-    def asked(worker: int, before: list[tuple[int, int]]) -> None:
-        learners[worker].pull = desk.numbers + 1
-        begin([*before, *desk.pull(worker, learners[worker].clock)])
+            if number == learner.pull:
+                learner.pull, learner.basis, learner.gradient = 0, desk.version, gradient()
+                learner.life += 1
+                heappush(ready, (run.seconds + duration_s(worker), desk.numbers, worker, learner.life))
 
     for worker in desk.members:
-        asked(worker, [])
-    heapify(ready)
+        begin(ask(worker))
     while not over(run):
         run.seconds, _, worker, life = heappop(ready)
         learner = learners[worker]
@@ -163,9 +162,9 @@ def simulate(
         learner.clock += 1
         run.staleness.append(version - learner.basis)
         answers = desk.push(worker, learner.clock, learner.basis, gradient=learner.gradient)
-        asked(worker, answers)
+        begin([*answers, *ask(worker)])
         if gives_up and desk.version > version:
             for other in desk.members:
                 if not learners[other].pull and learners[other].basis < desk.version:
-                    asked(other, [])
+                    begin(ask(other))
     return run

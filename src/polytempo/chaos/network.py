@@ -47,42 +47,42 @@ class Pause(NamedTuple):
 
 
 class Death(NamedTuple):
-    """A process dies, and what it remembered; at `back_s` another takes its place (None: nobody does)."""
+    """A process dies, and with it what it remembered. Whether another takes its place is the launcher's business."""
 
-    at_s: float
-    back_s: float | None
+    begin_s: float
     node: int
+
+
+Fault = Cut | Pause | Death
 
 
 class Plan(NamedTuple):
     """Everything that goes wrong, and when it ends."""
 
     weather: Weather = FAIR
-    cuts: tuple[Cut, ...] = ()
-    pauses: tuple[Pause, ...] = ()
-    deaths: tuple[Death, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    """In the order of time."""
     healed_s: float = 0.0
-    """From now on the weather is fair."""
+    """From now on the weather is fair, and no fault begins or lasts."""
 
     def lines(self) -> list[str]:
-        """The plan for people, a line a fault, in the order of time."""
-        moments = sorted([*self.cuts, *self.pauses, *self.deaths], key=lambda fault: fault[0])
-        told = [f"{self.weather} until {self.healed_s:.3f} s"]
-        return told + [str(fault) for fault in moments]
+        """The plan for people, a line a fault."""
+        return [f"{self.weather} until {self.healed_s:.3f} s", *(str(fault) for fault in self.faults)]
 
 
 class Network:
     """When, and how often, a message arrives."""
 
     def __init__(self, plan: Plan, random: Random) -> None:
-        """All chance comes from `random`."""
+        """All chance comes from `random`. `cuts` are those that have begun."""
+        self.cuts: list[Cut] = []
         self._plan = plan
         self._random = random
 
     def arrivals(self, now_s: float, source: int, target: int) -> list[float]:
         """The moments at which a message that is sent now is delivered: none if it is lost, two if it is repeated."""
         weather = self._plan.weather if now_s < self._plan.healed_s else FAIR
-        if any(_cuts(cut, now_s, source, target) for cut in self._plan.cuts):
+        if any(_cuts(cut, now_s, source, target) for cut in self.cuts):
             return []
         chance = self._random.random
         copies = 0 if weather.drop and chance() < weather.drop else 1
@@ -92,9 +92,9 @@ class Network:
 
     def _on_the_way(self, weather: Weather) -> float:
         chance = self._random.random
-        slow_s = weather.slow_s if weather.slow and chance() < weather.slow else 0.0
-        return weather.delay_s + slow_s * chance() + (weather.jitter_s * chance() if weather.jitter_s else 0.0)
+        slow_s = weather.slow_s * chance() if weather.slow and chance() < weather.slow else 0.0
+        return weather.delay_s + slow_s + (weather.jitter_s * chance() if weather.jitter_s else 0.0)
 
 
 def _cuts(cut: Cut, now_s: float, source: int, target: int) -> bool:
-    return cut.begin_s <= now_s < cut.end_s and cut.source in (source, ANYBODY) and cut.target in (target, ANYBODY)
+    return now_s < cut.end_s and cut.source in (source, ANYBODY) and cut.target in (target, ANYBODY)

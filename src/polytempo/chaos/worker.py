@@ -8,7 +8,7 @@ With plain SGD at learning rate 1 every shard's weight t then says how often tic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,14 +19,12 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.core.op import Compute, Now, Op, Post, Program, Take
 from polytempo.core.port import world_port
+from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.layout import Span, Spans
-from polytempo.server.message import Ask, Deal, Message, Outbox, Ticket
+from polytempo.server.message import Message, Outbox, Ticket
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
-
-_GOODBYES = 5
-
 
 @dataclass(frozen=True)
 class Habits:
@@ -36,21 +34,39 @@ class Habits:
     most_s: float = 0.08
     push_every: int = 1
     overlap: bool = False
+    asks_ahead: bool = False
+    """Whether it calls for the next ticket before it has trained on the last one."""
 
 
 class Worker:
     """A process that runs the training program: a world of one rank, with a mailbox."""
 
-    def __init__(self, client: Client, num_tickets: int, habits: Habits, random: Random) -> None:
-        """`num_tickets` weights lie in each shard."""
+    def __init__(
+        self,
+        client: Client,
+        num_tickets: int,
+        habits: Habits,
+        random: Random,
+        on_read: Callable[[Client, int, Tensor], None],
+    ) -> None:
+        """`num_tickets` weights lie in each shard. `on_read(client, clock, weights)` sees all weights that are read."""
         self.client = client
         self.finished = False
         port = world_port(client.worker, (0,) * (client.coordinator + 1))
-        training = _Training(client, port, num_tickets, habits, random)
+        training = _Training(client, port, num_tickets, habits, random, on_read)
         self._program: Program[None] = through(client, port, training.run())
         self._mail: deque[tuple[int, Message]] = deque()
         self._op: Op[Any] | None = None
         self._until_s = 0.0
+
+    @property
+    def waits_in(self) -> str:
+        """Where the program stands, for people."""
+        frame, told = self._program, []
+        while frame is not None and getattr(frame, "cr_frame", None) is not None:
+            told.append(f"{frame.cr_code.co_name}:{frame.cr_frame.f_lineno}")
+            frame = frame.cr_await
+        return " ".join([*told, *map(str, self.client._pending.values())])
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Into the mailbox; the program goes on if it waits for it."""
@@ -104,8 +120,8 @@ class _Training:
     num_tickets: int
     habits: Habits
     random: Random
+    on_read: Callable[[Client, int, Tensor], None]
     clock: int = 0
-    sequence: int = 0
     held: list[int] = field(default_factory=list)
     under_way: list[tuple[Tensor, Any]] = field(default_factory=list)
     """Pushes that nobody has waited for, with the buffers that are lent to them."""
@@ -113,51 +129,33 @@ class _Training:
     async def run(self) -> None:
         """Train until told to finish."""
         while True:
-            deal = await self.asked()
-            if deal.order == "train":
-                for ticket in deal.tickets:
-                    await self.train(ticket)
-                continue
-            await self.push()
-            await self.settle()
+            await self.asker.ask(self.port)
+            deal = await self.asker.deal(self.port)
+            if deal is None:
+                return
+            if deal.order == "train" and self.habits.asks_ahead:
+                await self.asker.ask(self.port)
+            for ticket in deal.tickets:
+                await self.train(ticket)
+            if deal.order != "train":
+                await self.push()
+                await self.settle()
             if deal.order == "finish":
                 await self.take_leave()
                 return
-            await self.port.compute(lambda: None, self.habits.least_s)
-
-    async def asked(self) -> Deal:
-        """What to do next, says the coordinator; it is asked until it answers."""
-        ask = self.call()
-        while True:
-            await self.port.post(ask, self.client.coordinator)
-            until_s = await self.port.now() + self.client.timing.retry_s
-            while (wait_s := until_s - await self.port.now()) > 0:
-                taken = await self.port.take(wait_s)
-                if taken and isinstance(taken[1], Deal) and self._answers(taken[1]):
-                    return taken[1]
 
     async def take_leave(self) -> None:
-        """One more call says that the order to finish has come. Nobody answers it, so it is sent several times."""
-        ask = self.call()
-        for _ in range(_GOODBYES):
-            await self.port.post(ask, self.client.coordinator)
-            await self.port.compute(lambda: None, self.client.timing.retry_s)
-
-    def call(self) -> Ask:
-        """The next call for work."""
-        self.sequence += 1
-        return Ask(self.client.worker, self.client.incarnation, self.sequence, self.client.taken_done())
-
-    def _answers(self, deal: Deal) -> bool:
-        return (deal.incarnation, deal.sequence) == (self.client.incarnation, self.sequence)
+        """One more call says that the order to finish has come. Nobody answers it; if it is lost, silence says so."""
+        await self.asker.ask(self.port)
 
     async def train(self, ticket: Ticket) -> None:
         """One step: weights, a gradient, and perhaps a push."""
         if ticket.again:
             await self.push()
-        await self.port.pull(self.clock)
-        self.client.begin([ticket.number], (1.0,), 1)
+        weights = await self.port.pull(self.clock)
+        self.on_read(self.client, self.clock, weights)
         self.held.append(ticket.number)
+        self.client.begin([ticket.number], (1.0,), 1)
         self.clock += 1
         seconds = self.random.uniform(self.habits.least_s, self.habits.most_s)
         await self.port.compute(lambda: None, seconds)
@@ -168,12 +166,12 @@ class _Training:
         """Push what is held; the buffer is lent until the push is done, and written to again after that."""
         if not self.held:
             return
+        await self.settle(all_but=1 if self.habits.overlap else 0)
         buffer = self.spare()
         buffer.zero_()
         for ticket in self.held:
             buffer[ticket :: self.num_tickets] -= 1.0
         self.held = []
-        await self.settle(all_but=1 if self.habits.overlap else 0)
         self.under_way.append((buffer, await self.port.start(self.port.push(buffer, self.clock))))
         await self.settle(all_but=1 if self.habits.overlap else 0)
 
@@ -194,6 +192,7 @@ class _Training:
 
     def __post_init__(self) -> None:
         """Two buffers: one to write to while the other is lent."""
+        self.asker = Asker(self.client)
         numel = self.num_tickets * len(self.client.shards)
         self.buffers = [torch.zeros(numel) for _ in range(2)]
 

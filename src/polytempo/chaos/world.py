@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.chaos.network import Network, Plan
+from polytempo.chaos.network import Cut, Death, Fault, Network, Pause, Plan
+from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Message, Outbox
 
 _LAST_EVENTS = 30
@@ -46,6 +47,9 @@ class Watcher(Protocol):
     def sent(self, now_s: float, source: int, target: int, message: Message) -> None:
         """`source` has handed `message` to the network; whether it arrives is not known."""
 
+    def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
+        """`node` lives and is about to receive `message`."""
+
     def handled(self, now_s: float, node: int) -> None:
         """`node` has just received or ticked."""
 
@@ -57,13 +61,14 @@ class Violation(Exception):  # noqa: N818  # it is what a checker found, not wha
 class Process:
     """A node: the machine that runs on it now, if one does."""
 
-    def __init__(self, make: Callable[[int, float], Machine]) -> None:
+    def __init__(self, make: Callable[[int, float], Machine], mortal: bool) -> None:
         """`make(incarnation, now_s)` starts it."""
-        self.make = make
+        self.make, self.mortal = make, mortal
         self.machine: Machine | None = None
         self.incarnation = 0
         self.paused_until_s = 0.0
         self.tick_s = -1.0
+        self.starting = False
 
     def start(self, now_s: float) -> None:
         """Another life, with nothing remembered."""
@@ -81,15 +86,18 @@ class World:
         self.events = 0
         self.processes: dict[int, Process] = {}
         self.watchers: list[Watcher] = []
-        self._network = Network(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
+        self.allows: Callable[[Fault], bool] = lambda fault: True
+        """Whether a fault may happen: one that would break what nobody promised is left out."""
+        self.network = Network(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
         self._heap: list[tuple[float, int, str, int, Any]] = []
         self._pushed = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_LAST_EVENTS)
 
-    def place(self, node: int, make: Callable[[int, float], Machine]) -> None:
-        """`node` will be started when the world begins."""
-        self.processes[node] = Process(make)
+    def place(self, node: int, make: Callable[[int, float], Machine], *, mortal: bool = True) -> None:
+        """`node` will be started when the world begins. `mortal`: its process may end by itself, when it has finished
+        or raises what a user would see."""
+        self.processes[node] = Process(make, mortal)
 
     def machine(self, node: int) -> Any:
         """The machine of `node`; None while it is dead."""
@@ -99,12 +107,23 @@ class World:
         """Start every process, and lay out the faults in time."""
         for node in self.processes:
             self._at(0.0, "start", node)
-        for death in self.plan.deaths:
-            self._at(death.at_s, "die", death.node)
-            if death.back_s is not None:
-                self._at(death.back_s, "start", death.node)
-        for pause in self.plan.pauses:
-            self._at(pause.begin_s, "pause", pause.node, pause.end_s)
+        for fault in self.plan.faults:
+            self._at(fault.begin_s, "fault", next(iter(self.processes)), fault)
+
+    def alive(self, node: int) -> bool:
+        """Whether a process runs on `node`."""
+        return self.processes[node].machine is not None
+
+    def kill(self, node: int) -> None:
+        """End the process on `node`, and whatever it was about to do."""
+        process = self.processes[node]
+        process.machine, process.paused_until_s, process.tick_s = None, 0.0, -1.0
+
+    def restart(self, node: int, after_s: float) -> None:
+        """Start another process on `node`, unless one lives by then."""
+        if not self.processes[node].starting:
+            self.processes[node].starting = True
+            self._at(self.now_s + after_s, "start", node)
 
     def run(self, ended: Callable[[], bool], until_s: float) -> bool:
         """Let things happen until `ended`; False if that has not come by `until_s`."""
@@ -148,32 +167,56 @@ class World:
             self._deliver(node, process, *what)
         elif kind == "tick":
             process.tick_s = -1.0
-            self._handle(node, process, process.machine.tick(self.now_s) if process.machine else [])
-        else:
-            self._fault(kind, node, process, what)
+            self._act(node, process, "tick", self.now_s)
+        elif kind == "start":
+            process.starting = False
+            if process.machine is None:
+                process.start(self.now_s)
+                self.note("start", node, process.incarnation)
+                self._handle(node, process, [])
+        elif self.allows(what):
+            self._fault(what)
 
-    def _fault(self, kind: str, node: int, process: Process, what: Any) -> None:
-        self.note(kind, node, what or "")
-        if kind == "die":
-            process.machine = None
-            process.paused_until_s = 0.0
-        elif kind == "pause":
-            process.paused_until_s = what
-        elif process.machine is None:
-            process.start(self.now_s)
-            self._handle(node, process, [])
+    def _fault(self, fault: Fault) -> None:
+        self.note(str(fault))
+        match fault:
+            case Cut():
+                self.network.cuts.append(fault)
+            case Pause():
+                self.processes[fault.node].paused_until_s = fault.end_s
+            case Death():
+                self.kill(fault.node)
 
     def _deliver(self, node: int, process: Process, source: int, message: Message) -> None:
         self.note("→", node, "from", source, *summary(message))
         if process.machine is not None:
-            self._handle(node, process, process.machine.receive(self.now_s, source, message))
+            for watcher in self.watchers:
+                watcher.arriving(self.now_s, node, source, message)
+            self._act(node, process, "receive", self.now_s, source, message)
+
+    def _act(self, node: int, process: Process, what: str, *arguments: Any) -> None:
+        """Let a machine receive or tick. What it cannot go on after ends its process, as it would anywhere."""
+        if process.machine is None:
+            return
+        try:
+            outbox = getattr(process.machine, what)(*arguments)
+        except PolytempoError as error:
+            if not process.mortal:
+                raise Violation(f"node {node} gave up: {error}") from error
+            self.note("ends", node, str(error))
+            self.kill(node)
+            return
+        self._handle(node, process, outbox)
+        if process.mortal and getattr(process.machine, "finished", False):
+            self.note("ends", node)
+            self.kill(node)
 
     def _handle(self, node: int, process: Process, outbox: Outbox) -> None:
         """Send what a machine wants to send, let everybody look, and wake it when it wants to be woken."""
         for target, message in outbox:
             for watcher in self.watchers:
                 watcher.sent(self.now_s, node, target, message)
-            for arrives_s in self._network.arrivals(self.now_s, node, target):
+            for arrives_s in self.network.arrivals(self.now_s, node, target):
                 self._at(arrives_s, "deliver", target, (node, message))
         for watcher in self.watchers:
             watcher.handled(self.now_s, node)
@@ -190,10 +233,13 @@ def summary(message: Message) -> tuple[Any, ...]:
 
 
 def _short(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return "…"
-    if isinstance(value, Message):
-        return summary(value)
-    if isinstance(value, bytes):
-        return len(value)
-    return len(value) if isinstance(value, tuple) and len(value) > 4 else value
+    match value:
+        case Message():
+            return summary(value)
+        case bytes():
+            return f"{len(value)} bytes"
+        case Tensor():
+            return "…"
+        case tuple() if len(value) > 4 or any(isinstance(part, Tensor) for part in value):
+            return f"{len(value)} of them"
+    return value

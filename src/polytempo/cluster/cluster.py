@@ -33,6 +33,8 @@ class Cluster:
     network: Link
     memory: Link = Link(latency_s=1e-6, bytes_per_s=10e9)
     workers_per_host: int = 1
+    servers: int = 0
+    """So many of the last ranks are no workers: each has a host of its own, after the workers' hosts."""
     flops_per_s: float = 10e9
     stragglers: Stragglers = field(default_factory=constant)
     faults: tuple[Fault, ...] = ()
@@ -49,8 +51,10 @@ class Cluster:
             )
 
     def hosts(self, num_ranks: int) -> tuple[int, ...]:
-        """The host of each rank: filled one after the other."""
-        return tuple(rank // self.workers_per_host for rank in range(num_ranks))
+        """The host of each rank: filled one after the other, and then one for each server."""
+        workers = tuple(rank // self.workers_per_host for rank in range(num_ranks - self.servers))
+        first = max(workers, default=-1) + 1
+        return workers + tuple(range(first, first + self.servers))
 
     def slowest_link(self, hosts: tuple[int, ...]) -> Link:
         """The link that bounds a collective among ranks on these hosts."""

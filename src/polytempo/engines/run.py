@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,8 @@ from polytempo.core import Strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.names import slug
+from polytempo.engines.run_served import run_served
+from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.worker import Seat
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
@@ -43,9 +45,12 @@ def run(
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
-    Errors: `WorkerDied` names the first worker that failed and quotes its log.
+    Errors: `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
+    killed and the run goes on (see `run_served`).
     """
     options = replace(options or RunOptions(), **more)
+    if strategy.server is not None:
+        return run_served(job, strategy, workers, options, progress)
     temporary: AbstractContextManager[str] = (
         tempfile.TemporaryDirectory(prefix="polytempo-") if options.out is None else nullcontext(str(options.out))
     )
@@ -113,38 +118,6 @@ def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result
     write_picture(out / "compare.png", runs)
     listed = json.dumps([result.as_json() for result in results], indent=2)
     (out / "compare.json").write_text(listed + "\n", encoding="utf-8")
-
-
-def reported(result: Result, out: Path) -> Result:
-    """Write the run's `report.html`; the result names it."""
-    saved = out / "checkpoint"
-    named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)
-    named.write(out)
-    write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
-    return named
-
-
-@contextmanager
-def show_rows(
-    progress: Progress | None, options: RunOptions, description: str
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that shows rows of metrics as progress, where there is one to show."""
-    if progress is None:
-        yield lambda row: None
-        return
-    accuracy: list[float | None] = [None]
-
-    def show(row: dict[str, Any]) -> None:
-        if row["kind"] == "test":
-            accuracy[0] = row["accuracy"]
-        else:
-            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
-
-    progress.start(options.steps, description)
-    try:
-        yield show
-    finally:
-        progress.finish()
 
 
 class _Follower:

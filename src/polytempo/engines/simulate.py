@@ -14,7 +14,8 @@ from torch import nn
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.data.shard import Shard
-from polytempo.engines.run import reported, show_rows
+from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.simulate_served import simulate_served
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.torch.flops import flops_per_sample
@@ -55,11 +56,15 @@ def simulate(
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
     seed: each seed is one interleaving of their updates.
 
+    With a parameter server every copy of a shard has a host of its own, and so has the coordinator.
+
     Memory: one model and one optimizer state for each worker.
     """
     options = replace(options or RunOptions(), **more)
     if options.resume or options.checkpoint_every:
         raise ValueError("a simulation has no checkpoints: the same arguments give the same run; leave out resume")
+    if meta and strategy.server is not None:
+        raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
     if meta and (options.epochs or options.until):
         raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
     if cluster is None:
@@ -73,6 +78,8 @@ def simulate(
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
+        if strategy.server is not None:
+            return simulate_served(job, strategy, workers, cluster, options, progress)
         if meta:
             return _priced(job, strategy, workers, cluster, options)
         return _trained(job, strategy, workers, cluster, options, progress)

@@ -41,6 +41,7 @@ class _Place(NamedTuple):
     state: Given
     helper: int
     incarnation: int
+    since_s: float
 
 
 class Giving:
@@ -56,6 +57,7 @@ class Giving:
         self._returned: deque[Slice] = deque()
         self._contested: deque[Slice] = deque()
         self._open: set[Slice] = set()
+        self._helped: dict[Slice, int] = {}
         self._total = 1
         self._is_behind = False
         self._idle_since_s: float | None = None
@@ -103,6 +105,7 @@ class Giving:
         self.clock, self._ticket, self._total, self._open = clock, ticket, len(pieces), set(pieces)
         self._mine, self._contested = (deque(), deque(pieces)) if again else (deque(pieces), deque())
         self._is_behind, self._idle_since_s = False, None
+        self._helped.clear()
         for helper in self._helpers.values():
             helper.has_helped, helper.asked_s, helper.tries = False, -inf, 0
 
@@ -131,11 +134,15 @@ class Giving:
         self._is_behind |= ahead > self._parameters.behind
         if not self._is_behind or ahead <= 0 or self._has_unbegun(helper):
             return []
-        pieces = self._from_the_end(self._parameters.offer(first=not known.has_helped))
+        is_done = known.position.clock + known.position.fraction >= self.clock + 1
+        wanted = self._parameters.offer(first=not known.has_helped)
+        if not is_done:
+            wanted = min(wanted, int(ahead * self._total))
+        pieces = self._from_the_end(wanted, 0 if is_done else 1)
         if not pieces:
             return []
         life = known.position.incarnation
-        self._given |= {piece: _Place(Given.OFFERED, helper, life) for piece in pieces}
+        self._given |= {piece: _Place(Given.OFFERED, helper, life, now_s) for piece in pieces}
         known.asked_s, known.tries = now_s, 0
         return [(helper, DoThis(life, pieces, self._ticket))]
 
@@ -145,10 +152,10 @@ class Giving:
     def _has_unbegun(self, helper: int) -> bool:
         return any(place.helper == helper and place.state is not Given.BEGUN for place in self._given.values())
 
-    def _from_the_end(self, wanted: int) -> tuple[Slice, ...]:
-        """Never more than a fair part of what is left, so that nobody is busy long after the others; one stays."""
+    def _from_the_end(self, wanted: int, stay: int) -> tuple[Slice, ...]:
+        """Never more than a fair part of what is left, so that nobody is busy long after the others."""
         fair = max(1, len(self._mine) // (self._parameters.helpers + 1))
-        return tuple(self._mine.pop() for _ in range(min(wanted, fair, len(self._mine) - 1)))
+        return tuple(self._mine.pop() for _ in range(min(wanted, fair, len(self._mine) - stay)))
 
     def begun(self, helper: int, piece: Slice) -> None:
         """A helper has begun with `piece`, so nobody else will."""
@@ -158,15 +165,25 @@ class Giving:
 
     def granted(self, helper: int, piece: Slice) -> None:
         """A slice is back. It is not given away again: its first helper's refusal of it is all that was promised."""
-        if self._answers(helper, piece):
+        if self._answers(helper, piece) and self._given[piece].state is not Given.BEGUN:
             del self._given[piece]
             self._returned.append(piece)
 
     def helped(self, helper: int, piece: Slice) -> None:
-        """A helper's gradient is at the shards."""
-        if piece in self._open:
-            self._answers(helper, piece)
+        """A helper's gradient is on its way to the shards."""
+        if self._answers(helper, piece) or piece in self._contested:
             self.finish(piece)
+            self._helped[piece] = helper
+
+    def lost(self, helper: int) -> None:
+        """A helper is gone, and perhaps what it pushed in this clock with it: contest all that it had."""
+        theirs = [piece for piece, place in self._given.items() if place.helper == helper]
+        theirs += [piece for piece, by in self._helped.items() if by == helper]
+        for piece in theirs:
+            self._given.pop(piece, None)
+            self._helped.pop(piece, None)
+            self._open.add(piece)
+            self._contested.append(piece)
 
     def _answers(self, helper: int, piece: Slice) -> bool:
         """Whether `helper` may speak of `piece`; then it need not be asked again so soon."""
@@ -177,12 +194,18 @@ class Giving:
 
     # ------------------------------------------------------------------ taking back
 
-    def recall(self) -> Outbox:
-        """With at most one slice left to do, ask one back that nobody has begun: the last of the longest queue."""
+    def recall(self, now_s: float, pace_s: float) -> Outbox:
+        """With at most one slice left to do, ask one back that nobody has begun: the last of the longest queue.
+
+        What was given away just now is left alone: an idle helper begins it as soon as it hears of it.
+        """
         states = [place.state for place in self._given.values()]
-        if self._num_left > 1 or Given.RECALLED in states or Given.OFFERED not in states:
+        if self._num_left > 1 or Given.RECALLED in states:
             return []
-        offered = [piece for piece, place in self._given.items() if place.state is Given.OFFERED]
+        waiting = [(piece, place) for piece, place in self._given.items() if place.state is Given.OFFERED]
+        offered = [piece for piece, place in waiting if now_s >= place.since_s + pace_s]
+        if not offered:
+            return []
         counts = Counter(self._given[piece].helper for piece in offered)
         piece = max(reversed(offered), key=lambda piece: counts[self._given[piece].helper])
         place = self._given[piece] = self._given[piece]._replace(state=Given.RECALLED)
@@ -211,7 +234,7 @@ class Giving:
             if now_s < known.asked_s + self._parameters.retry_s * 2 ** min(known.tries, _MOST_DOUBLINGS):
                 continue
             known.asked_s, known.tries = now_s, known.tries + 1
-            theirs = [(piece, place.state) for piece, place in self._given.items() if place[1:] == (helper, life)]
+            theirs = [(piece, place.state) for piece, place in self._given.items() if place[1:3] == (helper, life)]
             recalled = [piece for piece, state in theirs if state is Given.RECALLED]
             others = tuple(piece for piece, state in theirs if state is not Given.RECALLED)
             outbox += [(helper, Cancel(life, piece)) for piece in recalled]

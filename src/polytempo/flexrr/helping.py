@@ -83,7 +83,7 @@ class Helping:
         return piece, ticket
 
     def finish(self, piece: Slice) -> None:
-        """Its gradient is at the shards."""
+        """Its gradient is pushed."""
         if not self._settled(piece):
             self._held[piece] = Held.HELPED
 

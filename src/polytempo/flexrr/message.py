@@ -12,6 +12,8 @@ class Progress(Message, frozen=True, eq=False):
     incarnation: int
     clock: int
     fraction: float
+    asks: bool = False
+    """Answer if you are covered: I do not know it yet, and wait for you."""
 
 
 class DoThis(Message, frozen=True, eq=False):
@@ -33,7 +35,7 @@ class BegunHelping(Message, frozen=True, eq=False):
 
 
 class Helped(Message, frozen=True, eq=False):
-    """The gradient of `slice` is at the shards. Refuses a `Cancel`."""
+    """The gradient of `slice` is pushed, and will reach the shards if I live. Refuses a `Cancel`."""
 
     slice: Slice
 

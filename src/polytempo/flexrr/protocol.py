@@ -3,10 +3,11 @@
 A worker does its slices from the front. One that is well behind a helper gives it slices from the end. There is no
 coordinator. Messages may be lost, doubled, delayed and may overtake each other.
 
-    helper  ── Progress ──▶ helpee      every 5 % of its own share, and now and then once that is covered
+    helper  ── Progress ──▶ helpee      every 5 % of its own share (every slice, to whom it has helped in this clock),
+                                        at the beginning, and now and then once that is covered
             ◀── DoThis ────             to a helper that is ahead, if the helpee is well behind
             ── BegunHelping ──▶         before it computes; answered with the next, larger DoThis
-            ── Helped ──▶               when every shard has acknowledged the slice's gradient
+            ── Helped ──▶               when the slice's gradient is pushed: it arrives if the helper lives
             ◀── Cancel ────             when the helpee has hardly anything left: may I have this one back?
             ── CancelGranted ──▶        I had not begun
 
@@ -23,17 +24,17 @@ What a helper does (it keeps one line for each slice until the helpee is at a la
 
 What its helpee does:
 
-| the slice is | at BegunHelping | at Helped | at CancelGranted | in time                                                  |
-|--------------|-----------------|-----------|------------------|----------------------------------------------------------|
-| mine         | nothing         | done      | nothing          | does it, or gives it away with `DoThis`: offered          |
-| offered      | begun           | done      | returned         | repeats `DoThis`; out of work: `Cancel`, recalled         |
-| recalled     | begun           | done      | returned         | repeats `Cancel`                                         |
-| begun        | nothing         | done      | nothing          | repeats `DoThis`                                         |
-| returned     | nothing         | done      | nothing          | does it, as its own; never gives it away again            |
-| contested    | nothing         | done      | nothing          | does it, alone                                           |
+| the slice is | at BegunHelping | at Helped | at CancelGranted | in time                                            |
+|--------------|-----------------|-----------|------------------|----------------------------------------------------|
+| mine         | nothing         | nothing   | nothing          | does it, or gives it away by `DoThis`: offered     |
+| offered      | begun           | done      | returned         | repeats `DoThis`; out of work: `Cancel`, recalled  |
+| recalled     | begun           | done      | returned         | repeats `Cancel`                                   |
+| begun        | nothing         | done      | nothing          | repeats `DoThis`                                   |
+| returned     | nothing         | nothing   | nothing          | does it, as its own; never gives it away again     |
+| contested    | nothing         | done      | nothing          | does it, alone                                     |
 
-Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for longer than doing it
-would have taken.
+Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for `patience` times as long
+as doing it would have taken.
 
 Whose promise is what:
 
@@ -41,7 +42,8 @@ Whose promise is what:
   exactly once. The right to execute it is the helpee's until DoThis, the helper's from its arrival, and the helpee's
   again only by CancelGranted, after which the helper never begins it. Lives are numbered, so that the answer of a
   helper that forgot what its earlier life did is never believed.
-- *The peers*: a helpee never waits for ever, whoever dies or falls silent: it contests.
+- *The peers*: a helpee never waits for ever, whoever dies or falls silent: it contests. What a lost helper had pushed
+  may be gone with it, so that is contested as well (`Peer.lost`), until the helpee starts its next clock.
 - *The shards*: a contested slice, one of a ticket that is dealt again, and one that a helper does are each pushed
   alone, under the slice's own ticket (`slices.ticket_of`). A shard that has it already drops it. So each sample counts
   once, and a second execution costs time only. The shards' ledger is the authority.
@@ -77,7 +79,7 @@ class Do(NamedTuple):
     """Compute the gradient of `slice`, of the batch `ticket`.
 
     `alone`: push it at once, for clock `slice.clock`, with no other, under `ticket_of(slice, …)`; it is finished when
-    every shard has answered. Otherwise it is this worker's own, to be pushed with others of its own.
+    that push is on its way (a synchronous rule answers it after the whole step). Otherwise it is this worker's own, to be pushed with others of its own.
     """
 
     slice: Slice
@@ -100,12 +102,21 @@ class Peer:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._reported_s = -inf
         self._reported = 0.0
+        self._helped: set[int] = set()
+        self.helpers: tuple[int, ...] = ()
         self.regroup(members)
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Workers have come or gone. What those who are gone had becomes contested in time."""
+        """Workers have come or gone; see `lost`."""
+        for helper in set(self.helpers) - set(members):
+            self.lost(helper)
         self.helpers = helpers_of(self.worker, members, self.parameters.helpers)
         self.helpees = helpees_of(self.worker, members, self.parameters.helpers)
+        self._neighbours = tuple(dict.fromkeys((*self.helpees, *self.helpers)))
+
+    def lost(self, helper: int) -> None:
+        """`helper` has died, or lives anew. What it had or did of this clock is contested, so `covered` may end."""
+        self._giving.lost(helper)
 
     # ------------------------------------------------------------------ a worker's own doings
 
@@ -118,9 +129,10 @@ class Peer:
             )
         self._giving.start(clock, samples, ticket)
         self._reported = 0.0
+        self._helped.clear()
         for helpee in self.helpees:
             self._covered_clock.setdefault(helpee, clock - 1)
-        return self._report(now_s, self.helpees)
+        return self._report(now_s, self._neighbours)
 
     def next(self, now_s: float) -> tuple[Do | None, Outbox]:
         """What to do now: first for others, who asked because they were behind, then its own share. None: nothing."""
@@ -129,7 +141,7 @@ class Peer:
             piece, ticket = theirs
             return Do(piece, ticket, alone=True), [(piece.helpee, BegunHelping(piece, *self._position))]
         if (own := self._giving.begin()) is not None:
-            return Do(*own), self._giving.recall()
+            return Do(*own), self._giving.recall(now_s, self._pace_s)
         return None, []
 
     def finished(self, now_s: float, piece: Slice) -> Outbox:
@@ -137,6 +149,7 @@ class Peer:
         self._seconds.append(now_s - self._began_s)
         if piece.helpee != self.worker:
             self._helping.finish(piece)
+            self._helped.add(piece.helpee)
             return [(piece.helpee, Helped(piece))]
         self._giving.finish(piece)
         return self._report_if_due(now_s)
@@ -153,12 +166,8 @@ class Peer:
 
     def may_go_on(self, now_s: float) -> bool:
         """Whether no helpee needs this worker in its clock: all are near enough, or silent."""
-        least = self._giving.clock - self.parameters.slack
-        return self.covered and all(
-            self._covered_clock.get(helpee, least) >= least
-            or now_s > self._heard_s.setdefault(helpee, now_s) + self.parameters.silence_s
-            for helpee in self.helpees
-        )
+        silent_s = now_s - self.parameters.silence_s
+        return self.covered and all(self._heard_s.setdefault(helpee, now_s) < silent_s for helpee in self._needy)
 
     # ------------------------------------------------------------------ what comes in
 
@@ -195,7 +204,7 @@ class Peer:
         match message:
             case Progress():
                 if self.covered:
-                    return self._report(now_s, (helper,)) if message.clock >= self._giving.clock else []
+                    return [(helper, Progress(*self._position))] if message.asks else []
                 return self._giving.heard(now_s, helper, Position(message.incarnation, message.clock, message.fraction))
             case BegunHelping():
                 self._giving.begun(helper, message.slice)
@@ -210,11 +219,18 @@ class Peer:
 
     def tick(self, now_s: float) -> Outbox:
         """Between two slices, and when `wait_s` is over: repeats, recalls, contests and reports."""
-        outbox = self._giving.recall() + self._giving.ask_again(now_s)
+        outbox = self._giving.recall(now_s, self._pace_s) + self._giving.ask_again(now_s)
         self._giving.contest(now_s, self._pace_s)
         if self.covered and now_s >= self._reported_s + self.parameters.report_s:
-            outbox += self._report(now_s, self.helpees)
+            self._reported_s = now_s
+            outbox += [(helpee, Progress(*self._position, asks=True)) for helpee in self._needy]
         return outbox
+
+    @property
+    def _needy(self) -> list[int]:
+        """Helpees not known to be near enough for this worker to go on."""
+        least = self._giving.clock - self.parameters.slack
+        return [helpee for helpee in self.helpees if self._covered_clock.get(helpee, least) < least]
 
     def wait_s(self, now_s: float) -> float:
         """How long it may sleep, if no message comes, after `next` had nothing to do."""
@@ -232,11 +248,11 @@ class Peer:
 
     def _report_if_due(self, now_s: float) -> Outbox:
         if self.covered:
-            return self._report(now_s, dict.fromkeys((*self.helpees, *self.helpers)))
+            return self._report(now_s, self._neighbours)
         if self._giving.fraction < self._reported + self.parameters.report_every:
-            return []
+            return [(helpee, Progress(*self._position)) for helpee in self.helpees if helpee in self._helped]
         return self._report(now_s, self.helpees)
 
-    def _report(self, now_s: float, whom: Sequence[int] | dict[int, None]) -> Outbox:
+    def _report(self, now_s: float, whom: Sequence[int]) -> Outbox:
         self._reported_s, self._reported = now_s, self._giving.fraction
         return [(other, Progress(*self._position)) for other in whom]

@@ -1,6 +1,6 @@
 """A worker's share of one clock, cut into slices.
 
-    share   [ 0 | 1 | 2 | 3 | … | 37 | 38 | 39 ]      its own worker begins here ▶      ◀ slices are given away from here
+    share   [ 0 | 1 | 2 | 3 | … | 37 | 38 | 39 ]      its own worker begins here ▶      ◀ given away from here
 
 The cut follows from (samples, slices) alone, so a slice means the same samples to everybody, and its id never changes.
 """

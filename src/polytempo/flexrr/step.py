@@ -16,7 +16,8 @@ class Work(NamedTuple):
 
     `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
     the slices named, each under its ticket; it is called with at least one, seldom twice in a clock. `alone` computes
-    one slice and pushes it by itself, under its ticket, for the slice's clock, and ends when every shard has answered.
+    one slice and pushes it by itself, under its ticket, for the slice's clock. Neither push may wait for an answer
+    that comes after the step only (start it, and await it before the pull): who waits there helps nobody.
     """
 
     accumulate: Callable[[Do], Awaitable[None]]
@@ -34,6 +35,11 @@ async def covered_step(
     be the peers' messages; others are ignored.
     """
     await _post(port, peer.start(await port.now(), clock, samples, ticket))
+    await cover(port, peer, work)
+
+
+async def cover(port: Port, peer: Peer, work: Work) -> None:
+    """`covered_step` from where the peer stands: again, when `peer.lost` has reopened slices of this clock."""
     own: list[Slice] = []
     while True:
         await _read_mail(port, peer)

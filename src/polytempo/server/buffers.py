@@ -7,7 +7,7 @@ take ─▶ held 1 │ tensor │ release ─▶ held 0: free, the next `take` g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -44,3 +44,12 @@ class Buffers:
         self.holders[number] -= 1
         if not self.holders[number]:
             self._free.append(number)
+
+    def adopt(self, tensors: Iterable[Tensor], spare: Iterable[Tensor]) -> None:
+        """Begin with these, which whoever needs them must `hold`, and with memory that is free."""
+        self.tensors = list(tensors)
+        self.holders = [0] * len(self.tensors)
+        for tensor in spare:
+            self._free.append(len(self.tensors))
+            self.tensors.append(tensor)
+            self.holders.append(0)

@@ -44,7 +44,9 @@ class ShardLost(PolytempoError):
 class Coordinator:
     """The coordinator on node `node`, of `workers` (nodes) and `chains` (for each shard the nodes of its copies).
 
-    `on_row(row)` takes rows of metrics (JSON) from workers. `on_event(event)` hears of what happens, as a tuple.
+    `incarnation`: higher than that of the coordinator whose snapshot the shards go on from. `on_row(row)` takes rows of
+    metrics (JSON) from workers. `on_event(event)` hears of what happens: ("lost", worker), ("joined", worker),
+    ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Coordinator:
         dealer: Dealer,
         timing: Timing | None = None,
         *,
+        incarnation: int = 1,
         on_row: Callable[[bytes], None] | None = None,
         on_event: Callable[[tuple[str, int]], None] | None = None,
     ) -> None:
@@ -73,7 +76,7 @@ class Coordinator:
         self._recruits: dict[int, int] = {}
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
         self._heard_s: dict[int, float] = {}
-        self._asked = [Requests(COORDINATOR, 1, chain[0], self.timing) for chain in chains]
+        self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
         self._changes = 0
@@ -104,6 +107,11 @@ class Coordinator:
         self._recruits[node] = shard
 
     @property
+    def view(self) -> View:
+        """Who is who at this moment."""
+        return View(self.epoch, tuple(self.chains), tuple(sorted(self.members.items())), self.finished)
+
+    @property
     def wanted(self) -> list[int]:
         """The shards that lack a copy for which nobody was started yet."""
         if self._ending:
@@ -129,6 +137,7 @@ class Coordinator:
         for shard, chain in enumerate(self.chains):
             if node in chain:
                 self._on_event(("promoted" if chain[0] == node else "shortened", shard))
+                self._on_event(("deposed", node))
                 self.chains[shard] = tuple(other for other in chain if other != node)
                 if not self.chains[shard]:
                     raise ShardLost(shard, self._copies - 1)
@@ -184,7 +193,7 @@ class Coordinator:
             self.chains[shard] = (*self.chains[shard], source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
-        return [(source, self._view())] if beat.epoch < self.epoch or self.finished else []
+        return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
 
     def _forgive(self, now_s: float) -> None:
         """Where the coordinator itself stood still, it was not the others who were silent."""
@@ -224,14 +233,11 @@ class Coordinator:
                 out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
         return out
 
-    def _view(self) -> View:
-        return View(self.epoch, tuple(self.chains), tuple(sorted(self.members.items())), self.finished)
-
     def _announce(self, now_s: float) -> Outbox:
         """The view, to everybody: now and then even without news, for a message may be lost."""
         self._announced_s = now_s
         nodes = {node for chain in self.chains for node in chain} | set(self.members)
-        return [(node, self._view()) for node in sorted(nodes)]
+        return [(node, self.view) for node in sorted(nodes)]
 
     # ------------------------------------------------------------------ work
 

@@ -25,8 +25,8 @@ def covered(samples: int) -> Rule:
     if samples < 1:
         raise ValueError(f"covered needs samples >= 1 a step, got {samples}")
 
-    def all_there(step: dict[int, Waiting], workers: int) -> bool:
-        return sum(size for pushes in step.values() for _, size in pushes) >= samples
+    def all_there(waiting: dict[int, Waiting], workers: int) -> bool:
+        return sum(size for pushes in waiting.values() for _, size in _of_one_clock(pushes)) >= samples
 
     steps = stepwise(spelled("covered", samples=samples), all_there, _of_one_clock, float)
 

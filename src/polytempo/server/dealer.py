@@ -319,7 +319,8 @@ class Dealer:
         self._again += self._supply.skip_to(frontier)
         heapify(self._again)
         first_absent = self._again[0] if self._again else frontier
-        self._stretch = min(saved.scored, first_absent) // self._per_stretch
+        scored = saved.scored if first_absent >= self.num_tickets else min(saved.scored, first_absent)
+        self._stretch = scored // self._per_stretch
         self._uneven = True
 
 

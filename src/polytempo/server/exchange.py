@@ -1,4 +1,4 @@
-"""Elastic averaging, the worker's half: it and the server's center pull each other."""
+"""Elastic averaging, the worker's half: it and the server's center are drawn towards each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def exchange(every: int) -> Transform:
         if step % every:
             return bundle, Exchanging(step)
         difference = await port.push(bundle.flat, step)
-        if difference is None:  # the shards had it already, in an earlier life of this worker
+        if difference is None:  # the shards had had it already
             return bundle, Exchanging(step)
         return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
 

@@ -22,7 +22,7 @@ def first(n: int) -> Rule:
     """
     if n < 1:
         raise ValueError(f"first needs n >= 1 gradients, got {n}")
-    steps = stepwise(spelled("first", n=n), lambda step, workers: len(step) >= min(n, workers))
+    steps = stepwise(spelled("first", n=n), lambda waiting, workers: len(waiting) >= min(n, workers))
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         if arrival.kind == "push" and arrival.basis < situation.version:

@@ -15,4 +15,4 @@ def hardsync() -> Rule:
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
     section 3. There the sum is in the order of arrival.
     """
-    return stepwise("hardsync()", lambda step, workers: len(step) == workers)
+    return stepwise("hardsync()", lambda waiting, workers: len(waiting) == workers)

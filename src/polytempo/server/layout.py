@@ -11,7 +11,7 @@ added or drained, and only what has to move moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,9 +67,9 @@ def shard_map(parameters: Sequence[Parameter], num_shards: int) -> tuple[Spans, 
         raise ValueError(f"needs at least one shard, got {num_shards}")
     snap = _Snap(parameters, total / num_shards)
     cuts = [0, *(snap(total * i // num_shards) for i in range(1, num_shards)), total]
-    if any(begin >= end for begin, end in zip(cuts, cuts[1:], strict=False)):
+    if any(begin >= end for begin, end in pairwise(cuts)):
         raise ValueError(f"{total} elements (whole rows of tables) are too few for {num_shards} shards; use fewer")
-    return tuple((Span(begin, end),) for begin, end in zip(cuts, cuts[1:], strict=False))
+    return tuple((Span(begin, end),) for begin, end in pairwise(cuts))
 
 
 def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...]) -> tuple[Spans, ...]:
@@ -80,7 +80,8 @@ def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...])
     holders = sum(1 for spans in shards if spans)
     size = sum(map(numel_of, shards)) / (holders + 1)
     snap = _Snap(parameters, size)
-    kept, given = [], []
+    kept: list[Spans] = []
+    given: list[Span] = []
     for spans in shards:
         head, tail = _split(spans, round(size), snap) if spans else ((), ())
         kept.append(head)
@@ -91,7 +92,7 @@ def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...])
 
 
 def with_shard_drained(parameters: Sequence[Parameter], shards: tuple[Spans, ...], shard: int) -> tuple[Spans, ...]:
-    """Shard `shard` holds nothing any more; the others take its ranges so that their sizes are equal; all else stays."""
+    """Shard `shard` holds nothing any more; its ranges go to the others, so that sizes are equal; all else stays."""
     others = [i for i, spans in enumerate(shards) if spans and i != shard]
     if not others:
         raise ValueError(f"shard {shard} is the last one that holds parameters, so nobody can take them over")

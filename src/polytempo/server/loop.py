@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from polytempo.core import Port
-from polytempo.core.op import Parcel
-from polytempo.server.message import Outbox
+from polytempo.server.message import Message, Outbox
 
 
 class Machine(Protocol):
@@ -14,7 +13,7 @@ class Machine(Protocol):
 
     finished: bool
 
-    def receive(self, now_s: float, source: int, message: Parcel) -> Outbox:
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """What is to be sent because `message` has come from node `source`."""
 
     def tick(self, now_s: float) -> Outbox:
@@ -23,7 +22,7 @@ class Machine(Protocol):
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
 
-    def flops(self, message: Parcel) -> float:
+    def flops(self, message: Message) -> float:
         """What taking `message` costs, in floating-point operations."""
 
 
@@ -32,14 +31,14 @@ async def serve(port: Port, machine: Machine) -> None:
     await _post(port, machine.tick(await port.now()))
     while not machine.finished:
         taken = await port.take(machine.wait_s(await port.now()))
-        if taken is not None:
-            await _post(port, await _received(port, machine, *taken))
+        if taken is not None and isinstance(taken[1], Message):
+            await _post(port, await _received(port, machine, taken[0], taken[1]))
         now_s = await port.now()
         if machine.wait_s(now_s) <= 0:
             await _post(port, machine.tick(now_s))
 
 
-async def _received(port: Port, machine: Machine, source: int, message: Parcel) -> Outbox:
+async def _received(port: Port, machine: Machine, source: int, message: Message) -> Outbox:
     now_s, flops = await port.now(), machine.flops(message)
     if not flops:
         return machine.receive(now_s, source, message)

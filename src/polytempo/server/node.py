@@ -218,7 +218,9 @@ class Node:
         return self._feed(now_s, self._patience_s)
 
     def _confirmed(self, now_s: float, source: int, message: Replicated) -> Outbox:
-        if message.epoch != self.epoch or source != self._successor or message.index <= self.committed:
+        if message.epoch != self.epoch or source != self._successor:
+            return []
+        if message.index <= self.committed and self._install is None:
             return []
         if self._install is not None:
             if message.index < self._install.index:
@@ -243,7 +245,9 @@ class Node:
     def _confirm(self) -> Outbox:
         """Tell the copy before how far this one and those behind it are."""
         predecessor = self._predecessor
-        return [] if predecessor is None else [(predecessor, Replicated(self.shard.number, self.epoch, self.committed))]
+        if predecessor is None or self.blank:
+            return []
+        return [(predecessor, Replicated(self.shard.number, self.epoch, self.committed))]
 
     def _installed(self, now_s: float, source: int, message: Install) -> Outbox:
         if message.epoch < self.epoch:
@@ -270,10 +274,11 @@ class Node:
             return []
         before, self.epoch = self.chain, view.epoch
         self.chain = view.chains[self.shard.number]
-        if self.node not in self.chain:  # deposed: whatever was not confirmed is nobody's business any more
-            self.finished = True
-            self._log.clear()
-            self._held.clear()
+        if self.node not in self.chain:
+            if self.node in before:  # deposed: whatever was not confirmed is nobody's business any more
+                self.finished = True
+                self._log.clear()
+                self._held.clear()
             return []
         if self.is_head and before and before[0] != self.node:
             self._silent_until = self.index

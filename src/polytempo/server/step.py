@@ -17,7 +17,7 @@ Waiting = Sequence[tuple[int, int]]
 """Of one worker the (clock, samples) of its pushes that wait, oldest first."""
 
 Enough = Callable[[dict[int, Waiting], int], bool]
-"""(the step's pushes of each worker that has some, the number of workers that the step counts) -> is it over?"""
+"""(what waits of each worker that has pushed, the number of workers that the step counts) -> is it over?"""
 
 
 def oldest(waiting: Waiting) -> Waiting:
@@ -45,7 +45,7 @@ def stepwise(
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, members = arrival.worker, situation.members
-        waiting: dict[int, Waiting] = {m: tuple(pushes) for m, pushes in state["waiting"].items()}
+        waiting: dict[int, Waiting] = dict(state["waiting"])
         newcomers = tuple(state["newcomers"])
         if arrival.kind == "pull":
             return state, [] if worker in waiting or worker in newcomers else [Answer(worker)]
@@ -54,14 +54,14 @@ def stepwise(
         if arrival.kind == "joined" and waiting and worker not in waiting:
             newcomers = (*newcomers, worker)
         if arrival.kind == "left":
-            waiting.pop(worker, None)
-            newcomers = tuple(m for m in newcomers if m != worker)
+            waiting = {m: pushes for m, pushes in waiting.items() if m in members and m != worker}
+            newcomers = tuple(m for m in newcomers if m in members and m != worker)
         actions: list[Action] = []
         while True:
-            counted = [m for m in members if m not in newcomers]
-            step = {m: belonging(waiting[m]) for m in counted if m in waiting}
-            if not (step or newcomers) or (step and not enough(step, len(counted))):
+            there = {m: pushes for m, pushes in waiting.items() if m not in newcomers} if newcomers else waiting
+            if not (there or newcomers) or (there and not enough(there, len(members) - len(newcomers))):
                 return {"waiting": waiting, "newcomers": newcomers}, actions
+            step = {m: belonging(there[m]) for m in members if m in there}
             actions += _update(step, weight)
             actions += [Answer(m) for m in members if m in step or m in newcomers]
             waiting = {m: rest for m, pushes in waiting.items() if (rest := pushes[len(step.get(m, ())) :])}

@@ -58,6 +58,8 @@ class _Mail:
     async def begun(self, op: Push | Pull) -> Pending:
         """Send a push or pull on its way."""
         client = self._client
+        while not client.idle and (taken := await self._port.take(0.0)) is not None:  # an answer may open the line
+            await self._sort(await self._port.now(), *taken)
         pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
         return pending

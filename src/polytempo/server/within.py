@@ -27,25 +27,28 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, actions = arrival.worker, list[Action]()
-        clocks, offsets, pulls = dict(state["clocks"]), dict(state["offsets"]), dict(state["pulls"])
+        clocks, offsets, pulls = dict(state["clocks"]), state["offsets"], dict(state["pulls"])
         if arrival.kind == "left":
-            for table in (clocks, offsets, pulls):
-                table.pop(worker, None)
-        slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
-        clocks = {m: clocks.get(m, slowest) for m in situation.members}
+            offsets = {m: offset for m, offset in offsets.items() if m != worker}
+            clocks.pop(worker, None)
+            pulls.pop(worker, None)
+        if arrival.kind in ("joined", "left"):
+            slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
+            clocks = {m: clocks.get(m, slowest) for m in situation.members}
+        if arrival.kind in ("pull", "push") and worker not in offsets:  # a push first: it counts from 0
+            offsets = {**offsets, worker: clocks[worker] - (arrival.clock if arrival.kind == "pull" else 0)}
         if arrival.kind == "pull":
-            offsets.setdefault(worker, clocks[worker] - arrival.clock)
             pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
         if arrival.kind == "push":
-            offsets.setdefault(worker, clocks[worker])  # it has not even pulled: it counts from 0
             clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
             actions += applied(arrival, situation, scale)
             if worker not in pulls:  # answers keep the order of requests, so none overtakes a pull that waits
                 actions.append(Answer(worker))
         slowest = min(clocks.values(), default=0)
-        released = [m for m in situation.members if m in pulls and pulls[m] - bound <= slowest]
-        pulls = {m: clock for m, clock in pulls.items() if m not in released}
-        actions += [Answer(m) for m in released]
+        released = sorted(m for m, clock in pulls.items() if clock - bound <= slowest)
+        for m in released:
+            del pulls[m]
+            actions.append(Answer(m))
         return {"clocks": clocks, "offsets": offsets, "pulls": pulls}, actions
 
     def init() -> RuleState:

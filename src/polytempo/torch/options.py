@@ -30,6 +30,8 @@ class RunOptions:
     """Steps between checkpoints; None: at the end of every epoch, at least four steps apart."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
+    restarts: int = 20
+    """With a parameter server: how many processes may be started in place of others that were killed."""
 
     def __post_init__(self) -> None:
         """Refuse what no run could use. Folders may be given as text."""
@@ -40,6 +42,8 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.restarts < 0:
+            raise ValueError(f"restarts must not be negative, got {self.restarts}")
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")

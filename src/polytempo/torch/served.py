@@ -51,8 +51,6 @@ class ServedCourse:
     compute_gradients: ComputeGradients
     seed: int = 0
     scheduler: LRScheduler | None = None
-    lent: Bundle | None = None
-    """Memory that gradients are packed into, where it has to be of a certain kind."""
 
 
 class Attendance(NamedTuple):
@@ -93,10 +91,7 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
                 await worker.push_all()
                 await worker.evaluate()
             case "wait":
-                if client.held:
-                    await worker.push_all()
-                else:
-                    await worker.waited(_rest(port, client.timing.beat_s))
+                await worker.push_all()
             case "finish":
                 await worker.push_all()
                 await worker.fetch()
@@ -105,10 +100,19 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
         await asker.ask(port, worker.taken_rows())
 
 
-async def _rest(port: Port, seconds: float) -> None:
-    until_s = await port.now() + seconds
-    while (now_s := await port.now()) < until_s:
-        await port.take(until_s - now_s)  # no call is open, so nothing that comes now matters
+def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> ComputeGradients:
+    """Forward and backward for real; a virtual world charges `flops_per_sample` for each sample."""
+
+    def compute(batch: Any) -> Tensor:
+        inputs, targets = batch
+        loss = job.loss(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    async def compute_gradients(port: Port, batch: Any) -> Tensor:
+        return await port.compute(lambda: compute(batch), flops_per_sample * len(batch[1]))
+
+    return compute_gradients
 
 
 class _Worker:
@@ -123,7 +127,7 @@ class _Worker:
         self._states: State = None
         self._steps = 0
         self._samples = 0
-        self._idle_s = 0.0
+        self._idle_s = self._idle_at_end_s = 0.0
         self._begin_s: float | None = None
         self._end_s = 0.0
         self._meter = Meter(0, 0.0)
@@ -136,7 +140,7 @@ class _Worker:
     def attendance(self) -> Attendance:
         """How this worker has fared so far."""
         begin_s = self._end_s if self._begin_s is None else self._begin_s
-        return Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_s)
+        return Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
 
     async def begin(self) -> None:
         """With the first work: fetch the weights. Before that others may have trained them."""
@@ -174,7 +178,7 @@ class _Worker:
             course.scheduler.step()
         self._steps += 1
         self._samples += samples
-        self._end_s = await port.now()
+        self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
         self._remember(ticket)
 
     async def push_all(self) -> None:
@@ -197,12 +201,15 @@ class _Worker:
         gradients = {
             name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
         }
-        bundle = Bundle(gradients, into=self._course.lent)
+        bundle = Bundle(gradients)
         applied = strategy.gradients.apply(self._port, bundle, self._gradients)
         answer, self._gradients = await self.waited(applied)
         if not empty:
             self._point_at(answer, bundle)
-            await self._port.compute(optimizer.step, 0.0 if answer is None else _UPDATE_FLOPS * self._numel)
+            if answer is None:
+                optimizer.step()
+            else:
+                await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._numel)
             optimizer.zero_grad()
         values = Bundle(self._values)
         changed, self._states = await self.waited(strategy.parameters.apply(self._port, values, self._states))

@@ -87,7 +87,7 @@ def encode(message: Message, references: References | None = None) -> list[Frame
             if place is not None:
                 return [*place, code, shape]
         flat = tensor.detach().contiguous().view(-1)
-        frames.append(memoryview(flat.view(torch.uint8).numpy()))
+        frames.append(flat.view(torch.uint8).numpy().data)
         return [code, shape, len(frames) - 1]
 
     frames[0] = bytes([VERSION]) + msgspec.msgpack.Encoder(enc_hook=described).encode(message)

@@ -6,12 +6,13 @@ coroutines that take, in the order in which they have asked.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from polytempo.core import Deadlock, Port, Program, TimedOut, world_port
-from polytempo.core.op import Alone, Compute, Mark, Now, Op, Parcel, Post, Start, Take, Work
+from polytempo.core.op import Alone, Compute, Mark, Now, Op, Post, Start, Take, Work
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -42,32 +43,28 @@ class Lock(Protocol):
 class _Strand:
     """A coroutine under way, or finished."""
 
-    __slots__ = ("_coroutine", "_error", "_followers", "_value", "_world", "done")
+    __slots__ = ("coroutine", "done", "error", "followers", "value", "world")
 
     def __init__(self, world: MailWorld, coroutine: Program[Any]) -> None:
-        self._world, self._coroutine = world, coroutine
+        self.world, self.coroutine = world, coroutine
         self.done = False
-        self._value: Any = None
-        self._error: Exception | None = None
-        self._followers: list[_Strand] = []
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.followers: list[_Strand] = []
 
     def wait(self) -> Any:
         """What the coroutine returns, once it has."""
         while not self.done:
-            self._world._serve()
-        return self._result()
+            self.world.serve()
+        if self.error is not None:
+            raise self.error
+        return self.value
 
-    def _result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def resume(self, value: Any) -> None:
-        """Run with `value` as the answer to what it waits for, until it has to wait again, or is finished."""
-        error: Exception | None = None
+    def resume(self, value: Any, error: Exception | None) -> None:
+        """Answer what it waits for, and run it until it has to wait again, or is finished."""
         while True:
             try:
-                op = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+                op = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
             except StopIteration as stop:
                 return self._finish(stop.value, None)
             except Exception as uncaught:
@@ -76,21 +73,139 @@ class _Strand:
             try:
                 match op:
                     case Take(wait_s):
-                        return self._world._await_mail(self, wait_s)
+                        return self.world.awaits_mail(self, wait_s)
                     case Work(_Strand() as other) if not other.done:
-                        return other._followers.append(self)
+                        return other.followers.append(self)
                     case Work(_Strand() as other):
-                        value = other._result()
+                        value, error = other.value, other.error
                     case _:
-                        value = self._world._perform(op)
+                        value = self.world.perform(op)
             except Exception as raised:  # at the await, as in the other worlds
                 error = raised
 
     def _finish(self, value: Any, error: Exception | None) -> None:
-        self.done, self._value, self._error = True, value, error
-        for follower in self._followers:
-            follower.join(self)
+        self.done, self.value, self.error = True, value, error
+        for follower in self.followers:
+            follower.resume(value, error)
 
-    def join(self, other: _Strand) -> None:
-        """Go on: `other`, for which this one has waited, is finished."""
-        raise NotImplementedError
+
+class _Taker(NamedTuple):
+    """A coroutine that waits for mail, until `until_s`."""
+
+    until_s: float
+    since_s: float
+    strand: _Strand
+
+
+class MailWorld:
+    """Node `node` of those on `hosts`. `lock` keeps the nodes of a host apart in `Alone`; None: nothing does.
+
+    `zero_s` is where the clock begins, in seconds of `time.monotonic`; processes of one host may agree on it.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        mailbox: Mail,
+        hosts: Sequence[int],
+        *,
+        lock: Lock | None = None,
+        zero_s: float | None = None,
+        max_events: int = 50_000,
+    ) -> None:
+        self.rank = node
+        self.size = len(hosts)
+        self.port: Port = world_port(node, hosts)
+        self.trace = Trace(timed=False, max_events=max_events)
+        self.step = 0
+        self.waited_s = 0.0
+        """Seconds spent waiting for mail."""
+        self._mailbox = mailbox
+        self._lock = lock
+        self._zero_s = time.monotonic() if zero_s is None else zero_s
+        self._takers: list[_Taker] = []
+
+    def now_s(self) -> float:
+        """Seconds since the world's zero."""
+        return time.monotonic() - self._zero_s
+
+    # ------------------------------------------------------------------ coroutines
+
+    def drive(self, coroutine: Program[T]) -> T:
+        """Run a coroutine to its end."""
+        value: T = self.launch(coroutine).wait()
+        return value
+
+    def launch(self, coroutine: Program[Any]) -> _Strand:
+        """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
+        strand = _Strand(self, coroutine)
+        strand.resume(None, None)
+        return strand
+
+    def awaits_mail(self, strand: _Strand, wait_s: float | None) -> None:
+        """Put a coroutine in the line of those that take."""
+        now_s = self.now_s()
+        self._takers.append(_Taker(math.inf if wait_s is None else now_s + max(0.0, wait_s), now_s, strand))
+
+    def serve(self) -> None:
+        """Wait until one coroutine that takes has its answer, and let it go on."""
+        if not self._takers:
+            raise Deadlock(f"node {self.rank}, step {self.step}: waits for coroutines that wait for each other")
+        first = min(self._takers, key=lambda taker: taker.until_s)
+        since_s = self.now_s()
+        mail = self._mailbox.take(None if first.until_s == math.inf else max(0.0, first.until_s - since_s))
+        self.waited_s += self.now_s() - since_s
+        taker = self._takers[0] if mail is not None else first
+        self._takers.remove(taker)
+        if mail is not None:
+            self._record("take", taker.since_s, 0, mail[0])
+        taker.strand.resume(mail, None)
+
+    # ------------------------------------------------------------------ operations
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation that waits for no mail. Errors: TypeError for one that this world lacks."""
+        match op:
+            case Post(message, to):
+                start_s = self.now_s()
+                self._mailbox.post(to, message)
+                return self._record("post", start_s, message.num_bytes, to)
+            case Alone(work, _):
+                return self._alone(work, op.timeout_s or _ALONE_S)
+            case Compute(work, _):
+                return self._compute(work)
+            case Now():
+                return self.now_s()
+            case Mark(step):
+                self.step = step
+                return None
+            case Start(what):
+                return Work(self.launch(_only(what) if isinstance(what, Op) else what))
+        raise TypeError(f"node {self.rank} awaited {op!r}, which the mail world cannot perform")
+
+    def _compute(self, work: Callable[[], T]) -> T:
+        start_s = self.now_s()
+        try:
+            return work()
+        finally:
+            self._record("compute", start_s, 0, -1)
+
+    def _alone(self, work: Callable[[], T], limit_s: float) -> T:
+        if self._lock is None:
+            return self._compute(work)
+        since_s = self.now_s()
+        entered = self._lock.acquire(limit_s)
+        self.waited_s += self.now_s() - since_s
+        if not entered:
+            raise TimedOut(self.rank, self.step, "alone", limit_s)
+        try:
+            return self._compute(work)
+        finally:
+            self._lock.release()
+
+    def _record(self, kind: str, start_s: float, num_bytes: int, peer: int) -> None:
+        self.trace.add(Event(self.rank, self.step, kind, num_bytes, start_s, self.now_s(), peer))
+
+
+async def _only(op: Op[T]) -> T:
+    return await op

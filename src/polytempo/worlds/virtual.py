@@ -66,7 +66,7 @@ class VirtualWorld:
         self._pushed = 0
         self._random = [Random(f"{seed}/{rank}") for rank in range(num_ranks)]
         self._step = [0] * num_ranks
-        self._lost: dict[int, float] = {}
+        self.lost: dict[int, float] = {}
         self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
         self._sent: Queues[tuple[int, int, int, int], Tensor] = Queues()
         self._meetings: dict[tuple[tuple[int, ...], int, int], Meeting] = {}
@@ -109,7 +109,7 @@ class VirtualWorld:
                 self.now_s = time_s
                 action()
             if self._running:
-                living = [[] if rank in self._lost else strands for rank, strands in enumerate(self._strands)]
+                living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
                 text = who_waits_for_what(self.now_s, living, self._meetings.values())
                 raise Deadlock(text) from next(iter(self._errors.values()), None)
         finally:
@@ -133,7 +133,7 @@ class VirtualWorld:
         """Run a coroutine until it has to wait."""
         rank = strand.flight.rank
         strand.waits_for = None
-        while rank not in self._lost:
+        while rank not in self.lost:
             try:
                 op = strand.coroutine.send(value) if error is None else strand.coroutine.throw(error)
             except StopIteration as stop:
@@ -188,7 +188,7 @@ class VirtualWorld:
 
     def _land(self, flight: Flight, value: Any, error: BaseException | None) -> None:
         """An operation has its answer: resume whoever waits for it."""
-        if flight.done or flight.rank in self._lost:
+        if flight.done or flight.rank in self.lost:
             return
         flight.done, flight.value, flight.error = True, value, error
         waiters, flight.waiters = flight.waiters, []
@@ -234,7 +234,7 @@ class VirtualWorld:
         error: BaseException | None = None,
     ) -> None:
         """Land an operation now, and write its line in the trace."""
-        if not flight.done and flight.rank not in self._lost:
+        if not flight.done and flight.rank not in self.lost:
             self.trace.add(Event(flight.rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
         self._land(flight, value, error)
 
@@ -252,7 +252,7 @@ class VirtualWorld:
 
     def _let_in(self, queue: deque[tuple[Flight, Alone[Any]]]) -> None:
         """Let the first who still waits compute alone, and the next one when that is over."""
-        while queue and (queue[0][0].done or queue[0][0].rank in self._lost):
+        while queue and (queue[0][0].done or queue[0][0].rank in self.lost):
             queue.popleft()
         if queue:
             self._compute(*queue[0])
@@ -265,7 +265,7 @@ class VirtualWorld:
 
     def _send(self, flight: Flight, op: Send) -> None:
         rank = flight.rank
-        if op.to in self._lost:
+        if op.to in self.lost:
             return self._fail(flight, op.to)
         payload = op.buffer.detach().clone()
         sent_bytes = num_bytes(payload)
@@ -284,7 +284,7 @@ class VirtualWorld:
         payload = self._sent.ask(key, flight)
         if payload is not None:
             self.at(self.now_s, lambda: self._hand_over(flight, payload))
-        elif op.source in self._lost:  # what it sent before may still arrive in time
+        elif op.source in self.lost:  # what it sent before may still arrive in time
             self._fail(flight, op.source)
 
     def _deliver(self, key: tuple[int, int, int, int], payload: Tensor) -> None:
@@ -309,7 +309,7 @@ class VirtualWorld:
 
     def _meet(self, flight: Flight, op: Collective[Any]) -> None:
         rank = flight.rank
-        gone = next((member for member in op.members if member in self._lost), None)
+        gone = next((member for member in op.members if member in self.lost), None)
         if gone is not None:
             return self._fail(flight, gone)
         call = self._calls[op.members, op.channel, rank]
@@ -375,13 +375,13 @@ class VirtualWorld:
         return flight
 
     def _crash(self, rank: int) -> None:
-        if rank not in self._lost and any(strand.main for strand in self._strands[rank]):
+        if rank not in self.lost and any(strand.main for strand in self._strands[rank]):
             self._running -= 1
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         """A rank is gone: whoever needs it hears of it `detection_s` after its death."""
-        self._lost[rank] = self.now_s
+        self.lost[rank] = self.now_s
         self._mail.close(rank)
         for (source, _, _, _), flight in self._sent.asking():
             if source == rank:
@@ -394,5 +394,5 @@ class VirtualWorld:
 
     def _fail(self, flight: Flight, peer: int) -> None:
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
-        known_s = max(self.now_s, self._lost[peer] + self.cluster.detection_s)
+        known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
         self.at(known_s, lambda: self._land(flight, None, error), deadline_of=flight)

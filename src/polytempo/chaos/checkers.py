@@ -1,0 +1,194 @@
+"""What was promised, checked after every event. Every broken promise is a `Violation` that says which and by whom.
+
+The oracle trusts no table: ticket t adds 1 to weight t, so the weights themselves say how often t was applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.chaos.copies import Copies
+from polytempo.chaos.worker import Worker
+from polytempo.chaos.world import Violation, World
+from polytempo.server.client import Client
+from polytempo.server.message import COORDINATOR, Message, Pulled, Push, Pushed, Reply, View
+from polytempo.server.node import Node
+
+_MOST_LATE = "late"
+
+
+class Promises(NamedTuple):
+    """What the scenario's rule promises besides what every rule does."""
+
+    bound: int | None = None
+    """SSP's."""
+    reads_own: bool = True
+    """Whether an acknowledged push is in the weights, and not only in a sum."""
+    may_drop: bool = False
+    """Whether a push may be left out because it came late."""
+
+
+class Checkers:
+    """Watches a world of `num_tickets` tickets."""
+
+    def __init__(self, world: World, copies: Copies, num_tickets: int, promises: Promises) -> None:
+        """`copies` knows which node holds what."""
+        self._world, self._copies, self._promises = world, copies, promises
+        self._num_tickets = num_tickets
+        self._pushes: dict[tuple[int, int, int, int], Push] = {}
+        self._tickets_by_clock: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._acknowledged: list[set[int]] = [set() for _ in copies.nodes]
+        self._late: list[set[int]] = [set() for _ in copies.nodes]
+        self._heads: dict[tuple[int, int], int] = {}
+        self._lent: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        self.anybody_lost = False
+
+    # ------------------------------------------------------------------ messages
+
+    def sent(self, now_s: float, source: int, target: int, message: Message) -> None:
+        """Remember what was asked, and look at every answer."""
+        match message:
+            case Push() if source == message.worker:
+                self._asked(self._copies.shard_of(target), message)
+            case Pushed():
+                self._answers(source, message)
+                self._acknowledges(source, message)
+            case Pulled():
+                self._answers(source, message)
+                self._lent[_key(message)] = message.values, message.values.clone()
+            case Reply() if message.worker != COORDINATOR:
+                self._answers(source, message)
+            case View():
+                self.anybody_lost |= any(incarnation > 1 for _, incarnation in message.members)
+
+    def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
+        """Weights that are lent to a worker must be what they were."""
+        if not isinstance(message, Pulled):
+            return
+        worker = self._world.machine(node)
+        if isinstance(worker, Worker) and worker.client.incarnation == message.incarnation and _waits(worker, message):
+            now, then = self._lent[_key(message)]
+            if not torch.equal(now, then):
+                raise Violation(f"the weights that node {source} lent to worker {node} changed on their way")
+
+    def _asked(self, shard: int, push: Push) -> None:
+        key = shard, push.worker, push.incarnation, push.sequence
+        known = self._pushes.setdefault(key, push)
+        if known.tickets != push.tickets or known.clock != push.clock:
+            raise Violation(f"worker {push.worker} gave number {push.sequence} to two pushes")
+        self._tickets_by_clock[push.worker, push.incarnation, push.clock] = push.tickets
+
+    def _answers(self, source: int, reply: Reply) -> None:
+        """Only one copy answers in an epoch."""
+        node = self._world.machine(source)
+        if not isinstance(node, Node):
+            return
+        head = self._heads.setdefault((reply.shard, node.epoch), source)
+        if head != source:
+            raise Violation(f"nodes {head} and {source} both answer for shard {reply.shard} in epoch {node.epoch}")
+
+    def _acknowledges(self, source: int, reply: Pushed) -> None:
+        """What is acknowledged is in the state of the copy that says so; from now on it must never be missing."""
+        push = self._pushes.get(_key(reply))
+        if push is None:
+            raise Violation(f"node {source} answers what nobody asked: {reply}")
+        if reply.verdict == "refused":
+            raise Violation(f"node {source} refused a good push of worker {reply.worker}: {reply.reason}")
+        if reply.verdict == "dropped" and reply.reason == _MOST_LATE:
+            if not self._promises.may_drop:
+                raise Violation(f"node {source} dropped a push of worker {reply.worker}: {reply.reason}")
+            self._late[reply.shard].update(push.tickets)
+            return
+        self._acknowledged[reply.shard].update(push.tickets)
+        self._in_state(source, "acknowledged")
+
+    # ------------------------------------------------------------------ states
+
+    def handled(self, now_s: float, node: int) -> None:
+        """After a copy has moved, its state must be right, and be that of the other copies."""
+        machine = self._world.machine(node)
+        if not isinstance(machine, Node) or machine.blank:
+            return
+        seen, present = self._seen.get(node), (machine.epoch, machine.index)
+        if seen == present:
+            return
+        self._seen[node] = present
+        counts = self._copies.counts(machine)
+        if counts.max() > 1:
+            twice = [t for t, count in enumerate(counts.tolist()) if count > 1]
+            raise Violation(f"shard {machine.shard.number} on node {node} has applied twice: tickets {twice}")
+        if machine.is_head and (seen is None or seen[0] != machine.epoch):
+            self._in_state(node, "acknowledged, and lost when a view changed")
+        self._copies.agree(machine)
+        self._copies.bounded(machine)
+
+    def _in_state(self, node: int, what: str) -> None:
+        machine = self._world.machine(node)
+        if not isinstance(machine, Node) or not self._copies.is_current(machine):
+            return
+        shard = machine.shard.number
+        counts = self._copies.counts(machine).tolist()
+        missing = sorted(t for t in self._acknowledged[shard] if counts[t] != 1)
+        if missing:
+            raise Violation(f"tickets {missing} are not in shard {shard} on node {node}: {what}")
+
+    # ------------------------------------------------------------------ readers
+
+    def read(self, client: Client, clock: int, weights: Tensor) -> None:
+        """What a worker reads must be whole, have all that it pushed, and be as new as was promised."""
+        if bool(((weights != 0) & (weights != 1)).any()):
+            raise Violation(f"worker {client.worker} read weights that no sequence of pushes makes: {weights.tolist()}")
+        shards = weights.view(-1, self._num_tickets)
+        if self._promises.reads_own:
+            self._reads_own(client, shards)
+        if self._promises.bound is not None and not self.anybody_lost:
+            self._reads_new(client.worker, clock, shards.amin(0).tolist())
+
+    def _reads_own(self, client: Client, shards: Tensor) -> None:
+        for (worker, incarnation, _), tickets in self._tickets_by_clock.items():
+            if (worker, incarnation) != (client.worker, client.incarnation):
+                continue
+            for ticket in tickets:
+                for shard, late in enumerate(self._late):
+                    if ticket in self._acknowledged[shard] and ticket not in late and not shards[shard, ticket]:
+                        raise Violation(f"worker {worker} does not read its own ticket {ticket} in shard {shard}")
+
+    def _reads_new(self, reader: int, clock: int, visible: list[float]) -> None:
+        """SSP: who reads at clock c sees every step up to c - bound of everybody."""
+        assert self._promises.bound is not None
+        needed = clock - self._promises.bound
+        for worker in self._copies.workers:
+            clocks = [c for (w, _, c), ts in self._tickets_by_clock.items() if w == worker and all(visible[t] for t in ts)]
+            if worker != reader and max(clocks, default=0) < needed:
+                raise Violation(
+                    f"worker {reader} read at clock {clock}, and saw worker {worker} only up to "
+                    f"{max(clocks, default=0)}; the bound is {self._promises.bound}"
+                )
+
+    # ------------------------------------------------------------------ the end
+
+    def ended(self, statistics: dict[int, Any]) -> None:
+        """Every ticket was applied exactly once on every shard, or is accounted for; and the shards' ledgers say so."""
+        for shard in range(len(self._copies.nodes)):
+            head = self._copies.head(shard)
+            counts = self._copies.counts(head).tolist()
+            wrong = [t for t, count in enumerate(counts) if count != 1 and not (count == 0 and t in self._late[shard])]
+            if wrong:
+                raise Violation(f"at the end tickets {wrong} were not applied exactly once on shard {shard}: {counts}")
+            ledger = [t for first, last in statistics[shard].tickets for t in range(first, last + 1)]
+            applied = [t for t, count in enumerate(counts) if count == 1]
+            if ledger != applied:
+                raise Violation(f"shard {shard}'s ledger has tickets {ledger}, its weights have {applied}")
+
+
+def _key(reply: Reply) -> tuple[int, int, int, int]:
+    return reply.shard, reply.worker, reply.incarnation, reply.sequence
+
+
+def _waits(worker: Worker, reply: Reply) -> bool:
+    """Whether the worker still waits for this answer."""
+    return (reply.shard, reply.sequence) in worker.client._pending

@@ -1,0 +1,108 @@
+"""Where each shard's copies are, and what is in them: the checkers' eyes."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+
+from polytempo.chaos.world import Violation, World
+from polytempo.core.rule import Rule, Service, UpdateRule
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.layout import Parameter, Span
+from polytempo.server.node import Node
+from polytempo.server.shard import Shard
+
+_MOST_HELD = 200
+"""Replies held back, or entries not confirmed: workers have few requests each, so there can never be many."""
+
+
+def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule) -> Shard:
+    """A shard with a weight of 0 for each ticket, and the plainest optimizer."""
+    span = Span(number * num_tickets, (number + 1) * num_tickets)
+    service = Service(rule, UpdateRule("sgd"))
+    parameters = (Parameter("counts", num_shards * num_tickets),)
+    return Shard(number, parameters, (span,), torch.zeros(num_tickets), service, native=False)
+
+
+class Copies:
+    """`nodes[s]` may hold a copy of shard s; `coordinator` says which of them do."""
+
+    def __init__(self, workers: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], world: World) -> None:
+        self.workers, self.nodes = workers, nodes
+        self.coordinator: Coordinator
+        self._world = world
+        self._shards = {node: shard for shard, holders in enumerate(nodes) for node in holders}
+
+    def shard_of(self, node: int) -> int:
+        """The shard whose copy is, or would be, on `node`."""
+        return self._shards[node]
+
+    def counts(self, node: Node) -> Tensor:
+        """How often each ticket was applied, as this copy's weights, and what is summed for them, say. (tickets,)"""
+        weights = node.shard._weights
+        return weights.present - weights.total if weights.summed and weights.total is not None else weights.present
+
+    def node(self, number: int) -> Node | None:
+        """The copy on node `number`, if it lives and has a state."""
+        machine = self._world.machine(number)
+        return machine if isinstance(machine, Node) and not machine.blank else None
+
+    def head(self, shard: int) -> Node:
+        """The copy that is asked."""
+        node = self.node(self.coordinator.chains[shard][0])
+        if node is None:
+            raise Violation(f"the head of shard {shard} is dead, or has no state")
+        return node
+
+    def is_current(self, node: Node) -> bool:
+        """Whether the coordinator counts on this copy, and the copy knows that."""
+        return node.epoch == self.coordinator.epoch and node.node in self.coordinator.chains[node.shard.number]
+
+    def whole(self, shard: int) -> bool:
+        """Whether all copies of a shard are there, know of each other, and have a state."""
+        chain = self.coordinator.chains[shard]
+        nodes = [node for number in chain if (node := self.node(number)) is not None]
+        complete = len(nodes) == len(self.nodes[shard]) and all(self.is_current(node) for node in nodes)
+        return complete and all(node._install is None for node in nodes)
+
+    def agree(self, node: Node) -> None:
+        """Copies that are in the same epoch and after the same entry have the same state."""
+        if not self.is_current(node):
+            return
+        for number in self.coordinator.chains[node.shard.number]:
+            other = self.node(number)
+            if other is None or other is node or (other.epoch, other.index) != (node.epoch, node.index):
+                continue
+            if not _same(node.shard, other.shard):
+                raise Violation(
+                    f"nodes {node.node} and {number} differ in shard {node.shard.number} after entry {node.index}: "
+                    f"{_told(node.shard)} and {_told(other.shard)}"
+                )
+
+    def bounded(self, node: Node) -> None:
+        """Memory does not grow with the run."""
+        held = len(node._held), len(node._log), len(node._unsaid), len(node.shard._weights.buffers.tensors)
+        if max(held) > _MOST_HELD:
+            raise Violation(f"node {node.node} keeps more and more: replies, entries, requests, buffers {held}")
+
+
+def _same(one: Shard, other: Shard) -> bool:
+    mine, theirs = one._weights, other._weights
+    if _told(one) != _told(other) or not torch.equal(mine.present, theirs.present):
+        return False
+    return not mine.summed or (
+        mine.total is not None and theirs.total is not None and torch.equal(mine.total, theirs.total)
+    )
+
+
+def _told(shard: Shard) -> tuple[object, ...]:
+    """A shard's state but for its tensors."""
+    known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._table.known.items()}
+    waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._waiting.items() if queue}
+    weights = shard._weights
+    rule = msgspec.msgpack.encode(shard._rule)  # a list and a tuple are the same to rules
+    return (
+        *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._members, known, waiting),
+        *(shard._tickets.pairs(), shard._dropped, shard._refused),
+    )

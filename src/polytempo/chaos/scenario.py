@@ -1,0 +1,286 @@
+"""One seed's run: its rule, its machines and its faults, from the first call for work to the ledgers' agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, NamedTuple
+
+from polytempo.chaos.bugs import BUGS
+from polytempo.chaos.checkers import Checkers, Promises
+from polytempo.chaos.copies import Copies, new_shard
+from polytempo.chaos.launcher import Launcher
+from polytempo.chaos.network import Cut, Death, Fault, Plan
+from polytempo.chaos.storm import Cast, Limits, storm
+from polytempo.chaos.worker import Habits, Worker, spans
+from polytempo.chaos.world import Violation, World
+from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
+from polytempo.server.client import Client
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.dealer import Dealer
+from polytempo.server.first import first
+from polytempo.server.hardsync import hardsync
+from polytempo.server.node import Node
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.softsync import softsync
+from polytempo.server.timing import Timing
+from polytempo.server.within import within
+
+TIMING = Timing(
+    retry_s=0.05,
+    longest_retry_s=0.4,
+    beat_s=0.05,
+    lost_s=0.8,
+    worker_lost_s=1.2,
+    deadline_s=20.0,
+    starting_s=5.0,
+)
+"""Shorter than in production, in proportion: fewer events between two faults."""
+
+LIMITS = Limits(short_s=0.3, long_s=1.3, apart_s=2.0)
+HEALING_S = 40.0
+"""So long after the last fault everything must have ended."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed chose."""
+
+    seed: int
+    workers: int
+    shards: int
+    replicas: int
+    rule: Rule
+    promises: Promises
+    deals: Literal["freely", "evenly"]
+    tickets: int
+    batches_per_epoch: int
+    evaluates: bool
+    habits: Habits
+    sees_deaths: bool
+    plan: Plan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule.name}, {self.workers} workers, {self.shards} shards with {self.replicas} replicas, "
+            f"{self.tickets} tickets dealt {self.deals}, {self.habits}, "
+            f"deaths are {'seen' if self.sees_deaths else 'noticed by silence'}"
+        )
+
+    @property
+    def cast(self) -> Cast:
+        """Workers, then the copies of each shard, then the coordinator."""
+        return _cast(self.workers, self.shards, self.replicas)
+
+
+class Outcome(NamedTuple):
+    """What came of a seed; numbers and texts only."""
+
+    seed: int
+    violation: str | None
+    """The broken promise; None if all were kept."""
+    trace: str
+    """The trace's hash."""
+    num_events: int
+    virtual_s: float
+    scenario: str
+    plan: list[str]
+    events: list[str]
+    """The last ones."""
+
+
+def draw(seed: int) -> Scenario:
+    """Everything about a run, from its seed."""
+    random = Random(seed)
+    workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.randint(0, 1)
+    rule, promises, deals = _rule(random, workers)
+    epochs = random.randint(1, 3)
+    per_epoch = -(-random.randint(20, 60) // (workers * epochs)) * workers
+    waits = deals == "evenly"
+    least_s = random.choice([0.01, 0.03])
+    habits = Habits(
+        least_s=least_s,
+        most_s=least_s * random.choice([1.0, 2.0, 6.0]),
+        push_every=1 if waits else random.choice([1, 1, 2]),
+        overlap=not waits and random.random() < 0.4,
+        asks_ahead=random.random() < 0.5,
+    )
+    cast = _cast(workers, shards, replicas)
+    return Scenario(
+        seed=seed,
+        workers=workers,
+        shards=shards,
+        replicas=replicas,
+        rule=undivided(rule),
+        promises=promises,
+        deals=deals,
+        tickets=per_epoch * epochs,
+        batches_per_epoch=per_epoch,
+        evaluates=random.random() < 0.5,
+        habits=habits,
+        sees_deaths=random.random() < 0.6,
+        plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
+    )
+
+
+def _cast(workers: int, shards: int, replicas: int) -> Cast:
+    copies = tuple(tuple(workers + s * (replicas + 1) + r for r in range(replicas + 1)) for s in range(shards))
+    return Cast(tuple(range(workers)), copies, workers + shards * (replicas + 1))
+
+
+def _rule(random: Random, workers: int) -> tuple[Rule, Promises, Literal["freely", "evenly"]]:
+    kind = random.randrange(6)
+    if kind == 1:
+        return softsync(random.randint(1, workers)), Promises(reads_own=False), "freely"
+    if kind == 2:
+        return first(random.randint(max(1, workers - 1), workers)), Promises(may_drop=True), "evenly"
+    if kind == 3:
+        bound = random.randint(0, 3)
+        return within(bound), Promises(bound=bound), "evenly"
+    if kind == 4:
+        return hardsync(), Promises(), "evenly"
+    return on_arrival(), Promises(), "freely"
+
+
+def undivided(rule: Rule) -> Rule:
+    """The same decisions, but every gradient counts 1: then weights are whole numbers, and say what was applied."""
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        after, actions = rule.receive(state, arrival, situation)
+        return after, [Update(1.0) if isinstance(action, Update) else action for action in actions]
+
+    return rule._replace(receive=receive)
+
+
+def run(seed: int, bug: str | None = None) -> Outcome:
+    """Run a seed, with a planted bug or none."""
+    with ExitStack() as planted:
+        if bug is not None:
+            if bug not in BUGS:
+                raise ValueError(f"no bug {bug!r}; there are {', '.join(sorted(BUGS))}")
+            planted.enter_context(BUGS[bug].planted())
+        scenario = draw(seed)
+        stage = Stage(scenario)
+        try:
+            stage.perform()
+        except Violation as violation:
+            return stage.outcome(str(violation))
+        return stage.outcome(None)
+
+
+class Stage:
+    """The world of one scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Place everybody."""
+        self.scenario, cast = scenario, scenario.cast
+        self.world = World(scenario.plan, scenario.seed)
+        self.copies = Copies(cast.workers, cast.copies, self.world)
+        self.checkers = Checkers(self.world, self.copies, scenario.tickets, scenario.promises)
+        self.world.watchers.append(self.checkers)
+        self.world.allows = self._allows
+        self._random = Random(scenario.seed + 1)
+        self._spans = spans(scenario.shards, scenario.tickets)
+        self._blank: set[int] = set()
+        self._heavy = [(-1.0, 0.0)] * scenario.shards
+        for node in cast.workers:
+            self.world.place(node, self._maker(node, self._worker))
+        for copies in cast.copies:
+            for node in copies:
+                self.world.place(node, self._maker(node, self._node))
+        self.launcher = self._launcher()
+        self.world.place(cast.coordinator, lambda incarnation, now_s: self.launcher, mortal=False)
+
+    def perform(self) -> None:
+        """From the beginning to the end, or to a `Violation`."""
+        self.world.begin()
+        by_s = self.scenario.plan.healed_s + HEALING_S
+        if not self.world.run(lambda: self.launcher.finished, by_s):
+            raise Violation(f"not finished {HEALING_S:g} s after the last fault: {self._state()}")
+        self.checkers.ended(self.launcher.coordinator.statistics)
+
+    def outcome(self, violation: str | None) -> Outcome:
+        """What came of it."""
+        world = self.world
+        return Outcome(
+            seed=self.scenario.seed,
+            violation=violation,
+            trace=world.trace_hash(),
+            num_events=world.events,
+            virtual_s=round(world.now_s, 3),
+            scenario=str(self.scenario),
+            plan=self.scenario.plan.lines() if violation else [],
+            events=world.last_events() if violation else [],
+        )
+
+    def _maker(self, node: int, make: Callable[[int, int], Worker | Node]) -> Callable[[int, float], Worker | Node]:
+        return lambda incarnation, now_s: make(node, incarnation)
+
+    def _worker(self, node: int, incarnation: int) -> Worker:
+        scenario = self.scenario
+        chains, coordinator = self.launcher.coordinator.chains, scenario.cast.coordinator
+        client = Client(node, incarnation, self._spans, chains, coordinator, TIMING)
+        return Worker(client, scenario.tickets, scenario.habits, self._random, self.checkers.read)
+
+    def _node(self, node: int, incarnation: int) -> Node:
+        number = self.copies.shard_of(node)
+        shard = new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule)
+        blank = node in self._blank
+        return Node(node, shard, self.scenario.cast.coordinator, TIMING, blank=blank)
+
+    def _launcher(self) -> Launcher:
+        scenario, cast = self.scenario, self.scenario.cast
+        dealer = Dealer(
+            batches_per_epoch=scenario.batches_per_epoch,
+            num_tickets=scenario.tickets,
+            deals=scenario.deals,
+            workers=scenario.workers,
+            evaluates=scenario.evaluates,
+        )
+        coordinator = Coordinator(cast.coordinator, cast.workers, cast.copies, dealer, TIMING, on_event=self._happened)
+        self.copies.coordinator = coordinator
+        return Launcher(
+            coordinator,
+            scenario.workers,
+            list(cast.copies),
+            self.world,
+            scenario.sees_deaths,
+            lambda shard, node: self._blank.add(node),
+        )
+
+    def _happened(self, event: tuple[str, int]) -> None:
+        """The coordinator tells."""
+        self.world.note(*event)
+        self.checkers.anybody_lost |= event[0] == "lost"
+
+    def _allows(self, fault: Fault) -> bool:
+        """A fault that may cost a shard a copy needs all of them there: two losses at a time are not promised about."""
+        nodes = (fault.source, fault.target) if isinstance(fault, Cut) else (fault.node,)
+        hit = [shard for shard, copies in enumerate(self.scenario.cast.copies) if any(node in copies for node in nodes)]
+        end_s = fault.begin_s if isinstance(fault, Death) else fault.end_s
+        long = isinstance(fault, Death) or end_s - fault.begin_s > LIMITS.short_s
+        for shard in hit:
+            began_s, until_s = self._heavy[shard]
+            if began_s != fault.begin_s and (self.world.now_s < until_s or not self.copies.whole(shard)):
+                return False
+        for shard in hit if long else ():
+            self._heavy[shard] = fault.begin_s, max(end_s, self.world.now_s + TIMING.lost_s) + LIMITS.short_s
+        return True
+
+    def _state(self) -> str:
+        """Who is where, for people."""
+        coordinator = self.launcher.coordinator
+        told = [f"epoch {coordinator.epoch}, chains {coordinator.chains}, members {coordinator.members}"]
+        told.append(f"done {coordinator.dealer.done} of {self.scenario.tickets}, held {coordinator.dealer.holders()}")
+        for node in self.world.processes:
+            machine = self.world.machine(node)
+            if isinstance(machine, Node):
+                told.append(
+                    f"node {node}: epoch {machine.epoch}, entry {machine.index}, committed {machine.committed}"
+                    + (", blank" if machine.blank else "")
+                )
+            if isinstance(machine, Worker):
+                told.append(f"worker {node}: life {machine.client.incarnation}, waits in {machine.waits_in}")
+        return "; ".join(told)

@@ -1,0 +1,106 @@
+"""Who is who in a run with a parameter server, and what each is made of; the same in both worlds.
+
+node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … │ the coordinator
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from polytempo.core.rule import Service
+from polytempo.data.batches import Batches
+from polytempo.server.dealer import Dealer
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+
+_MOST_HELD = 1024
+"""A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
+
+
+class Cast(NamedTuple):
+    """The nodes by number."""
+
+    workers: tuple[int, ...]
+    chains: tuple[tuple[int, ...], ...]
+    """For each shard the nodes of its copies."""
+    coordinator: int
+
+    @property
+    def num_servers(self) -> int:
+        """Copies of shards, and the coordinator."""
+        return self.coordinator + 1 - len(self.workers)
+
+    def shard_on(self, node: int) -> int:
+        """Which shard node `node` holds a copy of."""
+        return next(shard for shard, chain in enumerate(self.chains) if node in chain)
+
+
+def cast_of(service: Service, workers: int) -> Cast:
+    """Numbers for everybody."""
+    copies = 1 + service.replicas
+    chains = tuple(
+        tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(service.shards)
+    )
+    return Cast(tuple(range(workers)), chains, workers + service.shards * copies)
+
+
+def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, evaluates: bool) -> Dealer:
+    """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
+    _check(job, options, evaluates)
+    return Dealer(
+        batches_per_epoch=len(batches),
+        num_tickets=num_tickets(batches, job, options),
+        deals=service.deals,
+        workers=batches.size,
+        warm_start=service.warm_start,
+        evaluates=evaluates,
+        most_held=_MOST_HELD,
+    )
+
+
+def num_tickets(batches: Batches, job: Job, options: RunOptions) -> int:
+    """How many batches the run has, to the end of its steps or its epochs, whichever comes first."""
+    by_steps = None if options.steps is None else options.steps * batches.size
+    if options.epochs is None and by_steps is not None:
+        return by_steps
+    epochs = options.epochs or job.epochs * (10 if options.until else 1)
+    unit = 1 if batches.deals == "freely" else batches.size
+    by_epochs = max(1, -int(-epochs * (len(batches) // unit) // 1)) * unit
+    return by_epochs if by_steps is None else min(by_steps, by_epochs)
+
+
+def samples_behind(dealer: Dealer, batches: Batches) -> int:
+    """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
+    done = sum(last - first + 1 for first, last in dealer.done)
+    epochs, rest = divmod(done, len(batches))
+    return epochs * batches.num_samples + (batches.pick(rest - 1).stop if rest else 0)
+
+
+def reached(row: dict[str, float], options: RunOptions) -> bool | None:
+    """Whether a row of a test meets what `until` asks for; None where it asks for nothing."""
+    if not options.until:
+        return None
+    return all(
+        row["loss"] <= target if name == "loss" else (row["accuracy"] or 0.0) >= target
+        for name, target in options.until.items()
+    )
+
+
+def _check(job: Job, options: RunOptions, evaluates: bool) -> None:
+    """Refuse before the first step what could only fail later."""
+    if options.until and not evaluates:
+        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
+    if "accuracy" in options.until and job.correct is None:
+        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
+
+
+def scheduled_steps(batches: Batches) -> int:
+    """The steps that a worker takes in an epoch, for its learning-rate schedule: its part of the batches."""
+    return max(1, len(batches) // batches.size)
+
+
+def dtype_of(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of the model's first parameter; `parameters_of` has checked the others."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)

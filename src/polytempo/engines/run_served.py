@@ -1,0 +1,180 @@
+"""`run` for strategies with a parameter server: workers, copies of shards, and the coordinator in this process.
+
+launcher   coordinator ── looks after ──▶ workers, copies of shards     each a process with a mailbox and an arena
+           a process has ended ─▶ coordinator.lose(node) ─▶ another is started in its place
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from polytempo.core import PolytempoError, Strategy
+from polytempo.engines import janitor
+from polytempo.engines.crew import died, how
+from polytempo.engines.fork import held_signals
+from polytempo.engines.local import threads_per_worker
+from polytempo.engines.served_run import Outcome, ServedRun
+from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.troupe import Role, Troupe
+from polytempo.report.metrics import MetricsWriter
+from polytempo.report.progress import Progress
+from polytempo.server.message import Message, Outbox
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result
+from polytempo.torch.trainer import recorder
+
+_LOOK_S = 0.05
+"""How often the launcher looks whether a process has ended."""
+_GRACE_S = 3.0
+"""How long processes may take to end by themselves after the run."""
+
+
+def run_served(
+    job: Job, strategy: Strategy, workers: int, options: RunOptions, progress: Progress | None = None
+) -> Result:
+    """Train `job` with `workers` processes and the parameter server that `strategy` asks for, all on this host.
+
+    A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
+    shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
+
+    Errors: `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy of a shard has died.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
+    try:
+        with ExitStack() as stack:
+            home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+            run = ServedRun(job, strategy, workers, options, home)
+            notes = stack.enter_context(janitor.swept(home))
+            (home / "mail").mkdir(mode=0o700)
+            out = options.out
+            logs = (home / "logs" if out is None else out / "logs").absolute()
+            logs.mkdir(parents=True, exist_ok=True)
+            show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
+            writer = None
+            if out is not None:
+                resumed_at = run.resumed_at
+                writer = stack.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
+            run.record = recorder(writer, show)
+            outcome = _conducted(run, home, notes, logs, threads_per_worker(workers, options.threads))
+    finally:
+        torch.set_num_threads(threads)
+    result = run.result(outcome)
+    if options.out is None:
+        return result
+    run.leave_trace(outcome, options.out)
+    return reported(result, options.out)
+
+
+def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int) -> Outcome:
+    """Start everybody, be the coordinator until the end, and see that nobody is left."""
+    troupe = Troupe(run.part, home, notes, logs, threads=threads, most_lives=run.most_lives)
+    with _closed(troupe):
+        with held_signals():
+            for worker in run.cast.workers:
+                troupe.start("worker", worker, incarnation=run.incarnation)
+            for shard, chain in enumerate(run.cast.chains):
+                for place, node in enumerate(chain):
+                    troupe.start("copy", node, shard=shard, blank=place > 0)
+        launcher = Launcher(run, troupe)
+        run.conduct(launcher)
+        troupe.wait(_GRACE_S)
+        return run.outcome(troupe.ended, home)
+
+
+@contextmanager
+def _closed(troupe: Troupe) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        troupe.close()
+
+
+class Launcher:
+    """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
+
+    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
+        self._run, self._troupe, self._coordinator = run, troupe, run.coordinator
+        self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
+        self._next_node = run.cast.coordinator + 1
+        self._restarts = 0
+        self._look_at_s = 0.0
+        run.on_event = self._hear
+
+    @property
+    def finished(self) -> bool:
+        """As the coordinator says."""
+        return self._coordinator.finished
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        self._coordinator.finished = value
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """The coordinator's answer."""
+        return self._coordinator.receive(now_s, source, message)
+
+    def tick(self, now_s: float) -> Outbox:
+        """What the coordinator does as time passes, and what has become of the processes."""
+        out: Outbox = []
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            out += self._look(now_s)
+        return out + self._coordinator.tick(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """As long as the coordinator waits, or until the next look."""
+        return max(0.0, min(self._coordinator.wait_s(now_s), self._look_at_s - now_s))
+
+    def flops(self, message: Message) -> float:
+        """The coordinator's work is free."""
+        return 0.0
+
+    def _look(self, now_s: float) -> Outbox:
+        out: Outbox = []
+        for role, process in self._troupe.look():
+            if process.failure is not None or (process.exit_code or 0) > 0:
+                raise died([process], self._run.most_lives, who=str(role))
+            out += self._coordinator.lose(now_s, role.node)
+            ended_well = process.exit_code == 0
+            if role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished:
+                self._again(role, how(process))
+        for shard in self._coordinator.wanted:
+            self._copy(shard)
+        self._run.look(now_s, out)
+        return out
+
+    def _again(self, role: Role, reason: str) -> None:
+        """Start a worker's next life."""
+        self._count(role, reason)
+        self._incarnations[role.node] += 1
+        self._troupe.start("worker", role.node, incarnation=self._incarnations[role.node])
+
+    def _copy(self, shard: int) -> None:
+        """Start another copy of a shard."""
+        if self._restarts >= self._run.options.restarts:
+            return  # the run goes on without a spare copy
+        self._restarts += 1
+        self._troupe.start("copy", self._next_node, shard=shard, blank=True)
+        self._coordinator.recruit(shard, self._next_node)
+        self._next_node += 1
+
+    def _count(self, role: Role, reason: str) -> None:
+        self._restarts += 1
+        if self._restarts > self._run.options.restarts:
+            raise PolytempoError(
+                f"{role} {reason}, and {self._run.options.restarts} processes have been started again already; give "
+                "more restarts if that is to be expected"
+            )
+
+    def _hear(self, event: tuple[str, int]) -> None:
+        """Whoever the coordinator gives up must not go on by itself: a process that only stood still, say."""
+        if event[0] in ("lost", "deposed"):
+            self._troupe.kill(event[1])

@@ -1,0 +1,303 @@
+"""`ServedRun`: one run with a parameter server on real processes. What each of them does, and what comes of it.
+
+home/mail/n3    node 3's mailbox (ipc)         arenas   one for each life of a process, made before the forks
+out/checkpoint  the shards' snapshots          out/record   what met each shard in which order
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Bundle, PolytempoError, Strategy
+from polytempo.data.batches import Batches
+from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
+from polytempo.engines.crew import Worker
+from polytempo.engines.troupe import Role
+from polytempo.engines.worker import result_path
+from polytempo.server.client import Client
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.layout import part, shard_map
+from polytempo.server.loop import Machine, serve
+from polytempo.server.message import Message, Outbox
+from polytempo.server.node import Node
+from polytempo.server.shard import Shard
+from polytempo.server.through import through
+from polytempo.server.timing import Timing
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.served import Attendance, ServedCourse, gradients_of, work
+from polytempo.torch.served_facts import facts_of
+from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.wire.shared import Arenas
+from polytempo.wire.zeromq import Mailbox
+from polytempo.worlds import Event, combined_hash, write_chrome_trace
+from polytempo.worlds.mail import MailWorld
+
+_MAX_TRACED = 20_000
+_SPARE_BUFFERS = 12
+"""So many vectors as large as the parameters fit into an arena, beside one for each worker."""
+_SPARE_BYTES = 64 << 20
+
+
+class Outcome(NamedTuple):
+    """What the processes left."""
+
+    attendances: list[Attendance]
+    sha256: str | None
+    bytes_sent: dict[str, int]
+    """By workers and by copies."""
+    threads: int
+    events: list[Event]
+    trace_hash: str
+
+
+class ServedRun:
+    """Made in the launcher before it forks, so that every process has it."""
+
+    def __init__(self, job: Job, strategy: Strategy, workers: int, options: RunOptions, home: Path) -> None:
+        assert strategy.server is not None
+        self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
+        self.home = home
+        self.incarnation = 1
+        self.cast = cast_of(self.service, workers)
+        self.data = job.data(options.data)
+        self.batches = Batches(
+            self.data.train,
+            size=workers,
+            batch_size=options.batch_size or job.batch_size,
+            seed=options.seed,
+            deals=self.service.deals,
+        )
+        model = self._model()
+        optimizer = self._optimizer(model)
+        self.parameters = parameters_of(model, optimizer)
+        self.spans = shard_map(self.parameters, self.service.shards)
+        self.weights = flat_of(model, optimizer)
+        if self.service.optimizer is None:
+            self.service = replace(self.service, optimizer=update_rule_of(optimizer))
+        self.timing = Timing(deadline_s=options.timeout_s)
+        self.most_lives = self.cast.coordinator + options.restarts + 1
+        vectors = workers + _SPARE_BUFFERS
+        self.arenas = Arenas(self.most_lives, vectors * self.weights.nbytes + _SPARE_BYTES)
+        self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
+        self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self.coordinator = Coordinator(
+            self.cast.coordinator,
+            self.cast.workers,
+            self.cast.chains,
+            self.dealer,
+            self.timing,
+            incarnation=self.incarnation,
+            on_row=self._on_row,
+            on_event=lambda event: self.on_event(event),
+        )
+        self.resumed_at: int | None = None
+        self.tested: dict[str, Any] | None = None
+        self.trained: dict[str, Any] | None = None
+        self.reached: bool | None = False if options.until else None
+
+    def _model(self) -> nn.Module:
+        torch.manual_seed(self.options.seed)
+        return self.job.model()
+
+    def _optimizer(self, model: nn.Module) -> Optimizer:
+        return self.job.optimizer(model.parameters(), self.options.lr or self.job.lr)
+
+    def _on_row(self, text: bytes) -> None:
+        row = json.loads(text)
+        if row["kind"] == "test":
+            self.tested = row
+            self.reached = reached(row, self.options)
+            if self.reached:
+                self.dealer.stop()
+        else:
+            self.trained = row
+        self.record(row)
+
+    # ------------------------------------------------------------------ what the processes do
+
+    def part(self, role: Role) -> Mapping[str, Any] | None:
+        """What a process does; it runs in it."""
+        return self._worker(role) if role.kind == "worker" else self._copy(role)
+
+    def conduct(self, launcher: Machine) -> None:
+        """Be the coordinator's process until the run is over."""
+        mail = LocalMail(self.cast.coordinator, self.home, None)
+        world = MailWorld(self.cast.coordinator, mail, self._hosts)
+        try:
+            world.drive(serve(world.port, launcher))
+        finally:
+            mail.close()
+
+    @property
+    def _hosts(self) -> list[int]:
+        return [0] * (self.cast.coordinator + self.options.restarts + 1)
+
+    def _worker(self, role: Role) -> Mapping[str, Any]:
+        model = self._model()
+        optimizer = self._optimizer(model)
+
+        def empty(numel: int, dtype: torch.dtype) -> Tensor:
+            return self.arenas.empty(role.life, numel, dtype)
+
+        client = Client(
+            role.node,
+            role.incarnation,
+            self.spans,
+            self.coordinator.chains,
+            self.cast.coordinator,
+            self.timing,
+            empty=empty,
+            dtype=self.weights.dtype,
+        )
+        course = ServedCourse(
+            job=self.job,
+            strategy=self.strategy,
+            model=model,
+            optimizer=optimizer,
+            data=self.data,
+            batches=self.batches,
+            compute_gradients=gradients_of(model, self.job, 0.0),
+            seed=self.options.seed,
+            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
+        )
+        mail = LocalMail(role.node, self.home, self.arenas)
+        world = MailWorld(role.node, mail, self._hosts)
+        try:
+            program = work(world.port.among(self.cast.workers), course, client)
+            attendance = world.drive(through(client, world.port, program))
+        finally:
+            mail.close(linger_s=1.0)
+        return self._told(world) | {
+            "attendance": list(attendance),
+            "sha256": parameters_sha256(model.parameters()),
+            "threads": torch.get_num_threads(),
+        }
+
+    def _copy(self, role: Role) -> Mapping[str, Any]:
+        spans = self.spans[role.shard]
+        shard = Shard(
+            role.shard,
+            self.parameters,
+            spans,
+            part(self.weights, spans).clone(),
+            self.service,
+            empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
+        )
+        node = Node(role.node, shard, self.cast.coordinator, self.timing, blank=role.blank)
+        mail = LocalMail(role.node, self.home, self.arenas)
+        world = MailWorld(role.node, mail, self._hosts)
+        try:
+            for to, message in node.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
+                mail.post(to, message)
+            world.drive(serve(world.port, node))
+        finally:
+            mail.close(linger_s=1.0)
+        return self._told(world)
+
+    def _told(self, world: MailWorld) -> dict[str, Any]:
+        """What every process leaves of its trace."""
+        return {
+            "events": [list(event) for event in world.trace.events[:_MAX_TRACED]],
+            "hash": world.trace.hash,
+            "bytes": world.trace.bytes_sent[world.rank],
+        }
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+
+    # ------------------------------------------------------------------ what comes of it
+
+    def outcome(self, ended: Sequence[tuple[Role, Worker]], home: Path) -> Outcome:
+        """Read what the processes left, before their folder goes."""
+        attendances, events, hashes = [], list[Event](), list[str]()
+        sha256, threads = None, 1
+        sent = {"worker": 0, "copy": 0}
+        for role, _ in ended:
+            path = result_path(home, role.life)
+            if not path.exists():
+                continue
+            told = json.loads(path.read_bytes())
+            sent[role.kind] += told["bytes"]
+            hashes.append(told["hash"])
+            events += [Event(*event) for event in told["events"]]
+            if role.kind == "worker":
+                attendances.append(Attendance(*told["attendance"]))
+                sha256, threads = sha256 or told["sha256"], told["threads"]
+        if not attendances:
+            raise PolytempoError("no worker lived to the end of the run; look into its logs")
+        return Outcome(attendances, sha256, sent, threads, events, combined_hash(sorted(hashes)))
+
+    def result(self, outcome: Outcome) -> Result:
+        """The run in numbers."""
+        workers = len(self.cast.workers)
+        attendances = outcome.attendances
+        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
+        samples = samples_behind(self.dealer, self.batches)
+        statistics = [shard for _, shard in sorted(self.coordinator.statistics.items())]
+        train_loss = None if self.trained is None else self.trained["loss"]
+        idle_s = sum(a.idle_s for a in attendances)
+        return Result(
+            job=self.job.name,
+            strategy=str(self.strategy),
+            world="process",
+            workers=workers,
+            steps=-(-sum(last - first + 1 for first, last in self.dealer.done) // workers),
+            epochs=samples / self.batches.num_samples,
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=samples / seconds if seconds else 0.0,
+            loss=train_loss if self.tested is None else self.tested["loss"],
+            accuracy=None if self.tested is None else self.tested["accuracy"],
+            train_loss=train_loss,
+            bytes_sent_per_rank=outcome.bytes_sent["worker"] / workers,
+            communication_share=min(1.0, idle_s / (len(attendances) * seconds)) if seconds else 0.0,
+            batch_size=self.batches.batch_size,
+            seed=self.options.seed,
+            threads=outcome.threads,
+            parameters_sha256=outcome.sha256,
+            trace_hash=outcome.trace_hash,
+            reached=self.reached,
+            server=facts_of(self.service, statistics, attendances, outcome.bytes_sent["copy"]),
+        )
+
+    def leave_trace(self, outcome: Outcome, out: Path) -> None:
+        """Write the trace of all processes."""
+        write_chrome_trace(out / "trace.json", outcome.events, title=f"{self.job.name}, {self.strategy}")
+
+
+class LocalMail:
+    """A mailbox in the run's folder that finds every other node's by its number."""
+
+    def __init__(self, node: int, home: Path, arenas: Arenas | None) -> None:
+        self._home = home
+        self._mailbox = Mailbox(node, self._address(node), references=arenas)
+        self._known: set[int] = set()
+
+    def _address(self, node: int) -> str:
+        return f"ipc://{self._home}/mail/n{node}"
+
+    def post(self, to: int, message: Message) -> bool:
+        """Send without waiting, to a node that may not be there yet."""
+        if to not in self._known:
+            self._mailbox.connect(to, self._address(to))
+            self._known.add(to)
+        return self._mailbox.post(to, message)
+
+    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
+        """The next (source, message), or None if none comes in time."""
+        return self._mailbox.take(wait_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was posted leave, and close."""
+        self._mailbox.close(linger_s)

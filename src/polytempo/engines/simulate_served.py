@@ -1,0 +1,292 @@
+"""`simulate` for strategies with a parameter server: workers, copies of shards and the coordinator are virtual ranks.
+
+    rank   0 … W-1 workers     │ W … copies of shards │ the coordinator
+    host   as the cluster says │ one each             │ one
+
+The coordinator stands for the launcher too: it knows of a crash after the cluster's `detection_s`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.cluster import Cluster
+from polytempo.core import PolytempoError, Port, Strategy
+from polytempo.data.batches import Batches
+from polytempo.data.shard import Shard as DataShard
+from polytempo.engines.cast import Cast, cast_of, dealer_of, dtype_of, reached, samples_behind, scheduled_steps
+from polytempo.engines.shown import reported, show_rows
+from polytempo.report.metrics import MetricsWriter
+from polytempo.report.progress import Progress
+from polytempo.server.client import Client
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.layout import part, shard_map
+from polytempo.server.loop import Machine, serve
+from polytempo.server.message import Message, Outbox, View
+from polytempo.server.node import Node
+from polytempo.server.shard import Shard
+from polytempo.server.through import through
+from polytempo.server.timing import Timing
+from polytempo.torch.flops import flops_per_sample
+from polytempo.torch.job import Data, Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.served import Attendance, ServedCourse, gradients_of, work
+from polytempo.torch.served_facts import facts_of
+from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.torch.trainer import recorder
+from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+
+_BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
+"""Waiting times in units of a step's time: nothing is lost on a virtual network, so nothing need be sent twice."""
+
+
+def simulate_served(
+    job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
+) -> Result:
+    """Train `job` with `workers` virtual workers and the parameter server that `strategy` asks for."""
+    run = _Run(job, strategy, workers, cluster, options)
+    with ExitStack() as files:
+        show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
+        writer = None
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
+        run.record = recorder(writer, show)
+        outcome = run.world.run(run.program)
+    return run.finish(outcome)
+
+
+class _Run:
+    """Everything of one simulated run."""
+
+    def __init__(self, job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> None:
+        assert strategy.server is not None
+        self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
+        self.cast = cast_of(self.service, workers)
+        self.data = job.data(options.data)
+        batch_size = options.batch_size or job.batch_size
+        self.batches = Batches(
+            self.data.train, size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
+        )
+        model = _model(job, options.seed)
+        self.flops = flops_per_sample(model, job.loss, _one_batch(self.data, options.seed))
+        step_s = _step_s(model, self.batches.batch_size * self.flops, workers, cluster)
+        self.timing = Timing(
+            retry_s=_RETRY_STEPS * step_s,
+            longest_retry_s=_RETRY_STEPS * step_s,
+            beat_s=_BEAT_STEPS * step_s,
+            lost_s=_LOST_STEPS * step_s,
+            worker_lost_s=_LOST_STEPS * step_s,
+            deadline_s=_DEADLINE_STEPS * step_s,
+            starting_s=_LOST_STEPS * step_s,
+        )
+        self.spans = shard_map(parameters_of(model, _optimizer(job, model, options)), self.service.shards)
+        self.world = VirtualWorld(
+            replace(cluster, servers=self.cast.num_servers), self.cast.coordinator + 1, seed=options.seed
+        )
+        self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.courses = [self._course() for _ in self.cast.workers]
+        self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self.coordinator = Coordinator(
+            self.cast.coordinator, self.cast.workers, self.cast.chains, self.dealer, self.timing, on_row=self._on_row
+        )
+        self.nodes = self._nodes(model)
+        self.tested: dict[str, Any] | None = None
+        self.trained: dict[str, Any] | None = None
+        self.reached: bool | None = None if not options.until else False
+
+    async def program(self, port: Port) -> Attendance | None:
+        """What each rank does. Where one fails, the machines end, so that the world does."""
+        try:
+            if port.rank in self.cast.workers:
+                return await self._work(port)
+            machine: Machine = self.nodes.get(port.rank) or _Launcher(self.coordinator, self.world, self.cast)
+            await serve(port, machine)
+        except Exception:
+            self.coordinator.finished = True
+            for node in self.nodes.values():
+                node.finished = True
+            raise
+        return None
+
+    async def _work(self, port: Port) -> Attendance:
+        course = self.courses[port.rank]
+        client = Client(
+            port.rank,
+            1,
+            self.spans,
+            self.cast.chains,
+            self.cast.coordinator,
+            self.timing,
+            dtype=dtype_of(course.model),
+        )
+        return await through(client, port, work(port.among(self.cast.workers), course, client))
+
+    def _course(self) -> ServedCourse:
+        model = _model(self.job, self.options.seed)
+        optimizer = _optimizer(self.job, model, self.options)
+        return ServedCourse(
+            job=self.job,
+            strategy=self.strategy,
+            model=model,
+            optimizer=optimizer,
+            data=self.data,
+            batches=self.batches,
+            compute_gradients=gradients_of(model, self.job, self.flops),
+            seed=self.options.seed,
+            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
+        )
+
+    def _nodes(self, model: nn.Module) -> dict[int, Node]:
+        """The copies of the shards, each with the first view: so nobody's first request comes too early.
+
+        Their optimizer works by torch's operations, so that one worker without delay gets the bits of plain torch.
+        """
+        optimizer = _optimizer(self.job, model, self.options)
+        parameters, flat = parameters_of(model, optimizer), flat_of(model, optimizer)
+        service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
+        view = View(1, self.cast.chains, ())
+        nodes = {}
+        for number, chain in enumerate(self.cast.chains):
+            for node in chain:
+                spans = self.spans[number]
+                shard = Shard(number, parameters, spans, part(flat, spans), service, native=False)
+                nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
+                nodes[node].receive(0.0, self.cast.coordinator, view)
+        return nodes
+
+    def _on_row(self, text: bytes) -> None:
+        row = json.loads(text)
+        if row["kind"] == "test":
+            self.tested = row
+            self.reached = reached(row, self.options)
+            if self.reached:
+                self.dealer.stop()
+        else:
+            self.trained = row
+        self.record(row)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, outcome: Outcome[Attendance | None]) -> Result:
+        """The result of the run, and what it leaves in its folder."""
+        attendances = [attendance for attendance in outcome.results if attendance is not None]
+        if not attendances:
+            raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
+        result = self._result(outcome, attendances)
+        out = self.options.out
+        if out is None:
+            return result
+        write_chrome_trace(
+            out / "trace.json", outcome.trace.events, title=f"{result.job}, {result.strategy}, simulated"
+        )
+        result.write(out)
+        return reported(result, out)
+
+    def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
+        workers, trace = len(self.cast.workers), outcome.trace
+        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
+        samples = samples_behind(self.dealer, self.batches)
+        computing_s = sum(s for (rank, op), s in trace.seconds.items() if op == "compute" and rank < workers)
+        sent = [trace.bytes_sent.get(rank, 0) for rank in range(self.cast.coordinator)]
+        statistics = [shard for _, shard in sorted(self.coordinator.statistics.items())]
+        train_loss = None if self.trained is None else self.trained["loss"]
+        final = self.courses[attendances[0].worker].model.parameters()
+        return Result(
+            job=self.job.name,
+            strategy=str(self.strategy),
+            world="virtual",
+            workers=workers,
+            steps=-(-sum(last - first + 1 for first, last in self.dealer.done) // workers),
+            epochs=samples / self.batches.num_samples,
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=samples / seconds if seconds else 0.0,
+            loss=train_loss if self.tested is None else self.tested["loss"],
+            accuracy=None if self.tested is None else self.tested["accuracy"],
+            train_loss=train_loss,
+            bytes_sent_per_rank=sum(sent[:workers]) / workers,
+            communication_share=max(0.0, 1 - computing_s / (workers * seconds)) if seconds else 0.0,
+            batch_size=self.batches.batch_size,
+            seed=self.options.seed,
+            threads=torch.get_num_threads(),
+            parameters_sha256=parameters_sha256(final),
+            trace_hash=trace.hash,
+            reached=self.reached,
+            server=facts_of(self.service, statistics, attendances, sum(sent[workers:])),
+        )
+
+
+class _Launcher:
+    """The coordinator with the eyes of the launcher that it lives in: whose process has ended is lost at once."""
+
+    def __init__(self, coordinator: Coordinator, world: VirtualWorld, cast: Cast) -> None:
+        self._coordinator, self._world, self._cast = coordinator, world, cast
+        self._noticed: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """As the coordinator says."""
+        return self._coordinator.finished
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        self._coordinator.finished = value
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """The coordinator's answer."""
+        return self._losses(now_s) + self._coordinator.receive(now_s, source, message)
+
+    def tick(self, now_s: float) -> Outbox:
+        """What the coordinator does as time passes."""
+        return self._losses(now_s) + self._coordinator.tick(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """As long as the coordinator waits, or until a death is known."""
+        due = (s + self._world.cluster.detection_s for rank, s in self._dead())
+        return max(0.0, min([self._coordinator.wait_s(now_s), *(at_s - now_s for at_s in due)]))
+
+    def flops(self, message: Message) -> float:
+        """The coordinator's work is free."""
+        return 0.0
+
+    def _dead(self) -> list[tuple[int, float]]:
+        return [(rank, s) for rank, s in self._world.lost.items() if rank not in self._noticed]
+
+    def _losses(self, now_s: float) -> Outbox:
+        out: Outbox = []
+        for rank, dead_s in self._dead():
+            if now_s >= dead_s + self._world.cluster.detection_s:
+                self._noticed.add(rank)
+                out += self._coordinator.lose(now_s, rank)
+        if self._noticed.issuperset(self._cast.workers):
+            raise PolytempoError("every worker is lost, so nobody can go on; let fewer of them crash")
+        return out
+
+
+def _model(job: Job, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return job.model()
+
+
+def _optimizer(job: Job, model: nn.Module, options: RunOptions) -> torch.optim.Optimizer:
+    return job.optimizer(model.parameters(), options.lr or job.lr)
+
+
+def _one_batch(data: Data, seed: int) -> Any:
+    return next(iter(DataShard(data.train, rank=0, size=1, batch_size=2, seed=seed)))
+
+
+def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:
+    """About how long a step takes: its computation, and everybody's way to one server and back."""
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    network = cluster.network
+    return flops / cluster.flops_per_s + 4 * network.latency_s + 2 * workers * num_bytes / network.bytes_per_s

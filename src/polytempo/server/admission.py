@@ -1,0 +1,53 @@
+"""Whether a push may come before the rule: nothing that cannot be used, and nothing that would poison the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from polytempo.server.layout import Parameter, Spans, describe, flat_index
+from polytempo.server.message import Push
+from polytempo.server.update import Optimizer, first_unfinite
+
+
+class Admission:
+    """The checks of one shard's pushes. Cost: one read of the gradient."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        spans: Spans,
+        weights: Tensor,
+        optimizer: Optimizer,
+        *,
+        native: bool,
+    ) -> None:
+        self._parameters, self._spans = parameters, spans
+        self._shape, self._dtype = tuple(weights.shape), weights.dtype
+        self._optimizer, self._native = optimizer, native
+        self._good_lrs: tuple[float, ...] | None = None
+
+    def fault(self, push: Push, version: int) -> str:
+        """Why `push` is refused by a shard whose weights are of `version`; "" if it is not."""
+        gradient, who = push.gradient, f"worker {push.worker}"
+        if gradient.shape != self._shape or gradient.dtype != self._dtype:
+            return (
+                f"{who} pushes {tuple(gradient.shape)} of {gradient.dtype}, but the shard holds {self._shape} "
+                f"of {self._dtype}"
+            )
+        if push.rows:
+            return f"{who} pushes rows, but this shard holds no tables"
+        if not 0 <= push.basis <= version:
+            return f"{who} pushes a gradient of version {push.basis}, but there are only versions 0 to {version}"
+        if push.lrs != self._good_lrs:
+            lacks = self._optimizer.lacks(push.lrs)
+            if lacks or not all(map(math.isfinite, push.lrs)):
+                return f"{who}: {lacks or f'learning rates {push.lrs} are not all finite'}"
+            self._good_lrs = push.lrs
+        bad = first_unfinite(gradient, self._native)
+        if bad < 0:
+            return ""
+        where = describe(self._parameters, flat_index(self._spans, bad))
+        return f"{who}, clock {push.clock}: the gradient of {where} is {float(gradient[bad])}"

@@ -1,0 +1,110 @@
+"""`Disk`: the few things that snapshots ask of a file system, so that a simulated one can fail at each of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+Content = bytes | bytearray | memoryview
+
+
+class Writer(Protocol):
+    """A file that is being written, from its first byte on."""
+
+    def write(self, content: Content) -> None:
+        """All of `content` behind what is there. OSError where the disk is full."""
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Disk(Protocol):
+    """Files in folders. Whatever cannot be done raises OSError."""
+
+    def create(self, path: Path) -> Writer:
+        """A new, empty file; its folder is made if there is none, and what had the name is gone."""
+
+    def read(self, path: Path, most_bytes: int) -> bytes:
+        """The file's content, but no more than its first `most_bytes`."""
+
+    def size(self, path: Path) -> int:
+        """The file's length in bytes."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """`new` is from now on what `old` was; at no time is there no `new`, if there was one."""
+
+    def remove(self, path: Path) -> None:
+        """The file is gone."""
+
+    def names(self, folder: Path) -> list[str]:
+        """What the folder holds, sorted; nothing where there is none."""
+
+    def sync_folder(self, folder: Path) -> None:
+        """The folder's names are on the disk when this returns."""
+
+
+class LocalDisk:
+    """The machine's own file system."""
+
+    def create(self, path: Path) -> Writer:
+        """See `Disk`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalWriter(path)
+
+    def read(self, path: Path, most_bytes: int) -> bytes:
+        """See `Disk`."""
+        with path.open("rb") as stream:
+            return stream.read(most_bytes)
+
+    def size(self, path: Path) -> int:
+        """See `Disk`."""
+        return path.stat().st_size
+
+    def rename(self, old: Path, new: Path) -> None:
+        """See `Disk`."""
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        """See `Disk`."""
+        path.unlink()
+
+    def names(self, folder: Path) -> list[str]:
+        """See `Disk`."""
+        return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+    def sync_folder(self, folder: Path) -> None:
+        """See `Disk`."""
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _LocalWriter:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+
+    def write(self, content: Content) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

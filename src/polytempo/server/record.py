@@ -1,0 +1,230 @@
+"""What a real run records: for each machine the order in which messages met it. `polytempo replay` follows it.
+
+    {"format":"polytempo-record","version":1,"machine":"shard 0"}
+    ["members",1,0,[[0,1],[1,1]]]                         the coordinator's request 1; the shard's version 0
+    ["pull",0,1,1,0,-1,0]                                 worker 0, life 1, request 1, clock 0, basis -1, version 0
+    ["push",1,1,2,1,0,32,[5],1]                           worker 1, …, 32 samples of ticket 5; version 1 afterwards
+
+One file a machine: each shard's, and the coordinator's. A shard is a deterministic machine, so the order of its
+entries is all that a repetition needs: gradients and weights come out the same, bit by bit, and need not be kept.
+`version` is there to compare: the shard's version when it had applied the entry, for a pull the one that was read if
+the rule answered at once.
+
+Lines are buffered and leave the process every so often; what has left survives the process. A torn last line (the
+process died while it wrote) is dropped when the record is read, and said.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self, final
+
+import msgspec
+
+from polytempo.core.errors import PolytempoError
+from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
+
+FORMAT = "polytempo-record"
+VERSION = 1
+MAX_LINE_BYTES = 1 << 20
+_MAX_BUFFERED_BYTES = 1 << 16
+
+
+class RecordError(PolytempoError):
+    """A record is damaged, or of another version."""
+
+
+class Pushing(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+    """A shard applied a `Push`."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+    clock: int
+    basis: int
+    samples: int
+    tickets: tuple[int, ...]
+    version: int
+
+
+class Pulling(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+    """A shard applied a `Pull`."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+    clock: int
+    basis: int
+    version: int
+
+
+class Enrolling(msgspec.Struct, frozen=True, array_like=True, tag="members"):
+    """A shard was told its members."""
+
+    sequence: int
+    version: int
+    members: tuple[tuple[int, int], ...]
+
+
+class Saving(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """A shard was told to write a snapshot."""
+
+    sequence: int
+    version: int
+    number: int
+
+
+class Inquiring(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
+    """A shard was asked how it is."""
+
+    sequence: int
+    version: int
+
+
+class Asking(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """The coordinator took a worker's call for work."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+    done: tuple[int, ...]
+
+
+class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
+    """The coordinator took a worker's life for begun."""
+
+    worker: int
+    incarnation: int
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """The coordinator gave a node up: a worker, or a copy of a shard."""
+
+    node: int
+
+
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
+    """The coordinator ended the run early: what was to be reached was reached."""
+
+
+Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Joined | Lost | Stopped
+
+
+class Record(NamedTuple):
+    """One machine's record. `torn`: its last line was cut, and is left out."""
+
+    machine: str
+    entries: list[Entry]
+    torn: bool
+
+
+class _Header(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    machine: str
+
+
+def entry_of(request: Request | Ask, version: int = 0) -> Entry:
+    """What is recorded of a message, without its payload. `version`: the shard's, when it has applied it."""
+    who = (request.worker, request.incarnation, request.sequence)
+    match request:
+        case Push():
+            return Pushing(*who, request.clock, request.basis, request.samples, request.tickets, version)
+        case Pull():
+            return Pulling(*who, request.clock, request.basis, version)
+        case Members():
+            return Enrolling(request.sequence, version, request.members)
+        case Save():
+            return Saving(request.sequence, version, request.number)
+        case Inquire():
+            return Inquiring(request.sequence, version)
+        case Ask():
+            return Asking(*who, request.done)
+    raise ValueError(
+        f"a {type(request).__name__} is no entry of a machine's record; record requests and calls for work"
+    )
+
+
+@final
+class Recorder:
+    """Writes one machine's record to a new file. Close it, or use it in `with`.
+
+    with Recorder(folder / "shard-0.jsonl", "shard 0") as recorder:
+        recorder.append(entry_of(push, version=7), now_s)
+
+    Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered. What leaves
+    survives the process' death, not the machine's: a record is for looking back, and is not waited for.
+    """
+
+    def __init__(self, path: Path, machine: str, flush_every_s: float = 1.0) -> None:
+        """FileExistsError where there is a record already: a restarted run writes another one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray(self._encoder.encode(_Header(FORMAT, VERSION, machine)) + b"\n")
+        self._flush_every_s = flush_every_s
+        self._flushed_s: float | None = None
+        self.flush()
+
+    def append(self, entry: Entry, now_s: float) -> None:
+        """One more entry. ValueError where it is longer than a line may be."""
+        line = self._encoder.encode(entry)
+        if len(line) >= MAX_LINE_BYTES:
+            raise ValueError(f"an entry of {len(line)} bytes; a record's lines have less than {MAX_LINE_BYTES}")
+        self._buffer += line
+        self._buffer += b"\n"
+        if self._flushed_s is None:
+            self._flushed_s = now_s
+        if now_s - self._flushed_s >= self._flush_every_s or len(self._buffer) >= _MAX_BUFFERED_BYTES:
+            self.flush()
+            self._flushed_s = now_s
+
+    def flush(self) -> None:
+        """Hand what has gathered to the operating system."""
+        while self._buffer:
+            del self._buffer[: self._file.write(self._buffer)]
+
+    def close(self) -> None:
+        """Flush, and end the record."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_record(path: Path) -> Record:
+    """A machine's record. A torn last line is left out; any other damage is a RecordError that names the line."""
+    entries: list[Entry] = []
+    decoder = msgspec.json.Decoder(Entry)
+    with path.open("rb") as stream:
+        header = _header(path, stream.readline(MAX_LINE_BYTES))
+        number = 1
+        while line := stream.readline(MAX_LINE_BYTES):
+            number += 1
+            if not line.endswith(b"\n"):
+                if len(line) == MAX_LINE_BYTES:
+                    raise RecordError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; it is no record")
+                return Record(header.machine, entries, torn=True)
+            try:
+                entries.append(decoder.decode(line))
+            except msgspec.MsgspecError as error:
+                raise RecordError(f"{path}, line {number} is damaged ({error}); replay up to it at most") from error
+    return Record(header.machine, entries, torn=False)
+
+
+def _header(path: Path, line: bytes) -> _Header:
+    try:
+        header = msgspec.json.decode(line, type=_Header)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"{path} is no record of a machine ({error})") from error
+    if (header.format, header.version) != (FORMAT, VERSION):
+        raise RecordError(f"{path} is {header.format!r} version {header.version}; this program reads version {VERSION}")
+    return header

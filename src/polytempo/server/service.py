@@ -1,0 +1,60 @@
+"""A strategy's service, refused where it could never work: what all strategies with a server check in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+from polytempo.core.rule import Modified, Rule, Service, UpdateRule
+from polytempo.core.strategy import Strategy
+from polytempo.core.transform import Transform
+from polytempo.server.pull import pull
+from polytempo.server.push import push
+
+MAX_REPLICAS = 2
+
+T = TypeVar("T")
+
+
+def service(
+    rule: Rule,
+    *,
+    shards: int,
+    replicas: int,
+    optimizer: UpdateRule | None = None,
+    modifiers: tuple[Modified, ...] = (),
+    deals: Literal["freely", "evenly"] = "freely",
+    warm_start: int = 0,
+) -> Service:
+    """`Service` with its numbers checked.
+
+    `replicas` are the further copies of each shard: with r of them, what was acknowledged survives the loss of any r
+    processes. "evenly" is for rules that make workers wait for each other (see `server.dealer`).
+    """
+    if shards < 1:
+        raise ValueError(f"a parameter server needs at least 1 shard, got shards={shards}")
+    if not 0 <= replicas <= MAX_REPLICAS:
+        raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
+    if warm_start < 0:
+        raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {warm_start}")
+    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start)
+
+
+def served(
+    name: str, service: Service, gradients: Transform | None = None, parameters: Transform | None = None
+) -> Strategy:
+    """The strategy `name`: unless told otherwise, each gradient is pushed and the parameters are pulled every step."""
+    return Strategy(
+        name,
+        gradients=push() if gradients is None else gradients,
+        parameters=pull() if parameters is None else parameters,
+        in_step=False,
+        server=service,
+    )
+
+
+def choice(what: str, given: str, choices: Mapping[str, T]) -> T:
+    """What `given` stands for among `choices`."""
+    if given not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(choices)}, got {given!r}")
+    return choices[given]

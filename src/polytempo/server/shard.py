@@ -1,0 +1,353 @@
+"""`Shard`: one part of the parameters, as a deterministic state machine.
+
+    entry ──▶ table: new? ──▶ checks ──▶ rule.receive ──▶ actions ──▶ weights, optimizer, sum
+                 │               │                           │
+                 └ repeated      └ refused                   └ Answer ──▶ replies
+
+The same entries in the same order give the same bits and the same replies, in every copy and in every repetition:
+there is no clock, no randomness, and no sum in any other order than the entries'.
+
+Nothing is copied on its way. A gradient is lent by its worker until its push is answered; the weights of an answered
+pull are lent to the worker until its next request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
+from polytempo.server.admission import Admission
+from polytempo.server.buffers import Empty
+from polytempo.server.layout import Parameter, Spans, segments
+from polytempo.server.message import (
+    Entry,
+    Inquire,
+    Members,
+    Noted,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Reply,
+    Request,
+    Statistics,
+)
+from polytempo.server.ranges import Ranges
+from polytempo.server.state import State, Waiting, decode, encode
+from polytempo.server.table import Look, Table
+from polytempo.server.update import Moments, Optimizer, Term, can_be_native
+from polytempo.server.weights import Weights
+
+
+def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this process alone."""
+    return torch.empty(numel, dtype=dtype)
+
+
+class Shard:
+    """Shard `number` of the parameters: what `spans` name of their flat vector, which begins as `weights`.
+
+    `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
+    place). `native`: the optimizer by the kernel or by torch ops (`server.update`); by default the kernel where there
+    is one. All shards of a run, their copies and its replays must agree on it. Memory beside moments and sum: one
+    buffer of weights for each worker that holds an older version, and at most two more; elastic averaging lends one
+    more to each worker.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: tuple[Parameter, ...],
+        spans: Spans,
+        weights: Tensor,
+        service: Service,
+        *,
+        empty: Empty = plain_empty,
+        native: bool | None = None,
+    ) -> None:
+        if service.optimizer is None:
+            raise ValueError("the service names no optimizer; put the job's own into it: replace(service, optimizer=…)")
+        self.number, self.service = number, service
+        self.native = can_be_native(weights.dtype) if native is None else native
+        self.index = 0
+        """Entries applied."""
+        self.repeated = 0
+        """Requests that came again, as this copy saw it; no part of the state."""
+        optimizer = Optimizer(service.optimizer, segments(parameters, spans), weights.dtype, native=self.native)
+        self._needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
+        self._admission = Admission(parameters, spans, weights, optimizer, native=self.native)
+        self._weights = Weights(weights, optimizer, empty, keeps_reads=self._needs_basis)
+        self._empty = empty
+        self._rule = service.rule.init()
+        self._members: dict[int, int] = {}
+        self._workers: tuple[int, ...] = ()
+        self._table = Table(number)
+        self._waiting: dict[int, list[Waiting]] = {}
+        self._tickets = Ranges()
+        self._staleness: Counter[int] = Counter()
+        self._dropped = self._refused = 0
+
+    @property
+    def version(self) -> int:
+        """How often the weights have changed."""
+        return self._weights.version
+
+    @property
+    def weights(self) -> Tensor:
+        """The present weights, to be read only, and only until the next entry."""
+        return self._weights.present
+
+    # ------------------------------------------------------------------ entries
+
+    def look(self, request: Request) -> Look:
+        """Whether `request` is new, and the answer if it is not. Only what is new belongs into the log."""
+        look = self._table.look(request)
+        if look.kind == "repeated":
+            self.repeated += 1
+            if isinstance(request, Inquire):
+                return Look("repeated", (self._statistics(request),))
+        return look
+
+    def apply(self, entry: Entry) -> list[Reply]:
+        """Take an entry of the log; the replies, to this request and to any that waited for it."""
+        self.index += 1
+        look = self._table.look(entry)
+        if look.kind != "new":
+            return list(look.replies)
+        self._table.take(entry)
+        if entry.worker in self._weights.leases:  # it asks again, so it has read what it was lent
+            self._table.settle(entry.worker, self._weights.settle(entry.worker))
+        replies: list[Reply] = []
+        if isinstance(entry, Push):
+            self._push(entry, replies)
+        elif isinstance(entry, Pull):
+            self._wait_for(entry.worker, Waiting("pull", entry.incarnation, entry.sequence))
+            self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
+        elif isinstance(entry, Inquire):
+            replies.append(self._statistics(entry))
+        else:
+            if isinstance(entry, Members):
+                self._meet(dict(entry.members), replies)
+            noted = Noted(self.number, entry.worker, entry.incarnation, entry.sequence)
+            self._table.answer(noted)
+            replies.append(noted)
+        self._weights.keep_sum()
+        return replies
+
+    def _push(self, push: Push, replies: list[Reply]) -> None:
+        verdict: Literal["dropped", "refused"] = "refused"
+        reason = self._admission.fault(push, self.version)
+        if not reason and push.tickets:
+            had = sum(ticket in self._tickets for ticket in push.tickets)
+            if had == len(push.tickets):
+                verdict, reason = "dropped", "had already"
+            elif had:
+                known = [ticket for ticket in push.tickets if ticket in self._tickets]
+                reason = f"worker {push.worker}: tickets {known} are applied, the others of {push.tickets} are not"
+        waiting = Waiting(
+            "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
+        )
+        if not reason and self._needs_basis:
+            waiting.read = self._weights.read_by(push.worker, push.basis)
+            if waiting.read < 0:
+                reason = f"worker {push.worker}: version {push.basis} of the weights is gone; pull before you push"
+        if reason:
+            self._refuse(push, verdict, reason, replies)
+            return
+        self._wait_for(push.worker, waiting)
+        self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples), replies)
+
+    def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
+        if verdict == "refused":
+            self._refused += 1
+        else:
+            self._dropped += 1
+        reply = Pushed(
+            *(self.number, push.worker, push.incarnation, push.sequence),
+            *(self.version, self.version - push.basis, verdict, reason),
+        )
+        self._table.answer(reply)
+        replies.append(reply)
+
+    def _wait_for(self, worker: int, waiting: Waiting) -> None:
+        queue = self._waiting.get(worker)
+        if queue is None:
+            queue = self._waiting[worker] = []
+        queue.append(waiting)
+
+    def _meet(self, members: dict[int, int], replies: list[Reply]) -> None:
+        """First those go who are no members any more, then the new ones come, each for itself."""
+        before = self._members
+        for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
+            self._members = {w: life for w, life in self._members.items() if w != worker}
+            self._workers = tuple(self._members)
+            self._leave(worker)
+            self._hear(Arrival("left", worker), replies)
+        for worker in [worker for worker in sorted(members) if worker not in self._members]:
+            self._members = dict(sorted({**self._members, worker: members[worker]}.items()))
+            self._workers = tuple(self._members)
+            self._table.admit(worker, members[worker])
+            self._hear(Arrival("joined", worker), replies)
+
+    def _leave(self, worker: int) -> None:
+        for waiting in self._waiting.pop(worker, ()):
+            for number in (waiting.read, waiting.difference):
+                if number >= 0:
+                    self._weights.buffers.release(number)
+        self._weights.leave(worker)
+        self._table.forget(worker)
+
+    def _statistics(self, request: Inquire) -> Statistics:
+        return Statistics(
+            *(self.number, request.worker, request.incarnation, request.sequence),
+            version=self.version,
+            index=self.index,
+            staleness=dict(sorted(self._staleness.items())),
+            dropped=self._dropped,
+            refused=self._refused,
+            repeated=self.repeated,
+            tickets=self._tickets.pairs(),
+        )
+
+    # ------------------------------------------------------------------ the rule and its actions
+
+    def _hear(self, arrival: Arrival, replies: list[Reply]) -> None:
+        situation = Situation(self.version, self._workers)
+        self._rule, actions = self.service.rule.receive(self._rule, arrival, situation)
+        for action in actions:
+            self._perform(action, replies)
+
+    def _perform(self, action: Action, replies: list[Reply]) -> None:
+        if isinstance(action, Add):
+            self._add(action)
+        elif isinstance(action, Update):
+            self._weights.update(action.divisor)
+        elif isinstance(action, Answer):
+            self._answer(action.worker, replies)
+        elif isinstance(action, Mix):
+            self._mix(action)
+        else:
+            self._drop(action)
+
+    def _oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
+        """The push whose gradient waits longest, and that gradient."""
+        for waiting in self._waiting.get(action.worker, ()):
+            if waiting.gradient is not None:
+                return waiting, waiting.gradient
+        raise RuntimeError(f"the rule {self.service.rule.name} says {action}, but no gradient of that worker waits")
+
+    def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
+        waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
+        waiting.staleness = self.version - waiting.basis
+        if verdict == "applied":
+            self._staleness[waiting.staleness] += 1
+            for ticket in waiting.tickets:
+                self._tickets.add(ticket)
+        else:
+            self._dropped += 1
+        if waiting.read >= 0:
+            self._weights.buffers.release(waiting.read)
+            waiting.read = -1
+
+    def _add(self, action: Add) -> None:
+        waiting, gradient = self._oldest(action)
+        basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
+        for modifier in self.service.modifiers:
+            gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
+        self._weights.add(Term(gradient, action.factor), waiting.lrs)
+        self._decided(waiting, "applied")
+
+    def _drop(self, action: Drop) -> None:
+        self._decided(self._oldest(action)[0], "dropped", action.reason)
+
+    def _mix(self, action: Mix) -> None:
+        waiting, theirs = self._oldest(action)
+        self._decided(waiting, "applied")
+        waiting.difference = self._weights.mix(theirs, action.alpha)
+
+    def _answer(self, worker: int, replies: list[Reply]) -> None:
+        """Oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
+        queue = self._waiting.get(worker)
+        while queue and queue[0].gradient is None:
+            waiting = queue.pop(0)
+            answer = self._pulled(worker, waiting) if waiting.kind == "pull" else self._pushed(worker, waiting)
+            self._table.answer(answer)
+            replies.append(answer)
+
+    def _pushed(self, worker: int, waiting: Waiting) -> Pushed:
+        difference = None
+        if waiting.difference >= 0:
+            difference = self._weights.lend(worker, waiting.sequence, waiting.difference)
+        return Pushed(
+            *(self.number, worker, waiting.incarnation, waiting.sequence, self.version),
+            *(waiting.staleness, waiting.verdict, waiting.reason, difference),
+        )
+
+    def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
+        values = self._weights.lend_present(worker, waiting.sequence)
+        return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values)
+
+    # ------------------------------------------------------------------ the whole state
+
+    def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
+        """The whole state, gradients that wait and what is lent included, in memory of its own."""
+        weights, numbers = self._weights, dict[int, int]()
+
+        def renamed(number: int) -> int:
+            return -1 if number < 0 else numbers.setdefault(number, len(numbers))
+
+        renamed(weights.current)
+        leases = {w: [(s, renamed(n)) for s, n in leases] for w, leases in sorted(weights.leases.items())}
+        reads = {w: (version, renamed(n)) for w, (version, n) in sorted(weights.reads.items())}
+        waiting = {
+            w: [msgspec.structs.replace(x, read=renamed(x.read), difference=renamed(x.difference)) for x in queue]
+            for w, queue in sorted(self._waiting.items())
+            if queue
+        }
+        state = State(
+            buffers=[weights.buffers.tensors[number] for number in numbers],
+            first=weights.moments.first,
+            second=weights.moments.second,
+            total=weights.total if weights.summed else None,
+            version=self.version,
+            steps=weights.steps,
+            index=self.index,
+            rule=self._rule,
+            members=self._members,
+            known=self._table.known,
+            waiting=waiting,
+            leases=leases,
+            reads=reads,
+            lrs=weights.lrs,
+            tickets=self._tickets.pairs(),
+            staleness=dict(self._staleness),
+            dropped=self._dropped,
+            refused=self._refused,
+        )
+        return encode(state)
+
+    def load(self, data: bytes, tensors: Sequence[Tensor]) -> None:
+        """Become the shard that `dump` was called on. Memory that this one has is used again."""
+        weights = self._weights
+        spare = weights.spare()
+
+        def own(tensor: Tensor) -> Tensor:
+            memory = spare.pop(0) if spare else self._empty(weights.numel, weights.dtype)
+            return memory.copy_(tensor)
+
+        state = decode(data, tensors, weights.numel, weights.dtype, own)
+        weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
+        weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
+        weights.leases, weights.reads = state.leases, state.reads
+        for number in state.held():
+            weights.buffers.hold(number)
+        self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
+        self._members, self._workers = state.members, tuple(state.members)
+        self._table, self._tickets = Table(self.number, state.known), Ranges(state.tickets)
+        self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused

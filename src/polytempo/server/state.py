@@ -1,0 +1,123 @@
+"""A shard's whole state as bytes and tensors, and back.
+
+state ──encode──▶ bytes  … [version, …, tensor 0, tensor 3, …]       a tensor in them is its place in the list
+                  tensors [weights, …]                               copies, each tensor once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from polytempo.server.table import Known
+
+
+class Waiting(msgspec.Struct, array_like=True, eq=False):
+    """A push or pull that has not been answered."""
+
+    kind: Literal["push", "pull"]
+    incarnation: int
+    sequence: int
+    basis: int = 0
+    tickets: tuple[int, ...] = ()
+    lrs: tuple[float, ...] = ()
+    gradient: Tensor | None = None
+    """A push's, lent by its worker, as long as it waits to be added or dropped."""
+    read: int = -1
+    """The buffer of weights that it was computed on, where modifiers need them."""
+    verdict: Literal["applied", "dropped"] = "applied"
+    """What became of a push, once `gradient` is None."""
+    reason: str = ""
+    staleness: int = 0
+    difference: int = -1
+    """The buffer of elastic averaging's difference."""
+
+
+class State(msgspec.Struct, array_like=True, eq=False):
+    """Everything that the next entry's effect depends on. Numbers of buffers are places in `buffers`."""
+
+    buffers: list[Tensor]
+    """All that are held; the first are the present weights."""
+    first: Tensor | None
+    second: Tensor | None
+    total: Tensor | None
+    """The sum of gradients, where something is in it."""
+    version: int
+    steps: int
+    index: int
+    rule: Any
+    members: dict[int, int]
+    known: dict[int, Known]
+    waiting: dict[int, list[Waiting]]
+    leases: dict[int, list[tuple[int, int]]]
+    """Worker -> (sequence of the answered request, buffer that the answer lends)."""
+    reads: dict[int, tuple[int, int]]
+    """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
+    lrs: tuple[float, ...]
+    tickets: tuple[tuple[int, int], ...]
+    staleness: dict[int, int]
+    dropped: int
+    refused: int
+
+    def held(self) -> list[int]:
+        """The buffers that are held beside the present weights, each as often as it is held."""
+        lent = [number for leases in self.leases.values() for _, number in leases]
+        read = [number for _, number in self.reads.values()]
+        waiting = [number for queue in self.waiting.values() for one in queue for number in (one.read, one.difference)]
+        return [number for number in (*lent, *read, *waiting) if number >= 0]
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    num_kept: int
+    """So many of the tensors, the first ones, are the shard's own; the others are gradients that wait."""
+    state: bytes
+
+
+def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
+    """`state` as bytes, and copies of its tensors. Cost: each tensor is copied once, by whomever it is held."""
+    tensors: list[Tensor] = []
+    places: dict[int, int] = {}
+
+    def place(value: object) -> int:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(value).__name__} is nothing that a shard's state can hold")
+        if id(value) not in places:
+            places[id(value)] = len(tensors)
+            tensors.append(value)
+        return places[id(value)]
+
+    encoded = msgspec.msgpack.encode(state, enc_hook=place)
+    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total))
+    return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
+
+
+def decode(
+    data: bytes, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype, own: Callable[[Tensor], Tensor]
+) -> State:
+    """The state that `encode` made bytes of; `own(tensor)` is a copy of it in the shard's memory.
+
+    Errors: ValueError where the bytes are of something else, or the tensors not of `numel` elements of `dtype`.
+    """
+    for given in tensors:
+        if given.shape != (numel,) or given.dtype != dtype:
+            raise ValueError(
+                f"the shard holds {numel} elements of {dtype}, and the state {tuple(given.shape)} of {given.dtype}"
+            )
+    copies: dict[int, Tensor] = {}
+
+    def tensor(kind: type, place: Any) -> Tensor:
+        if kind is not Tensor or not isinstance(place, int) or not 0 <= place < len(tensors):
+            raise ValueError(f"a shard's state names tensor {place!r}, and {len(tensors)} came with it")
+        if place not in copies:
+            copies[place] = own(tensors[place]) if place < envelope.num_kept else tensors[place].clone()
+        return copies[place]
+
+    try:
+        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+        return msgspec.msgpack.decode(envelope.state, type=State, dec_hook=tensor)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"these bytes are no shard's state: {error}") from error

@@ -1,0 +1,232 @@
+"""The optimizer inside a shard: out of place on flat tensors, so that weights which are lent stay as they are.
+
+`out` ← one step of an `UpdateRule` from `weights` on g = Σ factorᵢ · gradientᵢ / divisor. There are two ways to compute
+it, and a run keeps to one of them in all its shards and their copies, because their bits differ:
+
+    torch ops       as torch.optim does with foreach=False, operation by operation, so one worker without delay gets
+                    the bits that it would get alone; several passes over memory
+    native kernel   one pass; f64 inside, each result rounded once, so it is at most 1/2 ulp (plus the rounding of
+                    factor/divisor to the tensors' dtype) away from the exact rule, and up to 1e-6 from torch's
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core.rule import UpdateRule
+from polytempo.native import update as kernels
+from polytempo.native.library import available
+from polytempo.native.step import RULES, Hyper
+from polytempo.server.buffers import Empty
+from polytempo.server.layout import Segment
+
+_TINY = 1e-300
+"""Stands for Adagrad's ε = 0 in the kernel: added to a square root in f64 it changes nothing but 0/0, which is 0."""
+
+
+class Term(NamedTuple):
+    """A gradient and what it is multiplied by in the sum."""
+
+    gradient: Tensor
+    factor: float
+
+
+class Moments(NamedTuple):
+    """An optimizer's memory, flat. SGD: its momentum buffer; Adam: mean and square; Adagrad: the sum of squares."""
+
+    first: Tensor | None
+    second: Tensor | None
+
+
+def init(rule: UpdateRule, numel: int, dtype: torch.dtype, empty: Empty) -> Moments:
+    """The moments before the first step."""
+    adam = rule.kind in ("adam", "adamw")
+    first = empty(numel, dtype).zero_() if adam or (rule.kind == "sgd" and rule.momentum) else None
+    second = empty(numel, dtype).zero_() if adam or rule.kind == "adagrad" else None
+    if second is not None and rule.kind == "adagrad":
+        second.fill_(rule.initial)
+    return Moments(first, second)
+
+
+def can_be_native(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for tensors of this dtype here."""
+    return available() and dtype in kernels.DTYPES_UPDATED
+
+
+def first_unfinite(values: Tensor, native: bool) -> int:
+    """The index of the first element that is NaN or infinite; -1 if there is none. Reads a flat tensor once."""
+    if native and values.is_contiguous() and values.dtype in kernels.DTYPES_CHECKED:
+        return kernels.unfinite(values)
+    if math.isfinite(float(values.sum())):  # a sum may overflow, but no sum hides a NaN or an infinity
+        return -1
+    bad = (~torch.isfinite(values)).nonzero()
+    return int(bad[0]) if len(bad) else -1
+
+
+class Optimizer:
+    """`rule` on a shard's own vector of `dtype`, whose parameter groups lie as `segments` say.
+
+    `native`: by the kernel, which needs float32 or float64 on the CPU, contiguous.
+    """
+
+    def __init__(self, rule: UpdateRule, segments: Sequence[Segment], dtype: torch.dtype, *, native: bool) -> None:
+        self.rule, self._segments = rule, segments
+        self._groups = sorted({segment.group for segment in segments})
+        self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
+
+    def lacks(self, lrs: Sequence[float]) -> str:
+        """Why a step with these learning rates (one for each group) cannot be made; "" if it can."""
+        if self.rule.lr is None and self._groups and len(lrs) <= self._groups[-1]:
+            return f"no learning rate for parameter group {self._groups[-1]}: lrs are {tuple(lrs)}"
+        return ""
+
+    def step_(
+        self,
+        weights: Tensor,
+        out: Tensor,
+        terms: Sequence[Term],
+        divisor: float,
+        moments: Moments,
+        step: int,
+        lrs: Sequence[float],
+    ) -> None:
+        """Step number `step` (the first is 1): `out` and `moments` are overwritten, `out` may be `weights`.
+
+        All tensors are flat and of one length. No terms: a step on a gradient of zeros. Cost: with the kernel one read
+        of the weights and of each gradient and one write of `out`; moments are read and written once.
+        """
+        if len(self._groups) > 1 and self.rule.lr is None and len({lrs[group] for group in self._groups}) > 1:
+            pieces = [(slice(begin, end), lrs[group]) for begin, end, group in self._segments]
+        else:
+            lr = self.rule.lr if self.rule.lr is not None else lrs[self._groups[0]] if self._groups else 0.0
+            pieces = [(slice(None), lr)]
+        if self._updater is not None:
+            self._native_(weights, out, terms, divisor, moments, step, pieces)
+            return
+        gradient = _sum_of(terms, divisor, weights)
+        for where, lr in pieces:
+            cut = Moments(*(None if moment is None else moment[where] for moment in moments))
+            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient[where], cut, step, lr)
+
+    def _native_(
+        self,
+        weights: Tensor,
+        out: Tensor,
+        terms: Sequence[Term],
+        divisor: float,
+        moments: Moments,
+        step: int,
+        pieces: Sequence[tuple[slice, float]],
+    ) -> None:
+        updater = self._updater
+        assert updater is not None, "asked for only where there is one"
+        updater.hyper.step, updater.hyper.first = step, step == 1
+        scales = [factor / divisor for _, factor in terms]
+        first, second = moments
+        for where, lr in pieces:
+            updater.hyper.lr = lr
+            if len(pieces) == 1:
+                updater.update_([g for g, _ in terms], scales, weights, out, first, second)
+                continue
+            m = None if first is None else first[where]
+            v = None if second is None else second[where]
+            updater.update_([g[where] for g, _ in terms], scales, weights[where], out[where], m, v)
+
+
+def _hyper(rule: UpdateRule) -> Hyper:
+    """The rule as the kernel knows it; `lr`, `step` and `first` are set before each step."""
+    eps = _TINY if rule.kind == "adagrad" and rule.eps == 0 else rule.eps
+    return Hyper(
+        weight_decay=rule.weight_decay,
+        momentum=rule.momentum,
+        dampening=rule.dampening,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        eps=eps,
+        lr_decay=rule.lr_decay,
+        rule=RULES[rule.kind],
+        nesterov=rule.nesterov,
+        maximize=rule.maximize,
+    )
+
+
+def add_(total: Tensor, term: Term, *, fresh: bool) -> None:
+    """total ← factor · gradient where `fresh`, else that is added."""
+    if not fresh:
+        total.add_(term.gradient, alpha=term.factor)
+    elif term.factor == 1:
+        total.copy_(term.gradient)
+    else:
+        torch.mul(term.gradient, term.factor, out=total)
+
+
+# ------------------------------------------------------------------------------- operation by operation, as torch.optim
+
+
+def _sum_of(terms: Sequence[Term], divisor: float, like: Tensor) -> Tensor:
+    """Σ factor · gradient / divisor: a gradient itself where that is the same, so nobody may write to it."""
+    if not terms:
+        return torch.zeros_like(like)
+    gradient = terms[0].gradient
+    if len(terms) > 1 or terms[0].factor != 1:
+        gradient = torch.empty_like(like)
+        for i, term in enumerate(terms):
+            add_(gradient, term, fresh=i == 0)
+    return gradient if divisor == 1 else gradient / divisor
+
+
+def _directed(rule: UpdateRule, gradient: Tensor, weights: Tensor) -> Tensor:
+    """The gradient to descend, with weight decay in it."""
+    if rule.maximize:
+        gradient = -gradient
+    return gradient.add(weights, alpha=rule.weight_decay) if rule.weight_decay else gradient
+
+
+def _sgd_(rule: UpdateRule, w: Tensor, out: Tensor, g: Tensor, moments: Moments, step: int, lr: float) -> None:
+    g = _directed(rule, g, w)
+    buffer = moments.first
+    if buffer is not None:
+        if step == 1:
+            buffer.copy_(g)
+        else:
+            buffer.mul_(rule.momentum).add_(g, alpha=1 - rule.dampening)
+        g = g.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer
+    torch.add(w, g, alpha=-lr, out=out)
+
+
+def _adagrad_(rule: UpdateRule, w: Tensor, out: Tensor, g: Tensor, moments: Moments, step: int, lr: float) -> None:
+    """Duchi et al. 2011, (1), as Dean et al. 2012, §4.1 use it: the accumulator includes the present gradient."""
+    g = _directed(rule, g, w)
+    total = moments.second
+    assert total is not None, "Adagrad has a sum of squares"
+    total.addcmul_(g, g, value=1)
+    root = total.sqrt()
+    if rule.eps:
+        root.add_(rule.eps)
+    else:
+        root.masked_fill_(total == 0, math.inf)  # without ε, what never had a gradient stays: 0/0 is 0
+    torch.addcdiv(w, g, root, value=-lr / (1 + (step - 1) * rule.lr_decay), out=out)
+
+
+def _adam_(rule: UpdateRule, w: Tensor, out: Tensor, g: Tensor, moments: Moments, step: int, lr: float) -> None:
+    beta1, beta2 = rule.betas
+    mean, square = moments
+    assert mean is not None, "Adam has a first moment"
+    assert square is not None, "Adam has a second moment"
+    if rule.kind == "adamw":
+        g = -g if rule.maximize else g
+        w = torch.mul(w, 1 - lr * rule.weight_decay, out=out)
+    else:
+        g = _directed(rule, g, w)
+    mean.lerp_(g, 1 - beta1)
+    square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(rule.eps)
+    torch.addcdiv(w, mean, root, value=-(lr / (1 - beta1**step)), out=out)
+
+
+_STEPS = {"sgd": _sgd_, "adagrad": _adagrad_, "adam": _adam_, "adamw": _adam_}

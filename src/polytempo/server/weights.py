@@ -1,0 +1,153 @@
+"""`Weights`: a shard's tensors. What is lent stays as it is; an update writes to a buffer that nobody holds.
+
+buffer 0   lent to worker 1 ─────────────▶ worker 1 asks again: free
+buffer 1   the weights ── update ──▶ lent to worker 0 …
+buffer 2              └─ written by it ─▶ the weights
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from polytempo.server.buffers import Buffers, Empty
+from polytempo.server.update import Moments, Optimizer, Term, add_, init
+
+
+class Weights:
+    """The present weights, older ones that are lent, the optimizer's moments, and the sum of gradients so far.
+
+    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones.
+    """
+
+    def __init__(self, values: Tensor, optimizer: Optimizer, empty: Empty, *, keeps_reads: bool) -> None:
+        self.numel, self.dtype = values.numel(), values.dtype
+        self.version = 0
+        """How often the weights have changed."""
+        self.steps = 0
+        """How many steps the optimizer has made."""
+        self.buffers = Buffers(self.numel, self.dtype, empty)
+        self.current = self.buffers.take()
+        self.buffers.tensors[self.current].copy_(values)
+        self.moments = init(optimizer.rule, self.numel, self.dtype, empty)
+        self.total: Tensor | None = None
+        """Memory for the sum; something is in it where `summed`."""
+        self.summed = False
+        self.leases: dict[int, list[tuple[int, int]]] = {}
+        """Worker -> (sequence of the answered request, buffer that the answer lends)."""
+        self.reads: dict[int, tuple[int, int]] = {}
+        """Worker -> (version, buffer) of the weights that it read last."""
+        self.lrs: tuple[float, ...] = ()
+        """The learning rates that came with the gradient that was added last."""
+        self._optimizer, self._empty, self._keeps_reads = optimizer, empty, keeps_reads
+        self._terms: list[Term] = []
+
+    @property
+    def present(self) -> Tensor:
+        """The present weights, to be read only."""
+        return self.buffers.tensors[self.current]
+
+    # ------------------------------------------------------------------ lending
+
+    def lend_present(self, worker: int, sequence: int) -> Tensor:
+        """The present weights for `worker`, with the answer to its request `sequence`."""
+        self.buffers.hold(self.current)
+        if self._keeps_reads:
+            self.buffers.hold(self.current)
+            if worker in self.reads:
+                self.buffers.release(self.reads[worker][1])
+            self.reads[worker] = self.version, self.current
+        return self.lend(worker, sequence, self.current)
+
+    def lend(self, worker: int, sequence: int, number: int) -> Tensor:
+        """Buffer `number`, which is held for it, with the answer to `worker`'s request `sequence`."""
+        self.leases.setdefault(worker, []).append((sequence, number))
+        return self.buffers.tensors[number]
+
+    def settle(self, worker: int) -> list[int]:
+        """`worker` has made another request, so it has read what it was lent: the sequences of those answers."""
+        leases = self.leases.pop(worker)
+        for _, number in leases:
+            self.buffers.release(number)
+        return [sequence for sequence, _ in leases]
+
+    def leave(self, worker: int) -> None:
+        """`worker` will read nothing more."""
+        if worker in self.leases:
+            self.settle(worker)
+        if worker in self.reads:
+            self.buffers.release(self.reads.pop(worker)[1])
+
+    def read_by(self, worker: int, version: int) -> int:
+        """The buffer with the weights of `version` that `worker` read, held once more; -1 if they are gone."""
+        found, number = self.reads.get(worker, (-1, -1))
+        if found != version:
+            number = self.current if version == self.version else -1
+        if number >= 0:
+            self.buffers.hold(number)
+        return number
+
+    # ------------------------------------------------------------------ changing
+
+    def add(self, term: Term, lrs: tuple[float, ...]) -> None:
+        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay."""
+        self._terms.append(term)
+        self.lrs = lrs
+
+    def keep_sum(self) -> None:
+        """What was added and has not been used goes into memory of its own: gradients are only lent."""
+        if not self._terms:
+            return
+        if self.total is None:
+            self.total = self._empty(self.numel, self.dtype)
+        for term in self._terms:
+            add_(self.total, term, fresh=not self.summed)
+            self.summed = True
+        self._terms = []
+
+    def update(self, divisor: float) -> None:
+        """A step of the optimizer with the sum over `divisor`; then the sum is 0."""
+        terms = self._terms
+        if self.summed:
+            assert self.total is not None, "something is in it"
+            terms = [Term(self.total, 1.0), *terms]
+        out = self._writable()
+        self.steps += 1
+        self._optimizer.step_(
+            self.present, self.buffers.tensors[out], terms, divisor, self.moments, self.steps, self.lrs
+        )
+        self._terms, self.summed = [], False
+        self._moved(out)
+
+    def mix(self, theirs: Tensor, alpha: float) -> int:
+        """θ ← θ + d, d = α (theirs - θ): the number of the buffer that has d, held."""
+        out, number = self._writable(), self.buffers.take()
+        difference = self.buffers.tensors[number]
+        difference.copy_(theirs).sub_(self.present).mul_(alpha)
+        self.buffers.tensors[out].copy_(self.present).add_(difference)
+        self._moved(out)
+        return number
+
+    def _writable(self) -> int:
+        """The present weights' own buffer if only the shard holds it, else one that nobody holds."""
+        return self.current if self.buffers.holders[self.current] == 1 else self.buffers.take()
+
+    def _moved(self, out: int) -> None:
+        if out != self.current:
+            self.buffers.release(self.current)
+            self.current = out
+        self.version += 1
+
+    # ------------------------------------------------------------------ coming back
+
+    def spare(self) -> list[Tensor]:
+        """All memory that this has taken from `empty`."""
+        return [*self.buffers.tensors, *(t for t in (*self.moments, self.total) if t is not None)]
+
+    def restore(self, held: list[Tensor], moments: Moments, total: Tensor | None, spare: list[Tensor]) -> None:
+        """Begin with these tensors, `held[0]` the present weights; `spare` is free memory. Leases come after it."""
+        self.buffers = Buffers(self.numel, self.dtype, self._empty)
+        self.buffers.adopt(held, spare)
+        self.current = 0
+        self.buffers.hold(self.current)
+        self.moments, self.total, self.summed = moments, total, total is not None
+        self._terms = []

@@ -1,0 +1,27 @@
+"""Asynchronous SGD: each gradient updates the server's parameters as it arrives; nobody waits for anybody."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, spelled
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.service import served, service
+
+
+def async_sgd(shards: int = 1, replicas: int = 0) -> Strategy:
+    """Every worker: pull the parameters, compute a gradient on them, push it; the server applies what arrives.
+
+    θ ← θ - η g(θ_{t-τ}); τ, the updates that came between, has the mean λ - 1 with λ workers of one speed. The job's
+    optimizer runs in the shards, and every gradient is a step of it: λ workers make λ steps where synchronous SGD
+    makes one. With one worker it is plain SGD, to the bit.
+
+    `shards` processes hold the parameters in parts; each part has `replicas` further copies.
+
+    Cost: a worker sends its gradient and receives the parameters in every step, one round trip.
+
+    Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (Downpour SGD with n_push =
+    n_fetch = 1 and no local step).
+    """
+    return served(
+        spelled("async_sgd", shards=shards, replicas=replicas),
+        service(on_arrival(), shards=shards, replicas=replicas),
+    )

@@ -1,0 +1,25 @@
+"""Synchronous SGD with backup workers: a step does not wait for the slowest."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, spelled
+from polytempo.server.all_but import all_but
+from polytempo.server.service import served, service
+
+
+def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Strategy:
+    """Of λ = N + b workers the first N gradients of a step count (b = `backups`); later ones are dropped.
+
+    θ ← θ - η (1/N) Σ gᵢ over the first N. No gradient that counts is stale. A worker that came late pulls and is in the
+    present step again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers.
+    With b = 0 it is synchronous SGD.
+
+    Cost: as `async_sgd`, and b workers' work in every step; a step takes as long as the Nth fastest worker.
+
+    Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016,
+    section 3. There N is fixed; here it is the number of workers at the time less b, at least 1.
+    """
+    return served(
+        spelled("backup_workers", backups=backups, shards=shards, replicas=replicas),
+        service(all_but(backups), shards=shards, replicas=replicas, deals="evenly"),
+    )

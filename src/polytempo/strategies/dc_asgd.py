@@ -1,0 +1,25 @@
+"""DC-ASGD: asynchronous SGD whose server corrects each gradient for the way the parameters have gone meanwhile."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, spelled
+from polytempo.server.modify import compensate
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.service import served, service
+
+
+def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0) -> Strategy:
+    """Every worker pulls, computes, pushes; θ ← θ - η (g + λ g⊙g⊙(θ - θ_read)), λ = `strength`, with each gradient.
+
+    The correction is about the gradient that the present θ would have given: a Taylor series to first order, with g⊙g
+    in place of the Hessian's diagonal. With strength 0 it is `async_sgd`.
+
+    Cost: as `async_sgd`; a shard keeps the parameters that each worker has read last.
+
+    Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equation 10
+    (DC-ASGD-c). Its adaptive form is left out.
+    """
+    return served(
+        spelled("dc_asgd", strength=strength, shards=shards, replicas=replicas),
+        service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),)),
+    )

@@ -1,0 +1,69 @@
+"""Downpour SGD: workers step by themselves, push what they accrue, and fetch the parameters now and then."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, spelled
+from polytempo.core.rule import UpdateRule
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.pull import pull
+from polytempo.server.push import push
+from polytempo.server.service import choice, served, service
+
+
+def downpour(
+    push_every: int = 5,
+    pull_every: int = 5,
+    shards: int = 1,
+    replicas: int = 0,
+    optimizer: str = "adagrad",
+    lr: float | None = None,
+    warm_start: int = 0,
+    overlap: bool = True,
+) -> Strategy:
+    """Every worker: w ← w - α g by itself; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
+
+    The server applies each sum as it arrives, by `optimizer`: "adagrad" (η = γ/√Σ Δw² for each parameter, the sum kept
+    in its shard and over the present gradient too), "sgd", "adam", "adamw", or "job", the job's own. `lr` is the
+    server's γ; without it, the worker's present learning rate. One worker alone takes the first `warm_start` steps.
+    With `overlap` pushes and fetches go on while the worker computes: a fetch that was asked for after one step is used
+    after the next.
+
+    Cost: a gradient each `push_every` steps and the parameters each `pull_every`; a worker keeps up to two sums.
+
+    Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
+    There the local step is plain SGD; here it is the job's own optimizer's, so give the job plain SGD. There a fetch
+    may end in the middle of a step; here it is used between two.
+    """
+    if lr is not None and not lr > 0:
+        raise ValueError(f"the server's learning rate must be above 0, got lr={lr}")
+    if lr is not None and optimizer == "job":
+        raise ValueError("the job's optimizer has its own learning rate; leave out lr, or name another optimizer")
+    rules: dict[str, UpdateRule | None] = {
+        "adagrad": UpdateRule("adagrad", lr),
+        "sgd": UpdateRule("sgd", lr),
+        "adam": UpdateRule("adam", lr),
+        "adamw": UpdateRule("adamw", lr),
+        "job": None,
+    }
+    return served(
+        spelled(
+            "downpour",
+            push_every=push_every,
+            pull_every=pull_every,
+            shards=shards,
+            replicas=replicas,
+            optimizer=optimizer,
+            lr=lr,
+            warm_start=warm_start,
+            overlap=overlap,
+        ),
+        service(
+            on_arrival(),
+            shards=shards,
+            replicas=replicas,
+            optimizer=choice("optimizer", optimizer, rules),
+            warm_start=warm_start,
+        ),
+        gradients=push(push_every, overlap=overlap, steps_locally=True),
+        parameters=pull(pull_every, overlap=overlap),
+    )

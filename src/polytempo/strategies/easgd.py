@@ -1,0 +1,36 @@
+"""Elastic averaging SGD: workers explore by themselves, each on a spring to a center at the server."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, identity, spelled
+from polytempo.core.rule import UpdateRule
+from polytempo.server.elastic import elastic
+from polytempo.server.elastic_share import elastic_share
+from polytempo.server.exchange import exchange
+from polytempo.server.service import served, service
+
+
+def easgd(
+    period: int = 4, alpha: float | None = None, beta: float = 0.9, shards: int = 1, replicas: int = 0
+) -> Strategy:
+    """Every worker steps by itself with the job's optimizer; every `period` steps it and the center draw nearer.
+
+    d = α (x - x̃); x ← x - d at the worker, x̃ ← x̃ + d at the server (x̃, the center, is the model that comes of it).
+    Without `alpha` α = β/λ with λ workers. A job with Nesterov momentum makes it EAMSGD, the paper's momentum form.
+
+    Cost: the parameters there and a difference back, every τ = `period` steps. The worker waits for them.
+
+    Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, algorithms 1
+    and 2. There a gradient of before the exchange is applied after it; here a worker steps first and exchanges then.
+    """
+    return served(
+        spelled("easgd", period=period, alpha=alpha, beta=beta, shards=shards, replicas=replicas),
+        service(
+            elastic_share(beta) if alpha is None else elastic(alpha),
+            shards=shards,
+            replicas=replicas,
+            optimizer=UpdateRule("sgd"),  # it never steps: the center moves by d only
+        ),
+        gradients=identity(),
+        parameters=exchange(period),
+    )

@@ -1,0 +1,223 @@
+"""`Mailbox`: one node's mail over ZeroMQ.
+
+node 3   DEALER ──┐                       Every node binds one ROUTER, where its mail arrives, and connects a
+node 5   DEALER ──┴▶ ROUTER   node 0      DEALER to each node that it writes to. The DEALER's routing id is
+node 0   DEALER ───▶ ROUTER   node 3      the sender's number.
+
+Who may write: on `ipc://` whoever may enter the folder, which must be this user's alone; on `tcp://` whoever has the
+run's keys (CURVE; the number of a connection's messages makes a replayed or spliced one fail). Without keys only
+loopback addresses are allowed: any user of the host can write there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from polytempo.server.message import Message
+from polytempo.wire.address import checked
+from polytempo.wire.frames import Frame, Limits, Malformed, References, decode, encode
+from polytempo.wire.guard import Guard
+from polytempo.wire.keys import Keys
+
+_NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
+_LENT_BYTES = 65536
+"""Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 30_000
+_RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
+
+
+@dataclass
+class Counts:
+    """What a mailbox has seen."""
+
+    posted: int = 0
+    taken: int = 0
+    dropped: int = 0
+    """Not sent: the line to the node was full, or no address of it is known."""
+    malformed: int = 0
+    """Arrived and refused: no message, or from nobody."""
+    refused: int = 0
+    """Connections refused: no keys, wrong keys, not ZeroMQ at all."""
+
+
+@dataclass
+class _Peer:
+    socket: zmq.Socket[bytes]
+    references: References | None
+    lent: deque[zmq.MessageTracker] = field(default_factory=deque)
+
+
+class Mailbox:
+    """The mail of node `node`, arriving at `address`: `ipc:///folder/name`, or `tcp://127.0.0.1:*` (any free port).
+
+    `references`: memory shared on this host; tensors in it travel as references over `ipc://`. `high_water` bounds
+    messages under way to each node and from it, `num_nodes` the senders' numbers. Make it after forking, and use it in
+    one thread.
+    Errors: ValueError for an address that is open to others than the keys' owners.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        address: str,
+        keys: Keys | None = None,
+        limits: Limits | None = None,
+        *,
+        references: References | None = None,
+        high_water: int = 256,
+        num_nodes: int = 1 << 16,
+    ) -> None:
+        self.node, self.limits = node, limits or Limits()
+        self._counts = Counts()
+        self._keys, self._references = keys, references
+        self._high_water, self._num_nodes = high_water, num_nodes
+        self._local = checked(address, keys is not None)
+        self._peers: dict[int, _Peer] = {}
+        self._context = zmq.Context()
+        self._guard: Guard | None = None
+        self._file: Path | None = None
+        self._router = self._socket(zmq.ROUTER, address)
+        try:
+            if not self._local:
+                self._guard = Guard(self._context, self._router, keys)
+            self._router.router_handover = True  # a node that is started anew takes the place of its former life
+            if keys is not None:
+                self._router.curve_server = True
+                self._router.curve_secretkey = keys.server_secret
+            self._router.bind(address)
+            if self._local:
+                self._file = Path(address.removeprefix("ipc://"))
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._router.get_string(zmq.LAST_ENDPOINT)
+        """Where others connect to."""
+
+    def connect(self, node: int, address: str) -> None:
+        """Say where `node` is. Connects at once; a node that is there already gets the new address."""
+        local = checked(address, self._keys is not None)
+        self.forget(node)
+        socket = self._socket(zmq.DEALER, address)
+        socket.routing_id = str(self.node).encode()
+        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.server_public
+            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+        socket.connect(address)
+        self._peers[node] = _Peer(socket, self._references if local else None)
+
+    def forget(self, node: int) -> None:
+        """Close the line to `node`, with all that has not left."""
+        peer = self._peers.pop(node, None)
+        if peer is not None:
+            peer.socket.close(0)
+
+    def post(self, to: int, message: Message) -> bool:
+        """Send without waiting. False: the line is full or unknown, and the message dropped; ask again later.
+
+        Large tensors are lent, not copied: see `encode` for how long they must stay unchanged. Their memory is kept
+        until ZeroMQ has let go of it, whoever else forgets it.
+        """
+        peer = self._peers.get(to)
+        if peer is None:
+            self._counts.dropped += 1
+            return False
+        frames = encode(message, peer.references)
+        lent = any(len(frame) >= _LENT_BYTES for frame in frames)
+        try:
+            tracker = peer.socket.send_multipart(frames, zmq.NOBLOCK, copy=not lent, track=lent)
+        except zmq.Again:
+            self._counts.dropped += 1
+            return False
+        while peer.lent and peer.lent[0].done:
+            peer.lent.popleft()
+        if tracker is not None:
+            peer.lent.append(tracker)
+        self._counts.posted += 1
+        return True
+
+    def settle(self, wait_s: float) -> bool:
+        """Wait until all large tensors that were posted have left; False if some have not after `wait_s`."""
+        until_s = time.monotonic() + wait_s
+        for peer in self._peers.values():
+            for tracker in peer.lent:
+                try:
+                    tracker.wait(max(0.0, until_s - time.monotonic()))
+                except zmq.NotDone:
+                    return False
+        return True
+
+    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
+        """The next (source, message); None if none comes within `wait_s` (None: however long that takes)."""
+        until_s = math.inf if wait_s is None else time.monotonic() + wait_s
+        while True:
+            parts = self._parts()
+            mail = None if parts is None else self._opened(parts)
+            if mail is not None:
+                self._counts.taken += 1
+                return mail
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            if parts is None:
+                self._router.poll(None if left_s == math.inf else math.ceil(1e3 * left_s))
+
+    def _parts(self) -> list[Frame] | None:
+        """The next message's parts, the first being the sender's number; of too many only as many as show it."""
+        try:
+            part = self._router.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        parts: list[Frame] = [part.buffer]
+        while part.more:
+            part = self._router.recv(copy=False)
+            if len(parts) <= self.limits.num_frames + 1:
+                parts.append(part.buffer)
+        return parts
+
+    def _opened(self, parts: list[Frame]) -> tuple[int, Message] | None:
+        sender = bytes(parts[0])
+        if _NUMBER.fullmatch(sender) and (source := int(sender)) < self._num_nodes:
+            with suppress(Malformed):
+                return source, decode(parts[1:], self.limits, self._references if self._local else None)
+        self._counts.malformed += 1
+        return None
+
+    @property
+    def counts(self) -> Counts:
+        """What has happened so far."""
+        self._counts.refused = self._guard.refused if self._guard else 0
+        return self._counts
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Take down everything. What was posted and has not left is given `linger_s`, then dropped."""
+        if self._context.closed:
+            return
+        self._router.disable_monitor()
+        self._router.close(0)
+        for peer in self._peers.values():
+            peer.socket.close(round(1e3 * linger_s))
+        self._peers.clear()
+        self._context.term()
+        if self._file is not None:  # ZeroMQ leaves it
+            self._file.unlink(missing_ok=True)
+        if self._guard is not None:
+            self._guard.join()
+
+    def _socket(self, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = self._high_water
+        socket.maxmsgsize = self.limits.total_bytes
+        socket.ipv6 = "[" in address
+        if not address.startswith("ipc:"):
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        return socket

@@ -1,0 +1,421 @@
+"""Dealing: every ticket is done once, whoever is lost; one owner at a time; one score a stretch; nobody is stuck."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polytempo.server.dealer import Dealer
+from polytempo.server.message import Deal
+
+Deals = Literal["freely", "evenly"]
+
+
+class Crowd:
+    """Workers who do as they are told, and a note of all that they were told."""
+
+    def __init__(self, dealer: Dealer, workers: Sequence[int] = ()) -> None:
+        self.dealer = dealer
+        self.lives: dict[int, int] = {}
+        self.asked: dict[tuple[int, int], int] = {}
+        self.held: dict[int, list[int]] = {}
+        self.told: list[tuple[int, str]] = []
+        self.waiting: set[int] = set()
+        self.done: list[int] = []
+        self.once_dealt: set[int] = set()
+        self.scoring: int | None = None
+        self.scores: list[int] = []
+        for worker in workers:
+            self.join(worker)
+
+    def join(self, worker: int) -> None:
+        self.lives[worker] = self.lives.get(worker, 0) + 1
+        self.held[worker] = []
+        assert self.dealer.join(worker, self.lives[worker])
+
+    def lose(self, worker: int) -> None:
+        self.dealer.lose(worker)
+        del self.held[worker]
+        self.waiting.discard(worker)
+        if self.scoring == worker:
+            self.scoring = None
+        self.hear()
+
+    def ask(self, worker: int, pushes: int = 0) -> str | None:
+        """Ask, having pushed the `pushes` oldest tickets held. What it was told, "evaluate", "train 3", "again 3" …"""
+        done, self.held[worker] = self.held[worker][:pushes], self.held[worker][pushes:]
+        self.done += done
+        if self.scoring == worker:
+            self.scoring = None
+            self.scores.append(len(self.done))
+        life = (worker, self.lives[worker])
+        self.asked[life] = self.asked.get(life, 0) + 1
+        self.waiting.add(worker)
+        deal = self.dealer.ask(*life, self.asked[life], done)
+        if deal is not None:
+            self.take(deal)
+        answer = self.told[-1][1] if deal is not None else None
+        self.hear()
+        return answer
+
+    def hear(self) -> None:
+        for deal in self.dealer.due():
+            self.take(deal)
+
+    def take(self, deal: Deal) -> None:
+        worker = deal.worker
+        assert (deal.incarnation, deal.sequence) == (self.lives[worker], self.asked[worker, self.lives[worker]])
+        self.waiting.remove(worker)
+        words = deal.order
+        if deal.order == "train":
+            (ticket,) = deal.tickets
+            owners = [other for other, held in self.held.items() if ticket.number in held]
+            assert not owners, f"ticket {ticket.number} has an owner, {owners[0]}, and was dealt to {worker}"
+            assert ticket.number not in self.done, f"ticket {ticket.number} is done, and was dealt"
+            assert ticket.again or ticket.number not in self.once_dealt
+            assert (ticket.epoch, ticket.batch) == divmod(ticket.number, self.dealer.batches_per_epoch)
+            assert self.scoring is None, "somebody trains while another scores"
+            self.held[worker].append(ticket.number)
+            self.once_dealt.add(ticket.number)
+            words = f"again {ticket.number}" if ticket.again else f"train {ticket.number}"
+        if deal.order == "evaluate":
+            assert not any(self.held.values()), "scored before all was pushed"
+            assert self.scoring is None
+            self.scoring = worker
+        self.told.append((worker, words))
+
+
+def free(batches: int, tickets: int, workers: int, **settings: int | bool | None) -> Crowd:
+    return Crowd(Dealer(batches, tickets, "freely", workers, **settings), range(workers))  # type: ignore[arg-type]
+
+
+def even(batches: int, tickets: int, workers: int, **settings: int | bool | None) -> Crowd:
+    return Crowd(Dealer(batches, tickets, "evenly", workers, **settings), range(workers))  # type: ignore[arg-type]
+
+
+# ---- stories ----
+
+
+def test_two_free_workers_and_an_epoch_of_three() -> None:
+    crowd = free(3, 6, 2, tickets_between_scores=1)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "train 1", "train 2"]
+    assert crowd.ask(1, 1) is None, "nothing is left, and worker 0 is not ready"
+    assert crowd.ask(0, 1) == "evaluate"
+    assert crowd.ask(0) == "train 3"
+    assert crowd.told[-1] == (1, "train 4"), "who waited is told without asking again"
+    assert crowd.ask(0, 1) == "train 5"
+    assert crowd.ask(1, 1) is None
+    assert crowd.ask(0, 1) == "evaluate"
+    assert crowd.ask(0) == "finish"
+    assert crowd.told[-1] == (1, "finish")
+    assert crowd.dealer.finished
+
+
+def test_evenly_each_place_has_its_own_batches() -> None:
+    crowd = even(6, 6, 3)
+    assert [crowd.ask(2), crowd.ask(2, 1), crowd.ask(2, 1)] == ["train 2", "train 5", None]
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1), crowd.ask(0, 1)] == [
+        "train 0",
+        "train 1",
+        "train 4",
+        "train 3",
+    ]
+    assert [crowd.ask(1, 1), crowd.dealer.resting, crowd.ask(0, 1)] == [None, (), "evaluate"]
+
+
+def test_who_prefetches_holds_two_and_is_then_told_to_push() -> None:
+    crowd = free(8, 8, 1)
+    assert [crowd.ask(0), crowd.ask(0), crowd.ask(0)] == ["train 0", "train 1", "wait"]
+    assert crowd.ask(0, 2) == "train 2"
+    patient = free(8, 8, 1, most_held=4)
+    assert [patient.ask(0) for _ in range(5)] == ["train 0", "train 1", "train 2", "train 3", "wait"]
+
+
+def test_at_the_end_of_an_epoch_accrued_gradients_are_pushed() -> None:
+    """Push every five, an epoch of three: without "wait" the epoch would never end."""
+    crowd = free(3, 3, 1, most_held=7)
+    assert [crowd.ask(0), crowd.ask(0), crowd.ask(0), crowd.ask(0)] == ["train 0", "train 1", "train 2", "wait"]
+    assert [crowd.ask(0, 3), crowd.ask(0)] == ["evaluate", "finish"]
+
+
+def test_tickets_of_the_lost_come_again_and_before_all_others() -> None:
+    crowd = free(9, 9, 2, most_held=3)
+    assert [crowd.ask(1), crowd.ask(1), crowd.ask(0)] == ["train 0", "train 1", "train 2"]
+    crowd.lose(1)
+    assert [crowd.ask(0, 1), crowd.ask(0, 1), crowd.ask(0, 1)] == ["again 0", "again 1", "train 3"]
+
+
+def test_who_waits_is_dealt_what_another_loses() -> None:
+    crowd = free(2, 2, 2)
+    assert [crowd.ask(1), crowd.ask(0), crowd.ask(0, 1)] == ["train 0", "train 1", None]
+    crowd.lose(1)
+    assert crowd.told[-1] == (0, "again 0")
+    assert [crowd.ask(0, 1), crowd.ask(0)] == ["evaluate", "finish"]
+
+
+def test_evenly_the_others_serve_an_empty_place_and_then_rest() -> None:
+    crowd = even(8, 8, 4)
+    assert [crowd.ask(worker) for worker in range(4)] == ["train 0", "train 1", "train 2", "train 3"]
+    crowd.lose(3)
+    assert [crowd.ask(0, 1), crowd.ask(1, 1), crowd.ask(2, 1)] == ["again 3", "train 5", "train 6"]
+    assert [crowd.ask(1, 1), crowd.ask(0, 1), crowd.ask(2, 1)] == ["again 7", "train 4", None]
+    assert crowd.dealer.resting == (2,), "no rule may wait for a push of worker 2"
+    assert [crowd.ask(0, 1), crowd.dealer.resting] == [None, (0, 2)]
+    crowd.ask(1, 1)
+    assert crowd.told[-1] == (0, "evaluate")
+    assert crowd.dealer.resting == ()
+
+
+def test_a_worker_that_comes_back_has_its_place_again() -> None:
+    crowd = even(9, 9, 3)
+    crowd.lose(1)  # it never came
+    assert [crowd.ask(0), crowd.ask(0, 1)] == ["train 0", "again 1"]
+    crowd.join(1)
+    assert [crowd.ask(1), crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 4", "train 3", "train 7"]
+
+
+def test_a_worker_without_a_place_inherits_one() -> None:
+    crowd = even(6, 6, 2)
+    crowd.join(5)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(5), crowd.dealer.resting] == ["train 0", "train 1", None, (5,)]
+    crowd.lose(0)
+    assert crowd.told[-1] == (5, "again 0")
+    assert [crowd.ask(5, 1), crowd.ask(1, 1), crowd.dealer.resting] == ["train 2", "train 3", ()]
+
+
+def test_another_scores_where_the_first_is_lost() -> None:
+    crowd = free(1, 1, 3)
+    assert [crowd.ask(0), crowd.ask(2), crowd.ask(1)] == ["train 0", None, None]
+    assert crowd.ask(0, 1) == "evaluate"
+    crowd.lose(0)
+    assert crowd.told[-1] == (1, "evaluate")
+    crowd.lose(1)
+    assert crowd.told[-1] == (2, "evaluate")
+    assert crowd.ask(2) == "finish"
+
+
+def test_one_that_is_about_to_start_holds_up_no_score() -> None:
+    crowd = free(1, 1, 2)
+    assert [crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "evaluate"]
+
+
+def test_short_epochs_share_a_score() -> None:
+    """Two workers: a score after at least eight tickets, at the end of an epoch; and at the end of the run."""
+    crowd = free(3, 15, 2)
+    told = [crowd.ask(0)]
+    while told[-1] != "finish":
+        told.append(crowd.ask(0, 1 if str(told[-1]).startswith("train") else 0))
+    assert [at for at, words in enumerate(told) if words == "evaluate"] == [9, 16]
+    assert crowd.dealer.epoch == 5
+
+
+def test_a_run_without_scores_never_stops_between() -> None:
+    crowd = free(2, 6, 2, evaluates=False)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1), crowd.ask(1, 1)] == [f"train {n}" for n in range(4)]
+    assert [crowd.ask(0, 1), crowd.ask(1, 1), crowd.ask(0, 1)] == ["train 4", "train 5", None]
+    assert crowd.ask(1, 1) == "finish"
+    assert crowd.told[-1] == (0, "finish")
+
+
+def test_in_a_warm_start_one_works_alone() -> None:
+    crowd = free(8, 8, 3, warm_start=2)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(2), crowd.ask(0, 1)] == ["train 0", None, None, "train 1"]
+    crowd.lose(0)
+    assert crowd.told[-1] == (1, "again 1"), "the next one goes on alone"
+    assert crowd.ask(1, 1) == "train 2"
+    assert crowd.told[-1] == (2, "train 3"), "warm"
+
+
+def test_repeats_get_the_same_answer_and_what_is_out_of_date_none() -> None:
+    dealer = Dealer(9, 9, "freely", 2)
+    assert dealer.ask(0, 1, 1, ()) is None, "a stranger"
+    assert dealer.join(0, 1)
+    first = dealer.ask(0, 1, 1, ())
+    assert first is not None
+    assert dealer.ask(0, 1, 1, ()) is first
+    second = dealer.ask(0, 1, 2, (0,))
+    assert dealer.ask(0, 1, 1, ()) is None, "older"
+    assert dealer.ask(0, 1, 2, (0,)) is second
+    assert dealer.join(0, 2), "a new life: the old one is lost"
+    assert dealer.ask(0, 1, 3, (1,)) is None
+    assert not dealer.join(0, 1), "that life is over"
+    again = dealer.ask(0, 2, 1, (1,))
+    assert again is not None
+    assert again.tickets[0].again
+    assert dealer.done == ((0, 0),), "ticket 1 was pushed by nobody who held it"
+
+
+def test_stop_tells_everybody_to_finish() -> None:
+    crowd = free(2, 20, 2, tickets_between_scores=1)
+    assert [crowd.ask(1), crowd.ask(0), crowd.ask(1, 1), crowd.ask(0, 1)] == ["train 0", "train 1", None, "evaluate"]
+    crowd.dealer.stop()
+    crowd.hear()
+    assert crowd.told[-1] == (1, "finish")
+    assert [crowd.ask(0), crowd.dealer.finished] == ["finish", True]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Dealer(7, 14, "evenly", 2), "7 batches an epoch and 14 in all"),
+        (lambda: Dealer(8, 13, "evenly", 2), "8 batches an epoch and 13 in all"),
+        (lambda: Dealer(8, 16, "evenly", 2, warm_start=1), "warm_start=1; deal freely"),
+        (lambda: Dealer(0, 16, "freely", 2), "batches_per_epoch=0"),
+        (lambda: Dealer(8, 16, "freely", 2, most_held=0), "most_held=0"),
+    ],
+)
+def test_impossible_dealers_are_refused(make: Callable[[], Dealer], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+# ---- full restarts ----
+
+
+def test_after_a_restart_what_was_dealt_comes_again() -> None:
+    crowd = free(4, 12, 2, tickets_between_scores=1)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(0, 1)] == ["train 0", "train 1", "train 2"]
+    dealer = Dealer(4, 12, "freely", 3, tickets_between_scores=1)
+    dealer.load(crowd.dealer.dump())
+    later = Crowd(dealer, range(3))
+    later.done = [0]
+    assert [later.ask(2), later.ask(0), later.ask(1)] == ["again 1", "again 2", "train 3"]
+
+
+def test_a_restart_goes_back_to_what_every_shard_has() -> None:
+    """Shard 0's snapshot lacks ticket 3; shard 1's has 6, of which the coordinator had not heard."""
+    crowd = free(4, 12, 1, tickets_between_scores=1, most_held=9)
+    told = [crowd.ask(0, pushes) for pushes in (0, 1, 1, 1, 1, 0, 1)]
+    assert told == ["train 0", "train 1", "train 2", "train 3", "evaluate", "train 4", "train 5"]
+    dealer = Dealer(4, 12, "freely", 1, tickets_between_scores=1)
+    dealer.load(crowd.dealer.dump(), applied=[((0, 2), (4, 4)), ((0, 4), (6, 6))])
+    later = Crowd(dealer, [0])
+    later.done = [0, 1, 2, 4]
+    assert [later.ask(0), later.ask(0, 1)] == ["again 3", "evaluate"], "that score was of weights that are lost"
+    assert [later.ask(0), later.ask(0, 1), later.ask(0, 1)] == ["again 5", "again 6", "train 7"]
+
+
+def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
+    crowd = free(4, 6, 1, tickets_between_scores=1)
+    while crowd.told[-1:] != [(0, "finish")]:
+        crowd.ask(0, len(crowd.held[0]))
+    same, longer = Dealer(4, 6, "freely", 1), Dealer(4, 8, "freely", 1)
+    same.load(crowd.dealer.dump())
+    longer.load(crowd.dealer.dump())
+    assert (same.finished, longer.finished) == (True, False)
+    assert Crowd(longer, [0]).ask(0) == "train 6"
+
+
+def test_only_a_dealers_own_state_is_loaded() -> None:
+    with pytest.raises(ValueError, match="no dealer's state"):
+        Dealer(4, 8, "freely", 1).load(b"\x93nonsense")
+    with pytest.raises(ValueError, match="4 batches an epoch, this one 5"):
+        Dealer(5, 10, "freely", 1).load(Dealer(4, 8, "freely", 1).dump())
+
+
+# ---- any order of events ----
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    deals=st.sampled_from(["freely", "evenly"]),
+    workers=st.integers(1, 4),
+    steps=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+    between=st.sampled_from([None, 1]),
+    restarts=st.booleans(),
+)
+def test_every_ticket_is_done_once_whatever_happens(
+    seed: int, deals: Deals, workers: int, steps: int, epochs: int, between: int | None, restarts: bool
+) -> None:
+    rng = random.Random(seed)
+    batches = steps * workers
+    tickets = batches * epochs
+    warm = 0 if deals == "evenly" else rng.randrange(4)
+
+    def make() -> Dealer:
+        return Dealer(
+            batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5), tickets_between_scores=between
+        )
+
+    crowd = Crowd(make(), range(workers))
+    for _ in range(rng.randrange(120)):
+        disturb(crowd, rng, workers + 2)
+        if restarts and rng.random() < 0.02:
+            crowd = restarted(crowd, make())
+    for worker in {*range(workers)} - crowd.held.keys():  # a place whose worker never comes is lost
+        crowd.dealer.lose(worker)
+    if not crowd.held:
+        crowd.join(7)
+    bring_to_its_end(crowd, rng)
+    assert sorted(crowd.done) == list(range(tickets))
+    assert crowd.dealer.done == ((0, tickets - 1),)
+    stretch = batches if between else -(-4 * workers // batches) * batches
+    assert crowd.scores == [*range(stretch, tickets, stretch), tickets]
+
+
+def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
+    """One random event."""
+    worker, event = rng.randrange(most_workers), rng.random()
+    if worker not in crowd.held:
+        crowd.join(worker)
+    elif event < 0.15:
+        crowd.lose(worker)
+    elif worker in crowd.waiting and event < 0.5:
+        life = worker, crowd.lives[worker]
+        assert crowd.dealer.ask(*life, crowd.asked[life], ()) is None, "a repeat has no other answer than `due`"
+        assert crowd.dealer.ask(worker, life[1] - 1, crowd.asked[life] + 1, range(99)) is None
+    elif worker not in crowd.waiting:
+        crowd.ask(worker, rng.randint(0, len(crowd.held[worker])))
+
+
+def restarted(crowd: Crowd, dealer: Dealer) -> Crowd:
+    """Everybody is lost, the coordinator too."""
+    dealer.load(crowd.dealer.dump())
+    later = Crowd(dealer)
+    later.lives, later.done, later.scores = crowd.lives, crowd.done, crowd.scores
+    return later
+
+
+def bring_to_its_end(crowd: Crowd, rng: random.Random) -> None:
+    for _ in range(1000):
+        if crowd.dealer.finished:
+            return
+        free_workers = sorted(crowd.held.keys() - crowd.waiting)
+        assert free_workers, "all wait, and nobody for anything"
+        worker = rng.choice(free_workers)
+        crowd.ask(worker, len(crowd.held[worker]))
+    raise AssertionError("no end")
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), workers=st.integers(2, 4), steps=st.integers(1, 5))
+def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: int, workers: int, steps: int) -> None:
+    """Hardsync in small: pushes are answered once every member that does not rest has one waiting."""
+    rng = random.Random(seed)
+    crowd = Crowd(Dealer(workers * steps, workers * steps * 2, "evenly", workers), range(workers))
+    pushed: set[int] = set()
+    for _ in range(1000):
+        if crowd.dealer.finished:
+            break
+        if len(crowd.held) > 1 and rng.random() < 0.03:
+            lost = rng.choice(sorted(crowd.held))
+            crowd.lose(lost)
+            pushed.discard(lost)
+        if pushed and pushed >= crowd.held.keys() - set(crowd.dealer.resting):
+            for worker in sorted(pushed):
+                crowd.ask(worker, len(crowd.held[worker]))
+            pushed = set()
+            continue
+        worker = rng.choice(sorted(crowd.held.keys() - crowd.waiting - pushed))  # an empty choice is a deadlock
+        if crowd.held[worker]:
+            pushed.add(worker)
+        else:
+            crowd.ask(worker)
+    assert crowd.dealer.finished

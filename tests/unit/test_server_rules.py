@@ -1,0 +1,415 @@
+"""Rules of the parameter server as tables: what arrives, and what the rule says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Staleness, Update
+from polytempo.server.covered import covered
+from polytempo.server.elastic import elastic
+from polytempo.server.first import first
+from polytempo.server.hardsync import hardsync
+from polytempo.server.modify import clip, compensate
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.softsync import softsync
+from polytempo.server.staleness import constant, cutoff, exponential, inverse, power
+from polytempo.server.within import within
+
+Line = tuple[Arrival, list[Action]]
+
+
+def push(worker: int, clock: int = 1, basis: int = 0, samples: int = 1) -> Arrival:
+    return Arrival("push", worker, clock, basis, samples)
+
+
+def pull(worker: int, clock: int = 0) -> Arrival:
+    return Arrival("pull", worker, clock)
+
+
+def joined(worker: int) -> Arrival:
+    return Arrival("joined", worker)
+
+
+def left(worker: int) -> Arrival:
+    return Arrival("left", worker)
+
+
+def holds(rule: Rule, members: int, table: list[Line]) -> None:
+    """The rule says what the table says; workers 0 … members-1 joined before."""
+    state, version, present = rule.init(), 0, set(range(members))
+    for worker in range(members):
+        state, actions = rule.receive(state, joined(worker), Situation(0, tuple(range(worker + 1))))
+        assert actions == []
+    for number, (arrival, expected) in enumerate(table):
+        if arrival.kind == "joined":
+            present.add(arrival.worker)
+        if arrival.kind == "left":
+            present.discard(arrival.worker)
+        state, actions = rule.receive(state, arrival, Situation(version, tuple(sorted(present))))
+        assert actions == expected, f"line {number}: {arrival}"
+        version += sum(isinstance(action, Update) for action in actions)
+
+
+def mean_of(*workers: int) -> list[Action]:
+    return [*(Add(worker) for worker in workers), Update(float(len(workers)))]
+
+
+def answers(*workers: int) -> list[Action]:
+    return [Answer(worker) for worker in workers]
+
+
+def test_on_arrival_every_gradient_is_an_update() -> None:
+    holds(
+        on_arrival(scale=inverse),
+        2,
+        [
+            (pull(0), answers(0)),
+            (pull(1), answers(1)),
+            (push(1, basis=0), [Add(1, 1.0), Update(), Answer(1)]),
+            (push(1, 2, basis=1), [Add(1, 1.0), Update(), Answer(1)]),
+            (push(0, basis=0), [Add(0, 0.5), Update(), Answer(0)]),
+            (left(0), []),
+            (left(1), []),
+            (joined(0), []),
+            (push(0, basis=0), [Add(0, 1 / 3), Update(), Answer(0)]),
+        ],
+    )
+
+
+def test_what_counts_nothing_is_dropped_and_makes_no_update() -> None:
+    holds(
+        on_arrival(scale=cutoff(1)),
+        1,
+        [
+            (push(0, basis=0), [Add(0), Update(), Answer(0)]),
+            (push(0, basis=0), [Add(0), Update(), Answer(0)]),
+            (push(0, basis=0), [Drop(0, "stale"), Answer(0)]),
+        ],
+    )
+
+
+def test_hardsync_adds_in_the_order_of_workers() -> None:
+    holds(
+        hardsync(),
+        3,
+        [
+            (pull(2), answers(2)),
+            (push(2), []),
+            (pull(2, 1), []),
+            (push(0), []),
+            (push(1), [*mean_of(0, 1, 2), *answers(0, 1, 2)]),
+            (pull(0, 1), answers(0)),
+        ],
+    )
+
+
+def test_hardsync_keeps_a_second_push_for_the_next_step() -> None:
+    holds(
+        hardsync(),
+        2,
+        [
+            (push(0, 1), []),
+            (push(0, 2), []),
+            (push(1, 1), [*mean_of(0, 1), *answers(0, 1)]),
+            (pull(0, 2), []),
+            (push(1, 2, basis=1), [*mean_of(0, 1), *answers(0, 1)]),
+        ],
+    )
+
+
+def test_hardsync_when_workers_come_and_go() -> None:
+    holds(
+        hardsync(),
+        3,
+        [
+            (push(0), []),
+            (joined(3), []),  # amid a step: it counts from the next one
+            (pull(3), []),
+            (push(1), []),
+            (left(2), [*mean_of(0, 1), *answers(0, 1, 3)]),  # the last one missing is gone
+            (joined(2), []),  # between two steps: it counts at once
+            (pull(2), answers(2)),
+            (push(0, 2, 1), []),
+            (push(1, 2, 1), []),
+            (push(3, 1, 1), []),
+            (push(2, 1, 1), [*mean_of(0, 1, 2, 3), *answers(0, 1, 2, 3)]),
+        ],
+    )
+
+
+def test_hardsync_when_all_who_had_pushed_leave() -> None:
+    holds(
+        hardsync(),
+        2,
+        [
+            (push(0), []),
+            (joined(2), []),
+            (pull(2), []),
+            (left(0), answers(2)),  # no step is under way any more, so 2 belongs to this one
+            (push(1), []),
+            (push(2), [*mean_of(1, 2), *answers(1, 2)]),
+            (push(1, 2, 1), []),
+            (left(1), []),
+            (left(2), []),
+            (joined(0), []),
+            (joined(0), []),
+            (push(0, 1, 1), [*mean_of(0), *answers(0)]),
+        ],
+    )
+
+
+def test_hardsync_when_everybody_left_is_ahead() -> None:
+    """Leaving may complete more than one step."""
+    holds(
+        hardsync(),
+        2,
+        [
+            (push(0, 1), []),
+            (push(0, 2), []),
+            (left(1), [*mean_of(0), *answers(0), *mean_of(0), *answers(0)]),
+        ],
+    )
+
+
+def test_softsync_updates_with_every_c_gradients_whoever_they_are_from() -> None:
+    holds(
+        softsync(2, scale=inverse),
+        5,  # c = 5 // 2
+        [
+            (push(0), [Add(0, 1.0), Answer(0)]),
+            (pull(0, 1), answers(0)),
+            (push(0, 2), [Add(0, 1.0), Update(2.0), Answer(0)]),
+            (push(1), [Add(1, 1.0), Answer(1)]),
+            (push(2), [Add(2, 1.0), Update(2.0), Answer(2)]),
+            (push(3), [Add(3, 0.5), Answer(3)]),
+            (push(4, basis=2), [Add(4, 1.0), Update(2.0), Answer(4)]),
+        ],
+    )
+
+
+def test_softsync_loses_nothing_when_c_shrinks() -> None:
+    holds(
+        softsync(1),
+        3,
+        [
+            (push(0), [Add(0), Answer(0)]),
+            (push(1), [Add(1), Answer(1)]),
+            (left(2), [Update(2.0)]),
+            (push(0, 2, 1), [Add(0), Answer(0)]),
+            (left(0), [Update(1.0)]),
+            (left(1), []),
+            (joined(1), []),
+            (push(1, 2, 2), [Add(1), Update(1.0), Answer(1)]),
+        ],
+    )
+
+
+def test_softsync_with_a_fixed_number_of_workers() -> None:
+    holds(
+        softsync(1, workers=2),
+        1,
+        [
+            (push(0), [Add(0), Answer(0)]),
+            (push(0), [Add(0), Update(2.0), Answer(0)]),
+            (push(0), [Add(0), Answer(0)]),
+            (left(0), [Update(1.0)]),  # nobody is there to complete it
+        ],
+    )
+
+
+def test_first_drops_who_comes_late_and_takes_it_back_at_once() -> None:
+    holds(
+        first(2),
+        3,
+        [
+            (push(2, 7), []),
+            (push(0, 7), [*mean_of(0, 2), *answers(0, 2)]),
+            (push(1, 7, basis=0), [Drop(1, "late"), Answer(1)]),
+            (pull(1, 7), answers(1)),
+            (push(1, 8, basis=1), []),
+            (push(2, 8, basis=1), [*mean_of(1, 2), *answers(1, 2)]),
+        ],
+    )
+
+
+def test_first_with_fewer_members_waits_for_all() -> None:
+    holds(
+        first(3),
+        3,
+        [
+            (push(0), []),
+            (left(1), []),
+            (push(2), [*mean_of(0, 2), *answers(0, 2)]),
+            (left(2), []),
+            (push(0, 2, 1), [*mean_of(0), *answers(0)]),
+        ],
+    )
+
+
+def test_within_answers_a_pull_once_the_slowest_is_near_enough() -> None:
+    one = [Update(), Answer(0)]
+    holds(
+        within(1),
+        2,
+        [
+            (pull(0, 0), answers(0)),
+            (pull(1, 0), answers(1)),
+            (push(0, 1), [Add(0), *one]),
+            (pull(0, 1), answers(0)),  # one ahead
+            (push(0, 2, 1), [Add(0), *one]),
+            (pull(0, 2), []),  # two ahead
+            (push(1, 1), [Add(1), Update(), Answer(1), Answer(0)]),
+            (push(0, 3, 3), [Add(0), *one]),
+            (pull(0, 3), []),
+            (left(1), answers(0)),
+        ],
+    )
+
+
+def test_within_no_answer_overtakes_a_pull_that_waits() -> None:
+    holds(
+        within(0),
+        2,
+        [
+            (push(0, 1), [Add(0), Update(), Answer(0)]),
+            (pull(0, 1), []),
+            (
+                push(0, 2),
+                [Add(0), Update()],
+            ),  # computed on older weights meanwhile; its answer stands behind the pull's
+            (push(1, 1), [Add(1), Update(), Answer(1), Answer(0)]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("begins", [0, 5, 1_000])
+def test_within_who_joins_stands_where_the_slowest_stands_whatever_it_counts(begins: int) -> None:
+    holds(
+        within(1),
+        1,
+        [
+            *((push(0, clock, clock - 1), [Add(0), Update(), Answer(0)]) for clock in range(1, 6)),
+            (joined(1), []),
+            (pull(1, begins), answers(1)),
+            (push(0, 6, 5), [Add(0), Update(), Answer(0)]),
+            (pull(0, 6), answers(0)),
+            (push(0, 7, 6), [Add(0), Update(), Answer(0)]),
+            (pull(0, 7), []),  # worker 1 stands at 5
+            (push(1, begins + 1, 5), [Add(1), Update(), Answer(1), Answer(0)]),
+            (left(1), []),
+            (joined(1), []),  # comes back
+            (pull(1, begins), answers(1)),
+        ],
+    )
+
+
+def test_elastic_mixes() -> None:
+    holds(
+        elastic(0.25),
+        2,
+        [
+            (pull(1), answers(1)),
+            (push(0), [Mix(0, 0.25), Answer(0)]),
+            (left(0), []),
+            (joined(0), []),
+        ],
+    )
+
+
+def test_covered_counts_samples_whoever_computed_them() -> None:
+    """Worker 1 is slow and does 2 of its 8 samples; worker 0 does its own 8, then 6 of worker 1's."""
+    holds(
+        covered(16),
+        2,
+        [
+            (push(0, 1, samples=8), []),
+            (pull(0, 1), []),
+            (push(1, 1, samples=2), []),
+            (push(0, 1, samples=6), [Add(0, 8.0), Add(0, 6.0), Add(1, 2.0), Update(16.0), Answer(0), Answer(1)]),
+            (push(1, 2, 1, samples=16), [Add(1, 16.0), Update(16.0), Answer(1)]),
+        ],
+    )
+
+
+def test_covered_keeps_a_later_clock_for_the_next_step() -> None:
+    holds(
+        covered(4),
+        2,
+        [
+            (push(0, 1, samples=2), []),
+            (push(0, 2, samples=2), []),
+            (push(1, 1, samples=2), [Add(0, 2.0), Add(1, 2.0), Update(4.0), Answer(0), Answer(1)]),
+            (push(1, 2, samples=2), [Add(0, 2.0), Add(1, 2.0), Update(4.0), Answer(0), Answer(1)]),
+        ],
+    )
+
+
+def test_covered_who_joins_may_push_what_one_who_left_did_not() -> None:
+    holds(
+        covered(4),
+        2,
+        [
+            (push(0, 1, samples=2), []),
+            (left(1), []),
+            (joined(2), []),
+            (pull(2), answers(2)),
+            (push(2, 9, samples=2), [Add(0, 2.0), Add(2, 2.0), Update(4.0), Answer(0), Answer(2)]),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "name", "factors"),
+    [
+        (constant, "constant", (1, 1, 1, 1)),
+        (inverse, "inverse", (1, 1, 1 / 2, 1 / 4)),
+        (power(0.5), "power(p=0.5)", (1, 1, 2**-0.5, 1 / 2)),
+        (power(1), "power(p=1)", (1, 1, 1 / 2, 1 / 4)),
+        (exponential(0.5), "exponential(rate=0.5)", (1, math.exp(-0.5), math.exp(-1), math.exp(-2))),
+        (cutoff(2), "cutoff(limit=2)", (1, 1, 1, 0)),
+    ],
+)
+def test_functions_of_staleness(scale: Staleness, name: str, factors: tuple[float, ...]) -> None:
+    assert [scale(tau) for tau in (0, 1, 2, 4)] == pytest.approx(factors)
+    assert on_arrival(scale).name == f"on_arrival(scale={name})"
+
+
+def test_clip_shortens_what_is_longer() -> None:
+    apply, weights = clip(5.0).apply, torch.zeros(2)
+    assert apply(torch.tensor([3.0, 4.0]), weights, None).tolist() == [3.0, 4.0]
+    assert apply(torch.tensor([6.0, 8.0]), weights, None).tolist() == [3.0, 4.0]
+    assert apply(torch.tensor([0.0, 0.0]), weights, None).tolist() == [0.0, 0.0]
+
+
+def test_compensate_adds_the_square_of_the_gradient_times_the_way_of_the_weights() -> None:
+    """g + λ g g (θ - θ at the basis), element by element."""
+    modified = compensate(0.5)
+    gradient, weights, basis = torch.tensor([2.0, -1.0]), torch.tensor([1.5, 3.0]), torch.tensor([1.0, 1.0])
+    assert modified.needs_basis
+    assert modified.apply(gradient, weights, basis).tolist() == [2.0 + 0.5 * 4.0 * 0.5, -1.0 + 0.5 * 1.0 * 2.0]
+    assert gradient.tolist() == [2.0, -1.0]  # lent, so not written to
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: softsync(0), "n >= 1, got 0"),
+        (lambda: softsync(4, workers=3), r"softsync\(n=4\) needs at least 4 workers, got 3"),
+        (lambda: first(0), "n >= 1 gradients, got 0"),
+        (lambda: within(-1), "bound >= 0 steps, got -1"),
+        (lambda: elastic(1.0), "0 < alpha < 1, got 1.0"),
+        (lambda: covered(0), "samples >= 1 a step, got 0"),
+        (lambda: power(-1), "p >= 0, got -1"),
+        (lambda: exponential(-1), "rate >= 0, got -1"),
+        (lambda: cutoff(-1), "limit >= 0 updates, got -1"),
+        (lambda: clip(0), "norm > 0, got 0"),
+        (lambda: compensate(-1), "strength >= 0, got -1"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_a_rule_is_built(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()

@@ -1,0 +1,186 @@
+"""Strategies with a parameter server: how they are written, what they ask of it, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from polytempo import strategies as s
+from polytempo.cli.catalogue import strategy_from
+from polytempo.core import Strategy, identity
+from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
+
+
+class Row(NamedTuple):
+    """What a strategy is called with its defaults, and what it asks for."""
+
+    name: str
+    rule: str
+    deals: str = "freely"
+    optimizer: UpdateRule | None = None
+    modifiers: tuple[str, ...] = ()
+    steps_locally: bool = False
+
+
+ROWS = [
+    Row("async_sgd(shards=1, replicas=0)", "on_arrival(scale=constant)"),
+    Row(
+        "downpour(push_every=5, pull_every=5, shards=1, replicas=0, optimizer='adagrad', lr=None, warm_start=0, "
+        "overlap=True)",
+        "on_arrival(scale=constant)",
+        optimizer=UpdateRule("adagrad"),
+        steps_locally=True,
+    ),
+    Row("softsync(n=1, shards=1, replicas=0, scale='constant')", "softsync(n=1, scale=constant, workers=None)"),
+    Row("staleness_aware(n=None, shards=1, replicas=0)", "on_arrival(scale=inverse)"),
+    Row("ssp(bound=3, shards=1, replicas=0)", "within(bound=3, scale=constant)", deals="evenly"),
+    Row(
+        "easgd(period=4, alpha=None, beta=0.9, shards=1, replicas=0)",
+        "elastic_share(beta=0.9)",
+        optimizer=UpdateRule("sgd"),
+        steps_locally=True,
+    ),
+    Row("backup_workers(backups=1, shards=1, replicas=0)", "all_but(backups=1)", deals="evenly"),
+    Row(
+        "dc_asgd(strength=0.04, shards=1, replicas=0)",
+        "on_arrival(scale=constant)",
+        modifiers=("compensate(strength=0.04)",),
+    ),
+]
+NAMES = [row.name.partition("(")[0] for row in ROWS]
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+@every_row
+def test_what_a_strategy_asks_of_its_server(row: Row) -> None:
+    strategy = strategy_from(row.name.partition("(")[0])
+    assert strategy.server is not None
+    found = strategy.server
+    assert (strategy.name, found.rule.name, found.deals) == (row.name, row.rule, row.deals)
+    assert (found.optimizer, tuple(each.name for each in found.modifiers)) == (row.optimizer, row.modifiers)
+    assert (found.shards, found.replicas, found.warm_start) == (1, 0, 0)
+    assert not strategy.in_step
+    assert strategy.one_copy is None
+    assert strategy.parameters != identity()
+
+
+def test_the_list_above_has_every_strategy_with_a_server() -> None:
+    assert sorted(NAMES) == sorted(name for name in s.__all__ if getattr(s, name)().server is not None)
+
+
+@every_name
+def test_shards_and_replicas_are_for_all(name: str) -> None:
+    server = strategy_from(f"{name}(shards=3, replicas=1)").server
+    assert server is not None
+    assert (server.shards, server.replicas) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "downpour(shards=2, push_every=5, pull_every=5)",
+        "downpour(optimizer=sgd, lr=1, warm_start=20, overlap=false)",
+        "softsync(n=4, scale=inverse)",
+        "staleness_aware(n=4)",
+        "easgd(period=10, alpha=0.1)",
+        "backup_workers(backups=2, replicas=2)",
+        "dc_asgd(strength=2.0)",
+    ],
+)
+def test_as_the_command_line_writes_them(written: str) -> None:
+    strategy = strategy_from(written)
+    assert strategy_from(strategy.name).name == strategy.name
+
+
+def test_what_is_written_reaches_the_server() -> None:
+    found = s.downpour(optimizer="sgd", lr=0.5, warm_start=20).server
+    assert found is not None
+    assert (found.optimizer, found.warm_start) == (UpdateRule("sgd", 0.5), 20)
+    job = s.downpour(optimizer="job").server
+    assert job is not None
+    assert job.optimizer is None
+    assert [_rule(each) for each in (s.softsync(n=4, scale="inverse"), s.staleness_aware(n=4), s.easgd(alpha=0.1))] == [
+        "softsync(n=4, scale=inverse, workers=None)",
+        "softsync(n=4, scale=inverse, workers=None)",
+        "elastic(alpha=0.1)",
+    ]
+
+
+def _rule(strategy: Strategy) -> str:
+    assert strategy.server is not None
+    return strategy.server.rule.name
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        *[(f"{name}(shards=0)", "at least 1 shard, got shards=0") for name in NAMES],
+        *[(f"{name}(replicas=3)", "0 to 2 further copies, got replicas=3") for name in NAMES],
+        ("async_sgd(replicas=-1)", "0 to 2 further copies, got replicas=-1"),
+        ("downpour(push_every=0)", "push needs a period of at least 1 step, got every=0"),
+        ("downpour(pull_every=0)", "pull needs a period of at least 1 step, got every=0"),
+        ("downpour(warm_start=-1)", "steps that one worker takes alone, got -1"),
+        ("downpour(optimizer=rmsprop)", "optimizer must be one of adagrad, sgd, adam, adamw, job, got 'rmsprop'"),
+        ("downpour(lr=0)", "above 0, got lr=0"),
+        ("downpour(optimizer=job, lr=0.1)", "leave out lr"),
+        ("softsync(n=0)", "n >= 1, got 0"),
+        ("softsync(scale=linear)", "scale must be one of constant, inverse, got 'linear'"),
+        ("staleness_aware(n=0)", "n >= 1, got 0"),
+        ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
+        ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
+        ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),
+        ("easgd(beta=0)", "0 < beta < 1, got 0"),
+        ("backup_workers(backups=-1)", "backups >= 0 workers, got -1"),
+        ("dc_asgd(strength=-1)", "strength >= 0, got -1"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_written(written: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        strategy_from(written)
+
+
+# ---------------------------------------------------------------------- rules that look at the number of members
+
+
+def verdicts(rule: Rule, pushes: list[tuple[int, int]], members: tuple[int, ...]) -> list[str]:
+    """What the rule does at each push (worker, basis), the version counting its updates."""
+    state, version, out = rule.init(), 0, []
+    for worker in members:
+        state, _ = rule.receive(state, Arrival("joined", worker), Situation(0, members))
+    for worker, basis in pushes:
+        state, actions = rule.receive(state, Arrival("push", worker, 1, basis, 1), Situation(version, members))
+        version += sum(type(action).__name__ == "Update" for action in actions)
+        out.append(" ".join(type(action).__name__ for action in actions))
+    return out
+
+
+def test_all_but_one_of_three_waits_for_two() -> None:
+    server = s.backup_workers(backups=1).server
+    assert server is not None
+    pushes = [(2, 0), (0, 0), (1, 0), (1, 1), (0, 1)]
+    assert verdicts(server.rule, pushes, (0, 1, 2)) == [
+        "",
+        "Add Add Update Answer Answer",
+        "Drop Answer",  # late: on version 0, and the server has version 1
+        "",
+        "Add Add Update Answer Answer",
+    ]
+
+
+@pytest.mark.parametrize("members", [(0,), (0, 1)])
+def test_at_least_one_is_waited_for(members: tuple[int, ...]) -> None:
+    server = s.backup_workers(backups=5).server
+    assert server is not None
+    assert verdicts(server.rule, [(0, 0)], members) == ["Add Update Answer"]
+
+
+@pytest.mark.parametrize(("members", "alpha"), [((0,), 0.9), ((0, 1), 0.45), ((0, 1, 2, 3), 0.225)])
+def test_the_elastic_strength_is_shared_among_the_members(members: tuple[int, ...], alpha: float) -> None:
+    server = s.easgd().server
+    assert server is not None
+    rule = server.rule
+    _, actions = rule.receive(rule.init(), Arrival("push", 0), Situation(0, members))
+    assert actions[0] == (0, alpha)
