@@ -66,7 +66,8 @@ struct Hyper {
 // m is SGD's momentum buffer or Adam's exp_avg, v is exp_avg_sq or Adagrad's sum; null where the rule has none.
 // A null gradient counts as zero. p_out, m_out and v_out may be p, m and v, but must not overlap anything in part.
 // All arithmetic is in f64, and each result rounds once: in f32 it is within 1 ulp of the exact rule.
-// Cost: reads p, m, v and each gradient once and writes p, m, v once; no memory but 4 KiB of stack.
+// Cost: reads p, m, v and each gradient once and writes p, m, v once; no memory but 8 KiB of stack. A large p_out that
+// is not p is written past the caches.
 void update(
     const Hyper& hyper, const float* const* gradients, const float* weights, int num_gradients, const float* p,
     const float* m, const float* v, float* p_out, float* m_out, float* v_out, int64_t count);

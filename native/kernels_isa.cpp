@@ -31,6 +31,8 @@ template <class T> using Loose = typename At<T>::type;
 #include "half.inc"
 #include "reduce.inc"
 #include "many.inc"
+void copy_past_caches(void* out, const void* source, int64_t num_bytes);
+
 #include "update.inc"
 #include "finite.inc"
 

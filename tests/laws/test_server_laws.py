@@ -77,7 +77,7 @@ class Crew:
             self.take(desk.leave(worker))
         elif what == "pull" and member:
             self.ask(worker, "pull")
-        elif member and (what != "step" or not self.waits(worker)):
+        elif member and (what in ("step ahead", "help") or (what == "step" and not self.waits(worker))):
             self.clocks[worker] += what != "help" or not self.clocks[worker]  # help: one more push of the same step
             self.ask(worker, "push")
             self.ask(worker, "pull")

@@ -40,7 +40,8 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
 
 
 def test_every_strategy_is_here() -> None:
-    assert set(STRATEGIES) | {"hogwild"} == set(s.__all__)  # where nobody waits for anybody nothing repeats itself
+    served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
+    assert set(STRATEGIES) | served | {"hogwild"} == set(s.__all__)  # and where nobody waits nothing repeats itself
 
 
 def test_many_buckets_equal_one_bucket_bitwise() -> None:

@@ -90,7 +90,8 @@ def fitted(strategy: Strategy, **options: Any) -> list[Any]:
 
 
 def test_every_strategy_is_here() -> None:
-    assert set(STRATEGIES) | {"hogwild"} == set(s.__all__)  # where nobody waits for anybody nothing repeats itself
+    served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
+    assert set(STRATEGIES) | served | {"hogwild"} == set(s.__all__)  # and where nobody waits nothing repeats itself
 
 
 @pytest.mark.parametrize("strategy", [one for several in STRATEGIES.values() for one in several], ids=str)

@@ -139,7 +139,7 @@ def test_rows_stay_whole_whatever_moves() -> None:
 
 
 def test_more_shards_than_elements_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 elements .* too few for 4 shards"):
+    with pytest.raises(ValueError, match=r"3 elements .* too few for 4 shards"):
         shard_map((Parameter("w", 3),), 4)
     with pytest.raises(ValueError, match="too few for 3 shards"):
         shard_map((Parameter("table", 32, row_width=16),), 3)

@@ -41,7 +41,7 @@ ROWS = [
         optimizer=UpdateRule("sgd"),
         steps_locally=True,
     ),
-    Row("backup_workers(backups=1, shards=1, replicas=0)", "all_but(backups=1)", deals="evenly"),
+    Row("backup_workers(backups=1, shards=1, replicas=0)", "all_but(backups=1)", deals="freely"),
     Row(
         "dc_asgd(strength=0.04, shards=1, replicas=0)",
         "on_arrival(scale=constant)",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polytempo.core.ranges import Ranges
 from polytempo.server.message import COORDINATOR, Inquire, Noted, Pull, Pushed, Reply
-from polytempo.server.ranges import Ranges
 from polytempo.server.table import WINDOW, Known, Table
 
 
@@ -118,13 +120,13 @@ def test_ranges_are_a_set(numbers: list[int]) -> None:
     for number in numbers:
         ranges.add(number)
     assert [n for n in range(-1, 32) if n in ranges] == sorted(set(numbers))
-    pairs = ranges.pairs()
-    assert all(last + 1 < first for (_, last), (first, _) in zip(pairs, pairs[1:], strict=False))
-    assert Ranges(pairs).pairs() == pairs
+    pairs = ranges.tuples
+    assert all(last + 1 < first for (_, last), (first, _) in pairwise(pairs))
+    assert Ranges(pairs).tuples == pairs
 
 
 def test_numbers_nearly_in_order_take_little_room() -> None:
     ranges = Ranges()
     for number in [1, 0, 2, 5, 4, 3, 8]:
         ranges.add(number)
-    assert ranges.pairs() == ((0, 5), (8, 8))
+    assert ranges.tuples == ((0, 5), (8, 8))

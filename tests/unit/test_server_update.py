@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -114,6 +115,19 @@ def test_the_kernel_is_near_plain_torch(rule: UpdateRule) -> None:
 def test_in_f64_both_ways_agree(rule: UpdateRule) -> None:
     found = [in_shard(rule, native, torch.float64) for native in (False, True)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+
+
+@kernel
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_large_weights_get_the_same_bits_past_the_caches(kind: Literal["sgd", "adam"]) -> None:
+    """From 24 MiB on `out` is written past the caches where it is not the weights; here it begins between two lines."""
+    numel = (24 << 20) // 4 + 1000
+    optimizer = Optimizer(UpdateRule(kind, lr=0.1), [Segment(0, numel, 0)], torch.float32, native=True)
+    weights = torch.linspace(-3, 5, numel)
+    gradient, out = weights.cos(), torch.empty(numel + 3)[3:]
+    optimizer.step_(weights, out, [Term(gradient, 1.0)], 3.0, init(optimizer.rule, numel, out.dtype, empty), 1, ())
+    optimizer.step_(weights, weights, [Term(gradient, 1.0)], 3.0, init(optimizer.rule, numel, out.dtype, empty), 1, ())
+    assert torch.equal(out, weights)
 
 
 @both_ways

@@ -21,6 +21,8 @@ from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, cut
 from polytempo.flexrr.step import Work, covered_step
 
+MOST_EVENTS = 1_000_000
+
 Delays = Callable[[Random], Sequence[float]]
 """After which times copies of one message arrive: none is a loss, two are a doubled message."""
 
@@ -93,6 +95,7 @@ class World:
         for worker in range(len(self.scene.speeds)):
             self._resume(self._program(worker), worker)
         while self._heap:
+            assert self._serial < MOST_EVENTS, f"seed {self.scene.seed}: no end in sight at {self.now_s} s"
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
         assert self._first_open == self.scene.clocks, f"seed {self.scene.seed}: not finished at {self.now_s} s"

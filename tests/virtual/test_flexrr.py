@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -21,9 +19,7 @@ from polytempo.flexrr.slices import Slice
 from polytempo.flexrr.step import Work, covered_step
 from polytempo.server.covered import covered
 from polytempo.worlds import VirtualWorld
-
-sys.path.insert(0, str(Path(__file__).parent))
-from flexrr_world import Scene, World  # noqa: E402
+from virtual.flexrr_world import Delays, Scene, World
 
 ONE_SLOW = (1.0,) * 7 + (0.5,)
 FLEXRR = Reassignment()
@@ -113,7 +109,7 @@ COARSE = Reassignment(grain=0.05, first_offer=0.05, later_offers=0.1, helpers=3,
 def test_every_slice_counts_once_whatever_the_network_does() -> None:
     """More than 10⁴ random delays. The shards drop what was done twice; `World` refuses a push that is half known."""
     messages, twice = 0, 0
-    for seed in range(70):
+    for seed in range(55):
         random = Random(seed)
         speeds = tuple(random.choice([1.0, 1.0, 0.5, 0.2]) for _ in range(5))
         pauses = tuple((random.randrange(5), random.uniform(0, 3), random.uniform(0.1, 1.0)) for _ in range(3))
@@ -128,15 +124,13 @@ def test_every_slice_counts_once_whatever_the_network_does() -> None:
 
 
 @pytest.mark.parametrize("delays", [slow, bad], ids=["reordered", "lost and doubled too"])
-def test_the_peers_alone_execute_every_slice_once_while_nobody_loses_patience(delays) -> None:  # type: ignore[no-untyped-def]
+def test_the_peers_alone_execute_every_slice_once_while_nobody_loses_patience(delays: Delays) -> None:
     reassigned = 0
     for seed in range(12):
         scene = Scene((1.0, 0.2, 1.0, 0.5), clocks=2, samples=45, delays=delays, seed=seed)
-        world = World(scene, replace(COARSE, patience=1e6)).run()
+        world = World(scene, replace(COARSE, patience=1e6, silence_s=10.0)).run()
         assert_once(world)
-        assert set(world.executed.values()) == {1}, f"seed {seed}"
-        assert {piece for piece, _ in world.executed} == world.shares, f"seed {seed}"
-        assert len(world.executed) == len(world.shares), f"seed {seed}: done both alone and not"
+        assert Counter(piece for piece, _ in world.executed.elements()) == Counter(world.shares), f"seed {seed}"
         reassigned += sum(alone for _, alone in world.executed)
     assert reassigned > 50
 

@@ -14,7 +14,7 @@ from polytempo.chaos.copies import Copies
 from polytempo.chaos.worker import Worker
 from polytempo.chaos.world import Violation, World
 from polytempo.server.client import Client
-from polytempo.server.message import COORDINATOR, Message, Pulled, Push, Pushed, Reply, View
+from polytempo.server.message import COORDINATOR, Deal, Message, Pulled, Push, Pushed, Reply
 from polytempo.server.node import Node
 
 _MOST_LATE = "late"
@@ -29,6 +29,8 @@ class Promises(NamedTuple):
     """Whether an acknowledged push is in the weights, and not only in a sum."""
     may_drop: bool = False
     """Whether a push may be left out because it came late."""
+    fresh: bool = False
+    """Whether no gradient that is used may have been computed on older weights."""
 
 
 class Checkers:
@@ -45,6 +47,7 @@ class Checkers:
         self._heads: dict[tuple[int, int], int] = {}
         self._lent: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, tuple[int, int]] = {}
+        self._owners: dict[int, tuple[int, int, int]] = {}
         self.anybody_lost = False
 
     # ------------------------------------------------------------------ messages
@@ -62,18 +65,25 @@ class Checkers:
                 self._lent[_key(message)] = message.values, message.values.clone()
             case Reply() if message.worker != COORDINATOR:
                 self._answers(source, message)
-            case View():
-                self.anybody_lost |= any(incarnation > 1 for _, incarnation in message.members)
+            case Deal():
+                self._dealt(message)
 
     def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
         """Weights that are lent to a worker must be what they were."""
         if not isinstance(message, Pulled):
             return
         worker = self._world.machine(node)
-        if isinstance(worker, Worker) and worker.client.incarnation == message.incarnation and _waits(worker, message):
+        if isinstance(worker, Worker) and self._counts(worker.client) and _waits(worker, message):
             now, then = self._lent[_key(message)]
             if not torch.equal(now, then):
                 raise Violation(f"the weights that node {source} lent to worker {node} changed on their way")
+
+    def _dealt(self, deal: Deal) -> None:
+        """A ticket that is dealt to a second worker must say so, or be the first one's that died."""
+        for ticket in deal.tickets:
+            owner = self._owners.setdefault(ticket.number, (deal.worker, deal.incarnation, deal.sequence))
+            if owner != (deal.worker, deal.incarnation, deal.sequence) and not ticket.again:
+                raise Violation(f"ticket {ticket.number} was dealt twice, to {owner} and to worker {deal.worker}")
 
     def _asked(self, shard: int, push: Push) -> None:
         key = shard, push.worker, push.incarnation, push.sequence
@@ -103,6 +113,8 @@ class Checkers:
                 raise Violation(f"node {source} dropped a push of worker {reply.worker}: {reply.reason}")
             self._late[reply.shard].update(push.tickets)
             return
+        if self._promises.fresh and reply.verdict == "applied" and reply.staleness:
+            raise Violation(f"worker {reply.worker}'s gradient was used {reply.staleness} updates late")
         self._acknowledged[reply.shard].update(push.tickets)
         self._in_state(source, "acknowledged")
 
@@ -140,6 +152,8 @@ class Checkers:
 
     def read(self, client: Client, clock: int, weights: Tensor) -> None:
         """What a worker reads must be whole, have all that it pushed, and be as new as was promised."""
+        if not self._counts(client):
+            return
         if bool(((weights != 0) & (weights != 1)).any()):
             raise Violation(f"worker {client.worker} read weights that no sequence of pushes makes: {weights.tolist()}")
         shards = weights.view(-1, self._num_tickets)
@@ -147,6 +161,10 @@ class Checkers:
             self._reads_own(client, shards)
         if self._promises.bound is not None and not self.anybody_lost:
             self._reads_new(client.worker, clock, shards.amin(0).tolist())
+
+    def _counts(self, client: Client) -> bool:
+        """Whether a worker is a member. One that was thought dead may read what it likes: it cannot push it."""
+        return self._copies.coordinator.members.get(client.worker) == client.incarnation
 
     def _reads_own(self, client: Client, shards: Tensor) -> None:
         for (worker, incarnation, _), tickets in self._tickets_by_clock.items():
@@ -162,7 +180,9 @@ class Checkers:
         assert self._promises.bound is not None
         needed = clock - self._promises.bound
         for worker in self._copies.workers:
-            clocks = [c for (w, _, c), ts in self._tickets_by_clock.items() if w == worker and all(visible[t] for t in ts)]
+            clocks = [
+                c for (w, _, c), ts in self._tickets_by_clock.items() if w == worker and all(visible[t] for t in ts)
+            ]
             if worker != reader and max(clocks, default=0) < needed:
                 raise Violation(
                     f"worker {reader} read at clock {clock}, and saw worker {worker} only up to "
@@ -191,4 +211,5 @@ def _key(reply: Reply) -> tuple[int, int, int, int]:
 
 def _waits(worker: Worker, reply: Reply) -> bool:
     """Whether the worker still waits for this answer."""
-    return (reply.shard, reply.sequence) in worker.client._pending
+    awaited = (reply.shard, reply.sequence) in worker.client._pending
+    return awaited and reply.incarnation == worker.client.incarnation

@@ -30,6 +30,7 @@ class Launcher:
 
     LOOK_S = 0.05
     RESTART_S = 0.1
+    SAVE_S = 0.3
 
     def __init__(
         self,
@@ -39,12 +40,15 @@ class Launcher:
         processes: Processes,
         sees_deaths: bool,
         on_wanted: Callable[[int, int], None],
+        saves: bool,
     ) -> None:
-        """`on_wanted(shard, node)` hears that a new, blank copy is about to be started."""
+        """`on_wanted(shard, node)` hears that a new, blank copy is about to be started. `saves`: now and then."""
         self.coordinator = coordinator
         self._workers, self._holders = range(workers), holders
         self._processes, self._sees_deaths = processes, sees_deaths
         self._on_wanted = on_wanted
+        self._saves = saves
+        self._snapshot, self._saving = 0, set[int]()
         self._looked_s = 0.0
         self._mourned: set[int] = set()
 
@@ -79,7 +83,19 @@ class Launcher:
             out += self._look_at(now_s, node)
         for shard in self.coordinator.wanted:
             self._recruit(shard)
-        return out
+        return out + self._save(now_s)
+
+    def saved(self, shard: int) -> None:
+        """`shard` has taken the order to save."""
+        self._saving.discard(shard)
+
+    def _save(self, now_s: float) -> Outbox:
+        """The next snapshot, when all shards have taken the last."""
+        if not self._saves or self._saving or now_s < self.SAVE_S * (self._snapshot + 1) or self.coordinator._ending:
+            return []
+        self._snapshot += 1
+        self._saving = set(range(len(self._holders)))
+        return self.coordinator.save(now_s, self._snapshot)
 
     def _look_at(self, now_s: float, node: int) -> Outbox:
         """Tell the coordinator, once, of a process that has ended."""

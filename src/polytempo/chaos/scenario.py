@@ -11,22 +11,21 @@ from typing import Literal, NamedTuple
 from polytempo.chaos.bugs import BUGS
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, new_shard
+from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import Launcher
 from polytempo.chaos.network import Cut, Death, Fault, Plan
+from polytempo.chaos.saves import Saves
+from polytempo.chaos.scenario_rules import draw_rule, undivided
 from polytempo.chaos.storm import Cast, Limits, storm
 from polytempo.chaos.worker import Habits, Worker, spans
 from polytempo.chaos.world import Violation, World
-from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
+from polytempo.core.rule import Rule
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.dealer import Dealer
-from polytempo.server.first import first
-from polytempo.server.hardsync import hardsync
 from polytempo.server.node import Node
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.softsync import softsync
+from polytempo.server.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.server.within import within
 
 TIMING = Timing(
     retry_s=0.05,
@@ -61,11 +60,14 @@ class Scenario:
     habits: Habits
     sees_deaths: bool
     plan: Plan
+    disk: DiskFaults
+    saves: bool
 
     def __str__(self) -> str:
         return (
             f"{self.rule.name}, {self.workers} workers, {self.shards} shards with {self.replicas} replicas, "
             f"{self.tickets} tickets dealt {self.deals}, {self.habits}, "
+            f"{'snapshots, ' if self.saves else ''}{self.disk}, "
             f"deaths are {'seen' if self.sees_deaths else 'noticed by silence'}"
         )
 
@@ -95,7 +97,7 @@ def draw(seed: int) -> Scenario:
     """Everything about a run, from its seed."""
     random = Random(seed)
     workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.randint(0, 1)
-    rule, promises, deals = _rule(random, workers)
+    rule, promises, deals = draw_rule(random, workers)
     epochs = random.randint(1, 3)
     per_epoch = -(-random.randint(20, 60) // (workers * epochs)) * workers
     waits = deals == "evenly"
@@ -122,36 +124,14 @@ def draw(seed: int) -> Scenario:
         habits=habits,
         sees_deaths=random.random() < 0.6,
         plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
+        disk=DiskFaults(random.choice([0.0, 0.02]), random.choice([0.0, 0.05]), random.choice([0.0, 0.03])),
+        saves=random.random() < 0.5,
     )
 
 
 def _cast(workers: int, shards: int, replicas: int) -> Cast:
     copies = tuple(tuple(workers + s * (replicas + 1) + r for r in range(replicas + 1)) for s in range(shards))
     return Cast(tuple(range(workers)), copies, workers + shards * (replicas + 1))
-
-
-def _rule(random: Random, workers: int) -> tuple[Rule, Promises, Literal["freely", "evenly"]]:
-    kind = random.randrange(6)
-    if kind == 1:
-        return softsync(random.randint(1, workers)), Promises(reads_own=False), "freely"
-    if kind == 2:
-        return first(random.randint(max(1, workers - 1), workers)), Promises(may_drop=True), "evenly"
-    if kind == 3:
-        bound = random.randint(0, 3)
-        return within(bound), Promises(bound=bound), "evenly"
-    if kind == 4:
-        return hardsync(), Promises(), "evenly"
-    return on_arrival(), Promises(), "freely"
-
-
-def undivided(rule: Rule) -> Rule:
-    """The same decisions, but every gradient counts 1: then weights are whole numbers, and say what was applied."""
-
-    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        after, actions = rule.receive(state, arrival, situation)
-        return after, [Update(1.0) if isinstance(action, Update) else action for action in actions]
-
-    return rule._replace(receive=receive)
 
 
 def run(seed: int, bug: str | None = None) -> Outcome:
@@ -184,6 +164,8 @@ class Stage:
         self._random = Random(scenario.seed + 1)
         self._spans = spans(scenario.shards, scenario.tickets)
         self._blank: set[int] = set()
+        self._joined: set[int] = set()
+        self._saves = Saves(FaultyDisk(scenario.disk, Random(scenario.seed + 2)))
         self._heavy = [(-1.0, 0.0)] * scenario.shards
         for node in cast.workers:
             self.world.place(node, self._maker(node, self._worker))
@@ -200,6 +182,8 @@ class Stage:
         if not self.world.run(lambda: self.launcher.finished, by_s):
             raise Violation(f"not finished {HEALING_S:g} s after the last fault: {self._state()}")
         self.checkers.ended(self.launcher.coordinator.statistics)
+        number = self._saves.check([self._shard(shard) for shard in range(self.scenario.shards)])
+        self.world.note("the newest whole snapshot is", number)
 
     def outcome(self, violation: str | None) -> Outcome:
         """What came of it."""
@@ -225,10 +209,12 @@ class Stage:
         return Worker(client, scenario.tickets, scenario.habits, self._random, self.checkers.read)
 
     def _node(self, node: int, incarnation: int) -> Node:
-        number = self.copies.shard_of(node)
-        shard = new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule)
-        blank = node in self._blank
-        return Node(node, shard, self.scenario.cast.coordinator, TIMING, blank=blank)
+        shard = self._shard(self.copies.shard_of(node))
+        coordinator, blank = self.scenario.cast.coordinator, node in self._blank
+        return Node(node, shard, coordinator, TIMING, blank=blank, on_save=self._saves.save)
+
+    def _shard(self, number: int) -> Shard:
+        return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule)
 
     def _launcher(self) -> Launcher:
         scenario, cast = self.scenario, self.scenario.cast
@@ -248,12 +234,18 @@ class Stage:
             self.world,
             scenario.sees_deaths,
             lambda shard, node: self._blank.add(node),
+            self.scenario.saves,
         )
 
     def _happened(self, event: tuple[str, int]) -> None:
         """The coordinator tells."""
         self.world.note(*event)
-        self.checkers.anybody_lost |= event[0] == "lost"
+        kind, who = event
+        self.checkers.anybody_lost |= kind == "lost" or (kind == "joined" and who in self._joined)
+        if kind == "joined":
+            self._joined.add(who)
+        if kind == "saved":
+            self.launcher.saved(who)
 
     def _allows(self, fault: Fault) -> bool:
         """A fault that may cost a shard a copy needs all of them there: two losses at a time are not promised about."""

@@ -24,7 +24,7 @@ from polytempo.server.client import Client
 from polytempo.server.layout import Span, Spans
 from polytempo.server.message import Message, Outbox, Ticket
 from polytempo.server.through import through
-from polytempo.server.timing import Timing
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -53,8 +53,8 @@ class Worker:
         self.client = client
         self.finished = False
         port = world_port(client.worker, (0,) * (client.coordinator + 1))
-        training = _Training(client, port, num_tickets, habits, random, on_read)
-        self._program: Program[None] = through(client, port, training.run())
+        self._begin = lambda: through(client, port, _Training(client, port, num_tickets, habits, random, on_read).run())
+        self._program: Program[None] | None = None
         self._mail: deque[tuple[int, Message]] = deque()
         self._op: Op[Any] | None = None
         self._until_s = 0.0
@@ -62,7 +62,8 @@ class Worker:
     @property
     def waits_in(self) -> str:
         """Where the program stands, for people."""
-        frame, told = self._program, []
+        frame: Any = self._program
+        told = []
         while frame is not None and getattr(frame, "cr_frame", None) is not None:
             told.append(f"{frame.cr_code.co_name}:{frame.cr_frame.f_lineno}")
             frame = frame.cr_await
@@ -86,6 +87,8 @@ class Worker:
     def _go(self, now_s: float, value: Any) -> Outbox:
         """Resume the program with `value`, and perform what can be performed at once."""
         out: Outbox = []
+        if self._program is None:
+            self._program = self._begin()  # not before: who dies at once leaves nothing that was never begun
         while True:
             try:
                 self._op = op = self._program.send(value)
@@ -129,7 +132,8 @@ class _Training:
     async def run(self) -> None:
         """Train until told to finish."""
         while True:
-            await self.asker.ask(self.port)
+            if not self.asker.is_open:
+                await self.asker.ask(self.port)
             deal = await self.asker.deal(self.port)
             if deal is None:
                 return

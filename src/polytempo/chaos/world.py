@@ -54,7 +54,7 @@ class Watcher(Protocol):
         """`node` has just received or ticked."""
 
 
-class Violation(Exception):  # noqa: N818  # it is what a checker found, not what went wrong in it
+class Violation(Exception):  # it is what a checker found, not what went wrong in it
     """A promise was broken."""
 
 

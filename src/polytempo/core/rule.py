@@ -136,7 +136,8 @@ class Service:
     """What a strategy says about its parameter server.
 
     `optimizer` None: the job's own, moved into the shards. `deals` "freely": whoever is free takes the next batch;
-    "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first.
+    "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
+    the rule makes workers wait for each other, so it must hear of those that have no work for now.
     """
 
     rule: Rule
@@ -146,3 +147,4 @@ class Service:
     replicas: int = 0
     deals: Literal["freely", "evenly"] = "freely"
     warm_start: int = 0
+    waits: bool = False

@@ -57,6 +57,7 @@ def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions,
         warm_start=service.warm_start,
         evaluates=evaluates,
         most_held=_MOST_HELD,
+        rests=service.waits,
     )
 
 

@@ -115,6 +115,7 @@ class Launcher:
 
     @finished.setter
     def finished(self, value: bool) -> None:
+        """End it."""
         self._coordinator.finished = value
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:

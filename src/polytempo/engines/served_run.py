@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Bundle, PolytempoError, Strategy
+from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
 from polytempo.engines.crew import Worker

@@ -49,10 +49,21 @@ _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_00
 
 
 def simulate_served(
-    job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
+    job: Job,
+    strategy: Strategy,
+    workers: int,
+    cluster: Cluster,
+    options: RunOptions,
+    progress: Progress | None = None,
+    *,
+    native: bool = False,
 ) -> Result:
-    """Train `job` with `workers` virtual workers and the parameter server that `strategy` asks for."""
-    run = _Run(job, strategy, workers, cluster, options)
+    """Train `job` with `workers` virtual workers and the parameter server that `strategy` asks for.
+
+    `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
+    delay gets the bits of plain torch.
+    """
+    run = _Run(job, strategy, workers, cluster, options, native)
     with ExitStack() as files:
         show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
         writer = None
@@ -67,9 +78,12 @@ def simulate_served(
 class _Run:
     """Everything of one simulated run."""
 
-    def __init__(self, job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> None:
+    def __init__(
+        self, job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, native: bool
+    ) -> None:
         assert strategy.server is not None
         self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
+        self.native = native
         self.cast = cast_of(self.service, workers)
         self.data = job.data(options.data)
         batch_size = options.batch_size or job.batch_size
@@ -146,10 +160,7 @@ class _Run:
         )
 
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
-        """The copies of the shards, each with the first view: so nobody's first request comes too early.
-
-        Their optimizer works by torch's operations, so that one worker without delay gets the bits of plain torch.
-        """
+        """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
         parameters, flat = parameters_of(model, optimizer), flat_of(model, optimizer)
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
@@ -158,7 +169,7 @@ class _Run:
         for number, chain in enumerate(self.cast.chains):
             for node in chain:
                 spans = self.spans[number]
-                shard = Shard(number, parameters, spans, part(flat, spans), service, native=False)
+                shard = Shard(number, parameters, spans, part(flat, spans), service, native=self.native)
                 nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
                 nodes[node].receive(0.0, self.cast.coordinator, view)
         return nodes
@@ -239,6 +250,7 @@ class _Launcher:
 
     @finished.setter
     def finished(self, value: bool) -> None:
+        """End it."""
         self._coordinator.finished = value
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:

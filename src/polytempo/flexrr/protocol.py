@@ -33,8 +33,8 @@ What its helpee does:
 | returned     | nothing         | nothing   | nothing          | does it, as its own; never gives it away again     |
 | contested    | nothing         | done      | nothing          | does it, alone                                     |
 
-Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for `patience` times as long
-as doing it would have taken.
+Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for `patience` times
+as long as doing it would have taken.
 
 Whose promise is what:
 
@@ -79,7 +79,8 @@ class Do(NamedTuple):
     """Compute the gradient of `slice`, of the batch `ticket`.
 
     `alone`: push it at once, for clock `slice.clock`, with no other, under `ticket_of(slice, …)`; it is finished when
-    that push is on its way (a synchronous rule answers it after the whole step). Otherwise it is this worker's own, to be pushed with others of its own.
+    that push is on its way (a synchronous rule answers it after the whole step). Otherwise it is this worker's own, to
+    be pushed with others of its own.
     """
 
     slice: Slice

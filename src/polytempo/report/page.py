@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from polytempo.report import plots
+from polytempo.report import plots, served
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import look
 from polytempo.report.summary import TIMES, baseline_sentences, labels
@@ -39,7 +39,7 @@ def write_report(path: Path, runs: Sequence[RunRecord], *, title: str) -> None:
 def page(runs: Sequence[RunRecord], *, title: str) -> str:
     """The page as HTML, plotly.js included once."""
     figures: dict[str, go.Figure] = {}
-    sections = _curves(runs, figures) + _bars(runs, figures) + _timelines(runs, figures)
+    sections = _curves(runs, figures) + _bars(runs, figures) + _servers(runs, figures) + _timelines(runs, figures)
     simulated = f"<p>{_SIMULATED}</p>" if any(run.simulated for run in runs) else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -116,6 +116,20 @@ def _bars(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
         _card(figures, "bytes", "Bytes sent per rank", "Over the whole run.", plots.bytes_bars(runs)),
     ]
     return f'<h2>Speed and communication</h2><div class="grid">{"".join(cards)}</div>'
+
+
+def _servers(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
+    if not any(served.has_server(run) for run in runs):
+        return ""
+    figure = served.staleness_bars(runs)
+    caption = "Counted in each shard: how many updates its weights had between a worker's reading and its gradient."
+    legend = _run_legend(runs) if len(runs) > 1 else ""
+    card = "" if figure is None else _card(figures, "staleness", "Staleness", caption, figure, legend, lines=True)
+    return (
+        "<h2>Parameter server</h2><p>A worker is idle while it waits for the server's answers or for work.</p>"
+        f"{served.staleness_table(runs)}<p></p>{card}<details><summary>Workers one by one</summary>"
+        f"{served.workers_table(runs)}</details>"
+    )
 
 
 def _timelines(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:

@@ -8,7 +8,7 @@ from polytempo.server.first import first
 
 
 def all_but(backups: int) -> Rule:
-    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) is `hardsync`, to the bit."""
+    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) waits for everybody."""
     if backups < 0:
         raise ValueError(f"all_but needs backups >= 0 workers, got {backups}")
 

@@ -22,9 +22,8 @@ class Asker:
         self._open: Ask | None = None
 
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
-        """Call for work, unless a call is open. It says which tickets are done, and carries rows of metrics."""
-        if self._open is not None:
-            return
+        """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics."""
+        assert self._open is None
         self._sequence += 1
         client = self._client
         self._open = Ask(client.worker, client.incarnation, self._sequence, client.taken_done(), tuple(rows))

@@ -82,10 +82,12 @@ class Coordinator:
         self._changes = 0
         self._known = [0] * len(chains)
         """How many changes of membership each shard has taken in."""
-        self._present: dict[int, int] = {}
-        """The members as the shards were told last."""
+        self._told_of: tuple[dict[int, int], tuple[int, ...]] = {}, ()
+        """The members, and who of them rests, as the shards were told last."""
         self._admitted: dict[int, int] = {}
         """Worker -> the change that made it a member; it is dealt to when every shard knows of that."""
+        self._leaving: dict[int, int] = {}
+        """Lost workers -> the change that says so; their tickets are theirs until every shard knows of that."""
         self._waiting: dict[int, Ask] = {}
         """Calls for work that the dealer has not heard of."""
         self._unsaid: dict[int, Deal] = {}
@@ -132,8 +134,8 @@ class Coordinator:
             del self.members[node]
             self._waiting.pop(node, None)
             self._unsaid.pop(node, None)
-            self.dealer.lose(node)
-            out += self._deals(now_s)
+            out += self._tell_members(now_s)
+            self._leaving[node] = self._changes
         for shard, chain in enumerate(self.chains):
             if node in chain:
                 self._on_event(("promoted" if chain[0] == node else "shortened", shard))
@@ -211,19 +213,31 @@ class Coordinator:
 
     def _tell_members(self, now_s: float) -> Outbox:
         """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
-        resting = self.dealer.resting
-        present = {worker: life for worker, life in self.members.items() if worker not in resting}
-        if present == self._present or self._ending:
+        resting = tuple(worker for worker in self.dealer.resting if worker in self.members)
+        told = dict(self.members), resting
+        if told == self._told_of or self._ending or self._expected:
             return []
         self._changes += 1
+        before, slept = self._told_of
+        self._told_of = told
         self._admitted = {
-            w: self._admitted[w] if self._present.get(w) == life else self._changes for w, life in present.items()
+            worker: self._admitted[worker] if before.get(worker) == life and worker not in slept else self._changes
+            for worker, life in self.members.items()
+            if worker not in resting
         }
-        self._present, members = present, tuple(sorted(present.items()))
+        members = tuple(sorted(self.members.items()))
         for shard, asked in enumerate(self._asked):
-            request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members))
+            request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
             self._told[shard, request.sequence] = self._changes
         return self._outbox(now_s)
+
+    def _part(self) -> None:
+        """Deal again what the lost held, once no shard will take it from them any more: a batch must not count twice."""
+        ready = min(self._known)
+        for worker, change in list(self._leaving.items()):
+            if change <= ready:
+                del self._leaving[worker]
+                self.dealer.lose(worker)
 
     def _new_epoch(self, now_s: float) -> Outbox:
         self.epoch += 1
@@ -246,11 +260,13 @@ class Coordinator:
         present = self.members.get(ask.worker)
         if present is None and ask.worker in self._finishing:
             return self._end(now_s)
+        if ask.worker in self._leaving:
+            return []  # its former life is not over everywhere; it will call again
         if present is None and ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]:
             return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # it was thought dead
         if present is None or present < ask.incarnation:
             if present is not None:  # it died and is back before anybody noticed
-                self.dealer.lose(ask.worker)
+                return self.lose(now_s, ask.worker)
             self._expected.discard(ask.worker)
             self._on_event(("joined", ask.worker))
             self.members[ask.worker] = ask.incarnation
@@ -316,6 +332,7 @@ class Coordinator:
         change = self._told.pop((reply.shard, reply.sequence), None)
         if change is not None:
             self._known[reply.shard] = change
+            self._part()
         if isinstance(reply, Statistics):
             self.statistics[reply.shard] = reply
         if isinstance(reply, Noted) and change is None:

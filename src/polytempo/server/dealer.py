@@ -26,8 +26,9 @@ epochs as make `tickets_between_scores`: many workers make short epochs. Without
 n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
 staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
 push means that nobody has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
-for a push or for the progress of one that will get no ticket. Rules that answer a push when it arrives (asynchronous,
-n-softsync, elastic averaging) cannot stop either way.
+for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
+worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer a push
+when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
 
 Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the stretch some workers rest while
 others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until
@@ -100,8 +101,12 @@ class Dealer:
         evaluates: bool = True,
         most_held: int = 2,
         tickets_between_scores: int | None = None,
+        rests: bool = False,
     ) -> None:
-        """`most_held`: how many unfinished tickets a worker may have. `tickets_between_scores` None: four a worker."""
+        """`most_held`: how many unfinished tickets a worker may have. `tickets_between_scores` None: four a worker.
+
+        `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`.
+        """
         if min(batches_per_epoch, num_tickets, workers, most_held) < 1 or warm_start < 0:
             raise ValueError(
                 "a dealer needs at least one batch, ticket, worker and ticket to hold, and no negative warm start; got "
@@ -121,6 +126,7 @@ class Dealer:
         self._stretch = 0
         self._evaluator: int | None = None
         self._stopped = False
+        self._rests = rests
         self._uneven = False
         self._changed = False  # whether an ask that waits may have an answer now
 
@@ -275,9 +281,10 @@ class Dealer:
     def resting(self) -> tuple[int, ...]:
         """Workers that rules must not wait for: they get no ticket unless another is lost. See the module's text.
 
-        Always empty where tickets are dealt freely, and as long as nobody was lost.
+        Empty where tickets are dealt evenly and nobody was lost, and where they are dealt freely without `rests`.
         """
-        if self.deals == "freely" or not self._uneven or self._is_done:
+        can_rest = self._uneven if self.deals == "evenly" else self._rests
+        if not can_rest or self._is_done:
             return ()
         return tuple(self._waiting())
 

@@ -7,6 +7,9 @@ from typing import Protocol
 from polytempo.core import Port
 from polytempo.server.message import Message, Outbox
 
+_SLACK_S = 1e-6
+"""Added to each wait: what is due in w seconds may, by rounding, not be due yet at now + w."""
+
 
 class Machine(Protocol):
     """A copy of a shard (`Node`) or the `Coordinator`: decisions without I/O."""
@@ -30,7 +33,7 @@ async def serve(port: Port, machine: Machine) -> None:
     """Take, decide, post, until the machine has finished. Work on messages is charged as the machine prices it."""
     await _post(port, machine.tick(await port.now()))
     while not machine.finished:
-        taken = await port.take(machine.wait_s(await port.now()))
+        taken = await port.take(machine.wait_s(await port.now()) + _SLACK_S)
         if taken is not None and isinstance(taken[1], Message):
             await _post(port, await _received(port, machine, taken[0], taken[1]))
         now_s = await port.now()

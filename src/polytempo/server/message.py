@@ -94,9 +94,13 @@ class Pull(Request, frozen=True, eq=False):
 
 
 class Members(Request, frozen=True, eq=False):
-    """From the coordinator: these are the workers (number, incarnation) from now on."""
+    """From the coordinator: these are the workers (number, incarnation) from now on.
+
+    `resting`: those among them that have no work for now. Rules take them for workers that have left.
+    """
 
     members: tuple[tuple[int, int], ...]
+    resting: tuple[int, ...] = ()
 
 
 class Save(Request, frozen=True, eq=False):

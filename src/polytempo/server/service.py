@@ -25,6 +25,7 @@ def service(
     modifiers: tuple[Modified, ...] = (),
     deals: Literal["freely", "evenly"] = "freely",
     warm_start: int = 0,
+    waits: bool = False,
 ) -> Service:
     """`Service` with its numbers checked.
 
@@ -37,7 +38,7 @@ def service(
         raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
     if warm_start < 0:
         raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {warm_start}")
-    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start)
+    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits)
 
 
 def served(

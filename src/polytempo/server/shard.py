@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
 from polytempo.server.admission import Admission
 from polytempo.server.buffers import Empty
@@ -38,7 +39,6 @@ from polytempo.server.message import (
     Request,
     Statistics,
 )
-from polytempo.server.ranges import Ranges
 from polytempo.server.state import State, Waiting, decode, encode
 from polytempo.server.table import Look, Table
 from polytempo.server.update import Moments, Optimizer, Term, can_be_native
@@ -90,6 +90,8 @@ class Shard:
         self._table = Table(number)
         self._waiting: dict[int, list[Waiting]] = {}
         self._tickets = Ranges()
+        self._here: set[int] = set()
+        """Tickets of gradients that wait."""
         self._staleness: Counter[int] = Counter()
         self._dropped = self._refused = 0
 
@@ -133,7 +135,7 @@ class Shard:
             replies.append(self._statistics(entry))
         else:
             if isinstance(entry, Members):
-                self._meet(dict(entry.members), replies)
+                self._meet(dict(entry.members), frozenset(entry.resting), replies)
             noted = Noted(self.number, entry.worker, entry.incarnation, entry.sequence)
             self._table.answer(noted)
             replies.append(noted)
@@ -144,12 +146,11 @@ class Shard:
         verdict: Literal["dropped", "refused"] = "refused"
         reason = self._admission.fault(push, self.version)
         if not reason and push.tickets:
-            had = sum(ticket in self._tickets for ticket in push.tickets)
-            if had == len(push.tickets):
+            had = [ticket for ticket in push.tickets if ticket in self._tickets]
+            if len(had) == len(push.tickets):
                 verdict, reason = "dropped", "had already"
             elif had:
-                known = [ticket for ticket in push.tickets if ticket in self._tickets]
-                reason = f"worker {push.worker}: tickets {known} are applied, the others of {push.tickets} are not"
+                reason = f"worker {push.worker}: tickets {had} are applied, the others of {push.tickets} are not"
         waiting = Waiting(
             "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
         )
@@ -161,6 +162,7 @@ class Shard:
             self._refuse(push, verdict, reason, replies)
             return
         self._wait_for(push.worker, waiting)
+        self._here.update(push.tickets)
         self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples), replies)
 
     def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
@@ -181,22 +183,33 @@ class Shard:
             queue = self._waiting[worker] = []
         queue.append(waiting)
 
-    def _meet(self, members: dict[int, int], replies: list[Reply]) -> None:
-        """First those go who are no members any more, then the new ones come, each for itself."""
+    def _meet(self, members: dict[int, int], resting: frozenset[int], replies: list[Reply]) -> None:
+        """First those go who are no members any more, or rest, then the others come, each for itself."""
         before = self._members
         for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
             self._members = {w: life for w, life in self._members.items() if w != worker}
-            self._workers = tuple(self._members)
             self._leave(worker)
-            self._hear(Arrival("left", worker), replies)
+            self._hear_left(worker, replies)
+        for worker in self._workers:
+            if worker in resting:
+                self._hear_left(worker, replies)
         for worker in [worker for worker in sorted(members) if worker not in self._members]:
             self._members = dict(sorted({**self._members, worker: members[worker]}.items()))
-            self._workers = tuple(self._members)
             self._table.admit(worker, members[worker])
+        for worker in [worker for worker in self._members if worker not in resting and worker not in self._workers]:
+            self._workers = tuple(sorted((*self._workers, worker)))
             self._hear(Arrival("joined", worker), replies)
+
+    def _hear_left(self, worker: int, replies: list[Reply]) -> None:
+        """The rule counts `worker` no more, if it did."""
+        if worker in self._workers:
+            self._workers = tuple(other for other in self._workers if other != worker)
+            self._hear(Arrival("left", worker), replies)
 
     def _leave(self, worker: int) -> None:
         for waiting in self._waiting.pop(worker, ()):
+            if waiting.gradient is not None:
+                self._here.difference_update(waiting.tickets)
             for number in (waiting.read, waiting.difference):
                 if number >= 0:
                     self._weights.buffers.release(number)
@@ -212,7 +225,7 @@ class Shard:
             dropped=self._dropped,
             refused=self._refused,
             repeated=self.repeated,
-            tickets=self._tickets.pairs(),
+            tickets=self._tickets.tuples,
         )
 
     # ------------------------------------------------------------------ the rule and its actions
@@ -244,6 +257,7 @@ class Shard:
 
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
+        self._here.difference_update(waiting.tickets)
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self._staleness[waiting.staleness] += 1
@@ -320,12 +334,13 @@ class Shard:
             index=self.index,
             rule=self._rule,
             members=self._members,
+            workers=self._workers,
             known=self._table.known,
             waiting=waiting,
             leases=leases,
             reads=reads,
             lrs=weights.lrs,
-            tickets=self._tickets.pairs(),
+            tickets=self._tickets.tuples,
             staleness=dict(self._staleness),
             dropped=self._dropped,
             refused=self._refused,
@@ -348,6 +363,8 @@ class Shard:
         for number in state.held():
             weights.buffers.hold(number)
         self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
-        self._members, self._workers = state.members, tuple(state.members)
+        self._members, self._workers = state.members, state.workers
         self._table, self._tickets = Table(self.number, state.known), Ranges(state.tickets)
+        waits = (one for queue in state.waiting.values() for one in queue if one.gradient is not None)
+        self._here = {ticket for one in waits for ticket in one.tickets}
         self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused

@@ -51,6 +51,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     index: int
     rule: Any
     members: dict[int, int]
+    workers: tuple[int, ...]
+    """The members that the rule counts: those that do not rest."""
     known: dict[int, Known]
     waiting: dict[int, list[Waiting]]
     leases: dict[int, list[tuple[int, int]]]

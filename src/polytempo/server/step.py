@@ -50,6 +50,7 @@ def stepwise(
         if arrival.kind == "pull":
             return state, [] if worker in waiting or worker in newcomers else [Answer(worker)]
         if arrival.kind == "push":
+            assert worker in members  # the shard refuses strangers; waiting for one would never end
             waiting[worker] = (*waiting.get(worker, ()), (arrival.clock, arrival.samples))
         if arrival.kind == "joined" and waiting and worker not in waiting:
             newcomers = (*newcomers, worker)

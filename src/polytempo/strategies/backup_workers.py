@@ -21,5 +21,11 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     """
     return served(
         spelled("backup_workers", backups=backups, shards=shards, replicas=replicas),
-        service(all_but(backups), shards=shards, replicas=replicas, deals="evenly"),
+        service(
+            all_but(backups),
+            shards=shards,
+            replicas=replicas,
+            deals="freely" if backups else "evenly",  # who comes late makes fewer steps than the others
+            waits=True,
+        ),
     )

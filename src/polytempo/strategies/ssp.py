@@ -20,5 +20,5 @@ def ssp(bound: int = 3, shards: int = 1, replicas: int = 0) -> Strategy:
     """
     return served(
         spelled("ssp", bound=bound, shards=shards, replicas=replicas),
-        service(within(bound), shards=shards, replicas=replicas, deals="evenly"),
+        service(within(bound), shards=shards, replicas=replicas, deals="evenly", waits=True),
     )

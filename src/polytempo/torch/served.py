@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import Bundle, Port, Program, State, Strategy
+from polytempo.core import Bundle, Port, Program, State, Strategy, is_idle
 from polytempo.core.state import settled
 from polytempo.data.batches import Batches
 from polytempo.server.asker import Asker
@@ -97,7 +97,8 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
                 await worker.fetch()
                 await asker.ask(port, worker.taken_rows())  # which says goodbye
                 return worker.attendance
-        await asker.ask(port, worker.taken_rows())
+        if not asker.is_open:
+            await asker.ask(port, worker.taken_rows())
 
 
 def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> ComputeGradients:
@@ -229,6 +230,12 @@ class _Worker:
         torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
 
     @property
+    def _is_apart(self) -> bool:
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then an
+        evaluation must leave them as they are. A copy may as well become a newer one."""
+        return is_idle(self._course.strategy.gradients, self._port.size + 1)
+
+    @property
     def _numel(self) -> int:
         return sum(value.numel() for value in self._values.values())
 
@@ -252,8 +259,11 @@ class _Worker:
         course = self._course
         if course.data.test is None:
             return
+        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
         await self.waited(self.fetch())
         score = evaluate_alone(course.model, course.data.test, course.job.loss, course.job.correct)
+        if own:
+            self._place(Bundle(own))
         seconds = await self._port.now() - (self._begin_s or 0.0)
         facts = {"kind": "test", **self._position, "seconds": seconds}
         self._write(facts | {"loss": score.loss, "accuracy": score.accuracy})

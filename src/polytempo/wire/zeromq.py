@@ -31,6 +31,7 @@ _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
 """Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 30_000
+_HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
 
 
@@ -45,7 +46,7 @@ class Counts:
     malformed: int = 0
     """Arrived and refused: no message, or from nobody."""
     refused: int = 0
-    """Connections refused: no keys, wrong keys, not ZeroMQ at all."""
+    """Connections not let in: no keys, wrong keys, not ZeroMQ at all (and those that are knocking just now)."""
 
 
 @dataclass
@@ -219,5 +220,6 @@ class Mailbox:
         socket.maxmsgsize = self.limits.total_bytes
         socket.ipv6 = "[" in address
         if not address.startswith("ipc:"):
+            socket.handshake_ivl = _HANDSHAKE_MS
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         return socket

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from polytempo.core import Deadlock, Port, Program, TimedOut, world_port
 from polytempo.core.op import Alone, Compute, Mark, Now, Op, Post, Start, Take, Work
+from polytempo.worlds.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -28,16 +29,6 @@ class Mail(Protocol):
 
     def take(self, wait_s: float | None = None) -> tuple[int, Any] | None:
         """The next (source, message), or None if none comes within `wait_s`."""
-
-
-class Lock(Protocol):
-    """What keeps the processes of a host apart; `worlds.lock.HostLock` is one."""
-
-    def acquire(self, timeout_s: float) -> bool:
-        """Wait for it; whether it is ours."""
-
-    def release(self) -> None:
-        """Let the next one in."""
 
 
 class _Strand:
@@ -109,7 +100,7 @@ class MailWorld:
         mailbox: Mail,
         hosts: Sequence[int],
         *,
-        lock: Lock | None = None,
+        lock: HostLock | None = None,
         zero_s: float | None = None,
         max_events: int = 50_000,
     ) -> None:

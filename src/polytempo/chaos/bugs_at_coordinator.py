@@ -1,0 +1,132 @@
+"""Bugs of the coordinator and its dealer: who takes part, who holds what, and who trains on what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.dealer import Dealer
+from polytempo.server.message import Beat, Deal, Outbox
+from polytempo.server.supply import Evenly, Freely, Fresh
+
+Patches = list[tuple[Any, str, Any]]
+
+
+def blank_copy_promoted() -> Patches:
+    """A copy that has just joined stands first in its chain, before it has the state."""
+    beat = Coordinator._beat
+
+    def wrong(self: Coordinator, now_s: float, source: int, message: Beat) -> Outbox:
+        joins = self._recruits.get(source)
+        if joins is not None:
+            self.chains[joins] = tuple(reversed(self.chains[joins]))
+            out = beat(self, now_s, source, message)
+            self.chains[joins] = tuple(reversed(self.chains[joins]))
+            return out + self._new_epoch(now_s)
+        return beat(self, now_s, source, message)
+
+    return [(Coordinator, "_beat", wrong)]
+
+
+def epoch_not_raised() -> Patches:
+    """A chain changes, and the epoch stays what it was."""
+    new_epoch = Coordinator._new_epoch
+
+    def wrong(self: Coordinator, now_s: float) -> Outbox:
+        self.epoch -= 1
+        return new_epoch(self, now_s)
+
+    return [(Coordinator, "_new_epoch", wrong)]
+
+
+def loss_not_told() -> Patches:
+    """The shards do not hear that a worker is lost."""
+    tell = Coordinator._tell_members
+
+    def wrong(self: Coordinator, now_s: float) -> Outbox:
+        told = self._told_of[0]
+        return [] if set(told) > set(self.members) else tell(self, now_s)
+
+    return [(Coordinator, "_tell_members", wrong)]
+
+
+def dealt_before_admitted() -> Patches:
+    """A worker gets work before every shard knows of it."""
+    deals = Coordinator._deals
+
+    def wrong(self: Coordinator, now_s: float) -> Outbox:
+        known, self._known = self._known, [self._changes + 1] * len(self._known)
+        out = deals(self, now_s)
+        self._known = known
+        return out
+
+    return [(Coordinator, "_deals", wrong)]
+
+
+def dealt_twice() -> Patches:
+    """Now and then the ticket that was dealt last is dealt to the next one, too."""
+    freely, evenly = Freely.take, Evenly.take
+
+    def takes_freely(self: Freely, worker: int, end: int) -> Fresh | None:
+        if self.frontier % 7 == 3 and not getattr(self, "twice", False):
+            self.twice = True  # type: ignore[attr-defined]  # the bug's own memory
+            self.frontier -= 1
+        return freely(self, worker, end)
+
+    def takes_evenly(self: Evenly, worker: int, end: int) -> Fresh | None:
+        fresh = evenly(self, worker, end)
+        return fresh if fresh is None or fresh.number % 7 != 3 else Fresh(fresh.number - 1)
+
+    return [(Freely, "take", takes_freely), (Evenly, "take", takes_evenly)]
+
+
+def tickets_of_the_dead_forgotten() -> Patches:
+    """What a lost worker held is not dealt again."""
+    lose = Dealer.lose
+
+    def wrong(self: Dealer, worker: int) -> None:
+        life = self._workers.get(worker)
+        if life is not None:
+            life.held.clear()
+        lose(self, worker)
+
+    return [(Dealer, "lose", wrong)]
+
+
+def done_before_acknowledged() -> Patches:
+    """A ticket counts as done when its worker calls for the next one."""
+    ask = Dealer.ask
+
+    def wrong(self: Dealer, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
+        life = self._workers.get(worker)
+        if life is not None and sequence > life.sequence:
+            done = (*done, *life.held)
+        return ask(self, worker, incarnation, sequence, done)
+
+    return [(Dealer, "ask", wrong)]
+
+
+def promoted_from_outside() -> Patches:
+    """When a head is lost, a node takes its place that never was in the chain."""
+    lose = Coordinator.lose
+
+    def wrong(self: Coordinator, now_s: float, node: int) -> Outbox:
+        for shard, chain in enumerate(self.chains):
+            if len(chain) > 1 and chain[0] == node:
+                self.chains[shard] = (node, self.chains[shard - 1][-1])
+        return lose(self, now_s, node)
+
+    return [(Coordinator, "lose", wrong)]
+
+
+BUGS = (
+    blank_copy_promoted,
+    epoch_not_raised,
+    loss_not_told,
+    dealt_before_admitted,
+    dealt_twice,
+    tickets_of_the_dead_forgotten,
+    done_before_acknowledged,
+    promoted_from_outside,
+)

@@ -1,0 +1,216 @@
+"""Bugs of replication, fencing and retrying: the node, the client, and its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from polytempo.server.client import Client
+from polytempo.server.message import Install, Message, Outbox, Pushed, Replicate, Replicated, Reply, Request, View
+from polytempo.server.node import Node
+from polytempo.server.requests import Requests
+
+Patches = list[tuple[Any, str, Any]]
+
+
+@dataclass
+class _Always:
+    """A number that no other is above or below: for tests that are to pass."""
+
+
+def acknowledged_before_replicated() -> Patches:
+    """The head answers as soon as it has applied an entry itself."""
+    append = Node._append
+
+    def wrong(self: Node, now_s: float, entry: Request) -> Outbox:
+        out = append(self, now_s, entry)
+        if self._successor is not None and self._held and self._held[-1][0] == self.index:
+            out += self._addressed(self._held.pop()[1])
+        return out
+
+    return [(Node, "_append", wrong)]
+
+
+def repeat_answered_before_replicated() -> Patches:
+    """A request that comes again is answered from the table, although its entry is not safe yet."""
+
+    def wrong(self: Node, now_s: float, request: Request) -> Outbox:
+        look = self.shard.look(request)
+        return self._append(now_s, request) if look.kind == "new" else self._addressed(look.replies)
+
+    return [(Node, "_request", wrong)]
+
+
+def no_fence() -> Patches:
+    """Entries, and what confirms them, are taken from whoever sends them, of whatever epoch."""
+    replicate, confirmed = Node._replicate, Node._confirmed
+
+    def replicated(self: Node, now_s: float, source: int, message: Replicate) -> Outbox:
+        if self.blank or message.index > self.index + 1:
+            return []
+        if message.epoch == self.epoch and source == self._predecessor:
+            return replicate(self, now_s, source, message)
+        if message.index == self.index + 1:
+            self._apply(message.entry)
+            self.committed = self.index
+        return [(source, Replicated(self.shard.number, message.epoch, message.index))]
+
+    def confirms(self: Node, now_s: float, source: int, message: Replicated) -> Outbox:
+        return confirmed(self, now_s, source, msgspec.structs.replace(message, epoch=self.epoch))
+
+    return [(Node, "_replicate", replicated), (Node, "_confirmed", confirms)]
+
+
+def confirmed_too_much() -> Patches:
+    """Whatever the next copy confirms, the head takes all its entries for confirmed."""
+    confirmed = Node._confirmed
+
+    def wrong(self: Node, now_s: float, source: int, message: Replicated) -> Outbox:
+        if message.index > self.committed:
+            message = msgspec.structs.replace(message, index=self.index)
+        return confirmed(self, now_s, source, message)
+
+    return [(Node, "_confirmed", wrong)]
+
+
+def deposed_head_answers() -> Patches:
+    """A head that learns that it is none any more sends the replies that it has held back."""
+    see = Node._see
+
+    def wrong(self: Node, now_s: float, view: View) -> Outbox:
+        held = [reply for _, replies in self._held for reply in replies]
+        out = see(self, now_s, view)
+        return out if self.node in self.chain else out + self._addressed(held)
+
+    return [(Node, "_see", wrong)]
+
+
+def two_heads() -> Patches:
+    """Every copy in the chain answers workers, not the first one only."""
+
+    def wrong(self: Node) -> bool:
+        return self.node in self.chain and not self.blank
+
+    return [(Node, "is_head", property(wrong)), (Client, "_add", _asks_anybody(Client._add))]
+
+
+def _asks_anybody(add: Any) -> Any:
+    """With two heads a worker may take the one for the other."""
+
+    def wrong(self: Client, shard: int, build: Any, pending: Any) -> None:
+        nodes = [asked.head for asked in self._asked]
+        add(self, shard, build, pending)
+        if self.worker % 2 and self.epoch:
+            self._asked[shard].head = nodes[shard]
+
+    return wrong
+
+
+def old_view_believed() -> Patches:
+    """A view that arrives late is taken for the newest one."""
+    see = Node._see
+
+    def wrong(self: Node, now_s: float, view: View) -> Outbox:
+        if view.epoch < self.epoch and self.node in view.chains[self.shard.number]:
+            self.epoch = 0
+        return see(self, now_s, view)
+
+    return [(Node, "_see", wrong)]
+
+
+def entry_not_sent_again() -> Patches:
+    """What the next copy has not confirmed is sent once."""
+    tick = Node.tick
+
+    def wrong(self: Node, now_s: float) -> Outbox:
+        self._retry_at_s = float("inf")
+        return tick(self, now_s)
+
+    return [(Node, "tick", wrong)]
+
+
+def request_not_sent_again() -> Patches:
+    """What a shard has not answered is sent once."""
+
+    def wrong(self: Requests, now_s: float) -> list[Request]:
+        self._retry_at_s = float("inf")
+        return []
+
+    return [(Requests, "late", wrong)]
+
+
+def entry_skipped() -> Patches:
+    """A copy takes an entry although the one before it has not come."""
+    replicate = Node._replicate
+
+    def wrong(self: Node, now_s: float, source: int, message: Replicate) -> Outbox:
+        if not self.blank and message.epoch == self.epoch and message.index > self.index + 1:
+            self.index = self.shard.index = message.index - 1
+        return replicate(self, now_s, source, message)
+
+    return [(Node, "_replicate", wrong)]
+
+
+def install_ignored_and_confirmed() -> Patches:
+    """A blank copy says that it has the state, and throws it away."""
+
+    def wrong(self: Node, now_s: float, source: int, message: Install) -> Outbox:
+        if message.epoch == self.epoch and source == self._predecessor and self.blank:
+            self.index = self.committed = self.shard.index = message.index
+            self.blank = False
+        return self._confirm()
+
+    return [(Node, "_installed", wrong)]
+
+
+def done_when_one_shard_has_answered() -> Patches:
+    """A push counts as done when the first shard has acknowledged it."""
+    learn = Client._learn
+
+    def wrong(self: Client, reply: Pushed, pending: Any) -> None:
+        learn(self, reply, pending)
+        pending.waits_for.clear()
+
+    return [(Client, "_learn", wrong)]
+
+
+def answer_of_another_life() -> Patches:
+    """A worker takes an answer to its last life for one to itself."""
+    answered, receive = Requests.answered, Client.receive
+
+    def wrong(self: Requests, reply: Reply, now_s: float) -> bool:
+        return answered(self, msgspec.structs.replace(reply, incarnation=self.incarnation), now_s)
+
+    def received(self: Client, now_s: float, source: int, message: Message) -> Outbox:
+        return receive(self, now_s, source, message)
+
+    return [(Requests, "answered", wrong), (Client, "receive", received)]
+
+
+def head_not_followed() -> Patches:
+    """A worker goes on asking the head that it knew first."""
+
+    def wrong(self: Requests, head: int, now_s: float) -> list[Request]:
+        return self.late(now_s)
+
+    return [(Requests, "ask", wrong)]
+
+
+BUGS = (
+    acknowledged_before_replicated,
+    repeat_answered_before_replicated,
+    no_fence,
+    confirmed_too_much,
+    deposed_head_answers,
+    two_heads,
+    old_view_believed,
+    entry_not_sent_again,
+    request_not_sent_again,
+    entry_skipped,
+    install_ignored_and_confirmed,
+    done_when_one_shard_has_answered,
+    answer_of_another_life,
+    head_not_followed,
+)

@@ -1,0 +1,234 @@
+"""Bugs of the shard: its table, its ticket set, its tensors, its rules and its snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from polytempo.chaos import scenario_rules
+from polytempo.core.rule import Arrival, Rule, RuleState, Situation
+from polytempo.server import snapshot
+from polytempo.server.message import Push, Reply, Request
+from polytempo.core.ranges import Ranges
+from polytempo.server.shard import Shard
+from polytempo.server.table import Look, Table
+from polytempo.server.weights import Weights
+
+Patches = list[tuple[Any, str, Any]]
+
+
+def table_not_installed() -> Patches:
+    """The table of what was asked is not in the state that a new copy gets."""
+    load = Shard.load
+
+    def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
+        load(self, data, tensors)
+        self._table = Table(self.number)
+        for worker, incarnation in self._members.items():
+            self._table.admit(worker, incarnation)
+
+    return [(Shard, "load", wrong)]
+
+
+def waiting_not_installed() -> Patches:
+    """Gradients that wait are not in the state that a new copy gets."""
+    load = Shard.load
+
+    def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
+        load(self, data, tensors)
+        self._waiting = {}
+
+    return [(Shard, "load", wrong)]
+
+
+def sum_not_installed() -> Patches:
+    """The sum that no update has used yet is not in the state that a new copy gets."""
+    load = Shard.load
+
+    def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
+        load(self, data, tensors)
+        self._weights.summed = False
+
+    return [(Shard, "load", wrong)]
+
+
+def tickets_not_kept() -> Patches:
+    """A shard does not look whether it has applied a ticket already."""
+    push = Shard._push
+
+    def wrong(self: Shard, request: Push, replies: list[Reply]) -> None:
+        kept, self._tickets = self._tickets, Ranges()
+        push(self, request, replies)
+        self._tickets = Ranges((*kept.tuples, *self._tickets.tuples))
+
+    return [(Shard, "_push", wrong)]
+
+
+def gap_accepted() -> Patches:
+    """A request is taken although the one before it is still on its way."""
+    look = Table.look
+
+    def wrong(self: Table, request: Request) -> Look:
+        found = look(self, request)
+        return Look("new") if found.kind == "ahead" else found
+
+    return [(Table, "look", wrong)]
+
+
+def repeat_taken_for_new() -> Patches:
+    """A request that comes again is taken again."""
+    look = Table.look
+
+    def wrong(self: Table, request: Request) -> Look:
+        found = look(self, request)
+        return Look("new") if found.kind == "repeated" else found
+
+    return [(Table, "look", wrong)]
+
+
+def dead_life_accepted() -> Patches:
+    """A request of an earlier life of its worker is taken for one of the present life."""
+    look, take = Table.look, Table.take
+
+    def as_present(self: Table, request: Request) -> Request:
+        known = self.known.get(request.worker)
+        return request if known is None else msgspec.structs.replace(request, incarnation=known.incarnation)
+
+    def looks(self: Table, request: Request) -> Look:
+        return look(self, as_present(self, request))
+
+    def takes(self: Table, request: Request) -> None:
+        take(self, as_present(self, request))
+
+    return [(Table, "look", looks), (Table, "take", takes)]
+
+
+def answer_not_kept() -> Patches:
+    """The answer to a push is not kept, so who asks again hears nothing."""
+
+    def wrong(self: Table, reply: Reply) -> None:
+        pass
+
+    return [(Table, "answer", wrong)]
+
+
+def lent_weights_written() -> Patches:
+    """An update writes to the weights in place, even while workers read them."""
+
+    def wrong(self: Weights) -> int:
+        return self.current
+
+    return [(Weights, "_writable", wrong)]
+
+
+def sum_begun_anew() -> Patches:
+    """What was in the sum is lost when the next gradient is added to it."""
+    keep_sum = Weights.keep_sum
+
+    def wrong(self: Weights) -> None:
+        if self._terms:
+            self.summed = False
+        keep_sum(self)
+
+    return [(Weights, "keep_sum", wrong)]
+
+
+def gradient_of_the_dead_kept() -> Patches:
+    """The gradient of a worker that has left goes on waiting, and is used for its next life."""
+    leave = Shard._leave
+
+    def wrong(self: Shard, worker: int) -> None:
+        waiting = self._waiting.get(worker, [])
+        leave(self, worker)
+        if waiting:
+            self._waiting[worker] = waiting
+
+    return [(Shard, "_leave", wrong)]
+
+
+def bound_off_by_one() -> Patches:
+    """Bounded staleness lets workers be one step further ahead than it promises."""
+    within = scenario_rules.within
+    return [(scenario_rules, "within", lambda bound: within(bound + 1))]
+
+
+def bound_over_oneself() -> Patches:
+    """Bounded staleness looks for the slowest among the wrong workers: the reader alone."""
+    within = scenario_rules.within
+
+    def wrong(bound: int) -> Rule:
+        rule = within(bound)
+
+        def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, Any]:
+            if arrival.kind in ("pull", "push"):
+                situation = situation._replace(members=(arrival.worker,))
+            return rule.receive(state, arrival, situation)
+
+        return rule._replace(receive=receive)
+
+    return [(scenario_rules, "within", wrong)]
+
+
+def late_gradient_used() -> Patches:
+    """With backup workers, a gradient that comes too late is used in the next step."""
+    first = scenario_rules.first
+
+    def wrong(n: int) -> Rule:
+        rule = first(n)
+
+        def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, Any]:
+            return rule.receive(state, arrival._replace(basis=situation.version), situation)
+
+        return rule._replace(receive=receive)
+
+    return [(scenario_rules, "first", wrong)]
+
+
+def snapshot_named_too_early() -> Patches:
+    """A snapshot gets its name before it is written, and what is there is believed."""
+
+    def unchecked(disk: Any, path: Any, number: int, shard: int) -> tuple[int, str]:
+        file = path.with_suffix(".safetensors")
+        content = disk.read(file, disk.size(file))
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    def early(path: Any) -> Any:
+        return path
+
+    return [(snapshot, "_read_manifest", unchecked), (snapshot, "_partial", early)]
+
+
+def flipped_bit_believed() -> Patches:
+    """What a snapshot holds is not compared with its hash."""
+    read_manifest = snapshot._read_manifest
+
+    def wrong(disk: Any, path: Any, number: int, shard: int) -> tuple[int, str]:
+        num_bytes, _ = read_manifest(disk, path, number, shard)
+        file = path.with_suffix(".safetensors")
+        return num_bytes, hashlib.sha256(disk.read(file, num_bytes)).hexdigest()
+
+    return [(snapshot, "_read_manifest", wrong)]
+
+
+BUGS = (
+    table_not_installed,
+    waiting_not_installed,
+    sum_not_installed,
+    tickets_not_kept,
+    gap_accepted,
+    repeat_taken_for_new,
+    dead_life_accepted,
+    answer_not_kept,
+    lent_weights_written,
+    sum_begun_anew,
+    gradient_of_the_dead_kept,
+    bound_off_by_one,
+    bound_over_oneself,
+    late_gradient_used,
+    snapshot_named_too_early,
+    flipped_bit_believed,
+)
