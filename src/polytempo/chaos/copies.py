@@ -104,5 +104,5 @@ def _told(shard: Shard) -> tuple[object, ...]:
     rule = msgspec.msgpack.encode(shard._rule)  # a list and a tuple are the same to rules
     return (
         *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._members, known, waiting),
-        *(shard._tickets.pairs(), shard._dropped, shard._refused),
+        *(shard._tickets.tuples, shard._dropped, shard._refused),
     )

@@ -206,6 +206,10 @@ class World:
             self.note("ends", node, str(error))
             self.kill(node)
             return
+        except Violation:
+            raise
+        except Exception as error:  # no fault of the world may make a machine stumble
+            raise Violation(f"node {node} raised {error!r}") from error
         self._handle(node, process, outbox)
         if process.mortal and getattr(process.machine, "finished", False):
             self.note("ends", node)

@@ -232,7 +232,7 @@ class Coordinator:
         return self._outbox(now_s)
 
     def _part(self) -> None:
-        """Deal again what the lost held, once no shard will take it from them any more: a batch must not count twice."""
+        """Deal again what the lost held, once no shard takes it from them any more: a batch must not count twice."""
         ready = min(self._known)
         for worker, change in list(self._leaving.items()):
             if change <= ready:

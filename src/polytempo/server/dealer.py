@@ -27,8 +27,8 @@ n of m; whatever needs every member covered), or that holds a worker back until 
 staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
 push means that nobody has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
 for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
-worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer a push
-when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
+worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
+a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
 
 Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the stretch some workers rest while
 others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until

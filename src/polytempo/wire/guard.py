@@ -68,6 +68,6 @@ class Guard:
     def _answer(self, question: list[bytes]) -> list[bytes]:
         """Yes to the run's client key, no to all else."""
         version, number, domain, _, _, mechanism, *credentials = question  # ZeroMQ itself asks, not the peer
-        known = mechanism == b"CURVE" and domain == _DOMAIN
+        known = mechanism == b"CURVE" and domain == _DOMAIN and credentials == [self._client]
         status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
         return [version, number, status, text, b"", b""]
