@@ -13,7 +13,8 @@ from torch import Tensor
 from polytempo.chaos.copies import Copies
 from polytempo.chaos.worker import Worker
 from polytempo.chaos.world import Violation, World
-from polytempo.server.client import Client
+from polytempo.core.errors import PolytempoError
+from polytempo.server.client import Client, Refused
 from polytempo.server.message import COORDINATOR, Deal, Message, Pulled, Push, Pushed, Reply
 from polytempo.server.node import Node
 
@@ -147,6 +148,13 @@ class Checkers:
         missing = sorted(t for t in self._acknowledged[shard] if counts[t] != 1)
         if missing:
             raise Violation(f"tickets {missing} are not in shard {shard} on node {node}: {what}")
+
+    def gave_up(self, node: int, error: PolytempoError) -> None:
+        """Only a worker that was thought dead may give up, because the shards refuse it."""
+        machine = self._world.machine(node)
+        if isinstance(machine, Worker) and isinstance(error, Refused) and not self._counts(machine.client):
+            return
+        raise Violation(f"node {node} gave up: {error}") from error
 
     # ------------------------------------------------------------------ readers
 

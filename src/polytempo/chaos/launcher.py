@@ -28,8 +28,8 @@ class Launcher:
     `sees_deaths`: it learns that a process has ended (its own child) within `LOOK_S`; otherwise only by silence.
     """
 
-    LOOK_S = 0.05
-    RESTART_S = 0.1
+    LOOK_S = 0.02
+    RESTART_S = 0.02
     SAVE_S = 0.3
 
     def __init__(
@@ -41,13 +41,18 @@ class Launcher:
         sees_deaths: bool,
         on_wanted: Callable[[int, int], None],
         saves: bool,
+        lingers_s: float,
     ) -> None:
-        """`on_wanted(shard, node)` hears that a new, blank copy is about to be started. `saves`: now and then."""
+        """`lingers_s`: so long a copy that was thought dead may live on before another takes its node.
+
+        `on_wanted(shard, node)` hears that a new, blank copy is about to be started. `saves`: now and then.
+        """
         self.coordinator = coordinator
         self._workers, self._holders = range(workers), holders
         self._processes, self._sees_deaths = processes, sees_deaths
         self._on_wanted = on_wanted
-        self._saves = saves
+        self._saves, self._lingers_s = saves, lingers_s
+        self._wanted_s: dict[int, float] = {}
         self._snapshot, self._saving = 0, set[int]()
         self._looked_s = 0.0
         self._mourned: set[int] = set()
@@ -81,8 +86,11 @@ class Launcher:
                 self._processes.restart(worker, self.RESTART_S)
         for node in {node for holders in self._holders for node in holders}:
             out += self._look_at(now_s, node)
-        for shard in self.coordinator.wanted:
-            self._recruit(shard)
+        wanted = self.coordinator.wanted
+        self._wanted_s = {shard: self._wanted_s.get(shard, now_s) for shard in wanted}
+        for shard in wanted:
+            if now_s >= self._wanted_s[shard] + self._lingers_s:
+                self._recruit(shard)
         return out + self._save(now_s)
 
     def saved(self, shard: int) -> None:

@@ -62,6 +62,7 @@ class Scenario:
     plan: Plan
     disk: DiskFaults
     saves: bool
+    lingers_s: float
 
     def __str__(self) -> str:
         return (
@@ -106,7 +107,7 @@ def draw(seed: int) -> Scenario:
         least_s=least_s,
         most_s=least_s * random.choice([1.0, 2.0, 6.0]),
         push_every=1 if waits else random.choice([1, 1, 2]),
-        overlap=not waits and random.random() < 0.4,
+        overlap=not waits and random.random() < 0.6,
         asks_ahead=random.random() < 0.5,
     )
     cast = _cast(workers, shards, replicas)
@@ -126,6 +127,7 @@ def draw(seed: int) -> Scenario:
         plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
         disk=DiskFaults(random.choice([0.0, 0.02]), random.choice([0.0, 0.05]), random.choice([0.0, 0.03])),
         saves=random.random() < 0.5,
+        lingers_s=random.choice([0.0, 0.4, 0.8]),
     )
 
 
@@ -235,6 +237,7 @@ class Stage:
             scenario.sees_deaths,
             lambda shard, node: self._blank.add(node),
             self.scenario.saves,
+            self.scenario.lingers_s,
         )
 
     def _happened(self, event: tuple[str, int]) -> None:

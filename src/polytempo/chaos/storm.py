@@ -44,8 +44,8 @@ def storm(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> Plan:
 
 def weather(random: Random) -> Weather:
     """Fair now and then; mostly something is wrong, seldom everything."""
-    jitter_s = random.choice([0.0, 0.002, 0.02])
-    slow = random.choice([0.0, 0.0, 0.05])
+    jitter_s = random.choice([0.0, 0.002, 0.02, 0.06])
+    slow = random.choice([0.0, 0.0, 0.05, 0.15])
     drop = random.choice([0.0, 0.0, 0.02, 0.1])
     duplicate = random.choice([0.0, 0.05, 0.3])
     return Weather(0.001, jitter_s, slow, 0.3, drop, duplicate)
@@ -88,6 +88,8 @@ def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, 
     while begin_s < lasts_s:
         node = random.choice(copies)
         end_s = round(begin_s + limits.long_s * random.uniform(1.0, 1.6), 4)
+        late_s = round(begin_s + limits.long_s / 2, 4)
+        worker = random.choice(cast.workers)
         faults += random.choice(
             [
                 [Death(begin_s, node)],
@@ -97,6 +99,9 @@ def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, 
                 [Cut(begin_s, end_s, cast.coordinator, node)],
                 [Cut(begin_s, end_s, node, ANYBODY), Cut(begin_s, end_s, ANYBODY, node)],
                 [Cut(begin_s, end_s, copies[0], copies[1])],
+                # Who is thought dead goes on answering a worker that does not hear of it.
+                [Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)],
+                [Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)],
             ]
         )
         begin_s = round(end_s + limits.apart_s * random.uniform(1.0, 1.5), 4)

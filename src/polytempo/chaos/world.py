@@ -53,6 +53,9 @@ class Watcher(Protocol):
     def handled(self, now_s: float, node: int) -> None:
         """`node` has just received or ticked."""
 
+    def gave_up(self, node: int, error: PolytempoError) -> None:
+        """The process on `node` ends with what its user would see."""
+
 
 class Violation(Exception):  # it is what a checker found, not what went wrong in it
     """A promise was broken."""
@@ -201,9 +204,9 @@ class World:
         try:
             outbox = getattr(process.machine, what)(*arguments)
         except PolytempoError as error:
-            if not process.mortal:
-                raise Violation(f"node {node} gave up: {error}") from error
             self.note("ends", node, str(error))
+            for watcher in self.watchers:
+                watcher.gave_up(node, error)
             self.kill(node)
             return
         except Violation:

@@ -177,6 +177,7 @@ class Client:
             raise Refused(f"shard {reply.shard} refused the {pending.what}: {reply.reason}")
         self.dropped += reply.verdict == "dropped"
         if reply.difference is not None:
+            self.versions[reply.shard] = reply.version
             if pending.value is None:
                 pending.value = torch.empty_like(self._pulled)
             place_(pending.value, self.shards[reply.shard], reply.difference)

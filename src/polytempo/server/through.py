@@ -19,6 +19,9 @@ from polytempo.server.message import Outbox, Reply, View
 
 T = TypeVar("T")
 
+_INSTANT_S = 1e-6
+"""Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
+
 
 async def through(client: Client, port: Port, program: Program[T]) -> T:
     """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
@@ -83,7 +86,7 @@ class _Mail:
             patience_s = client.wait_s(now_s)
             if until_s is not None:
                 patience_s = min(patience_s, until_s - now_s)
-            taken = await port.take(max(0.0, patience_s) if patience_s != float("inf") else None)
+            taken = await port.take(patience_s + _INSTANT_S if patience_s > 0 else 0.0)
             now_s = await port.now()
             if taken is not None:
                 await self._sort(now_s, *taken)

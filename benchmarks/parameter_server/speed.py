@@ -1,0 +1,177 @@
+"""How fast the parameter server is: a large model on one host, over sockets, with a slow worker, and small messages.
+
+    python benchmarks/parameter_server/speed.py [--quick] [--only push_pull wire straggler messages]
+
+Contenders take turns; ratios are medians of the rounds' ratios. Ray takes part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from crew import Crew, Unavailable, rounds_of
+from ours import SGD, Served, node_of, push_and_pull, shard_of
+from peers import PEERS
+from polytempo.bench.tables import markdown
+from polytempo.bench.turns import Figure, figure, ratio
+from polytempo.core import Port
+from polytempo.core.rule import Service
+from polytempo.server.message import Message, Pull, Push
+from polytempo.server.on_arrival import on_arrival
+from polytempo.wire.shared import Arenas
+
+NUMEL = 25_000_000
+STEP_S, SLOWED = 0.01, 10
+"""How long a step of a worker takes in `straggler`, asleep, and how many times as long that of the slow one."""
+BOUND = 3
+SMALL, MANY = 16, 1000
+"""`messages`: parameters and workers."""
+
+
+def _close_all(stack: ExitStack, makes: Sequence[Callable[[], Crew]]) -> list[Crew]:
+    crews = []
+    for make in makes:
+        try:
+            crew = make()
+        except Unavailable as reason:
+            print(f"not measured: {reason}")
+            continue
+        stack.callback(crew.close)
+        crews.append(crew)
+    return crews
+
+
+def _served(name: str, wire: Any, workers: int, numel: int) -> Callable[[], Crew]:
+    return lambda: Served(name, numel, workers, wire, pt.strategies.async_sgd()).crew(push_and_pull)
+
+
+# ------------------------------------------------------------------------------------------------- a large model
+
+
+def push_pull(rounds: int, turn_s: float) -> None:
+    """(a) Two workers and one shard on this host: ours, the limit, and the others."""
+    with ExitStack() as stack:
+        makes = [_served("ours", "shared memory", 2, NUMEL)]
+        makes += [lambda peer=peer: peer(NUMEL, 2) for peer in PEERS.values()]  # type: ignore[misc]
+        figures = rounds_of(_close_all(stack, makes), rounds, turn_s)
+    ours = figures["ours"]
+    rows = [
+        (name, f"{1e3 * found.median:.1f} ms", *_both(found, ours), *_both(found, figures["limit"]))
+        for name, found in figures.items()
+    ]
+    columns = ("push and pull of 25 million f32, 2 workers", "time", "of ours", "quartiles", "of the limit", "quartiles")
+    print(markdown((columns, list(rows))))
+
+
+def wire(rounds: int, turn_s: float) -> None:
+    """(b) The same over TCP on loopback: payload bytes per second, pushed and pulled, of all workers together."""
+    with ExitStack() as stack:
+        kinds = [(kind, workers) for kind in ("tcp", "tcp, CURVE") for workers in (1, 2)]
+        makes = [_served(f"{kind}, {workers} workers", kind, workers, NUMEL) for kind, workers in kinds]
+        figures = rounds_of(_close_all(stack, makes), rounds, turn_s)
+    rows = []
+    for (_, workers), (name, found) in zip(kinds, figures.items(), strict=True):
+        rate = [2e-9 * 4 * NUMEL * workers / seconds for seconds in found.rounds]
+        rows.append((name, f"{1e3 * found.median:.0f} ms", f"{statistics.median(rate):.2f} GB/s"))
+    print(markdown((("ZeroMQ on loopback", "push and pull", "payload of all workers"), list(rows))))
+
+
+def _both(a: Figure, b: Figure) -> tuple[str, str]:
+    found = ratio(a, b)
+    return f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"
+
+
+# ------------------------------------------------------------------------------------------------- a slow worker
+
+
+class Course:
+    """Four workers whose steps take `STEP_S` each, asleep. One of them may be slow. `leads` is what they saw."""
+
+    def __init__(self, name: str, strategy: pt.Strategy, slowed: int, steps: int) -> None:
+        self.workers, self._slowed, self._steps = 4, slowed, steps
+        self._shared = Arenas(1, 1 << 20).empty(0, 16, torch.float64)
+        self.begun, self.finished, self.leads = (self._shared[i * 4 : i * 4 + 4] for i in range(3))
+        self._served = Served(name, 1000, self.workers, "shared memory", strategy)
+
+    def crew(self) -> Crew:
+        """The processes."""
+        return self._served.crew(self._turn)
+
+    async def _turn(self, port: Port, worker: int, gradient: Tensor, parameters: Tensor, calls: int) -> None:
+        """Until the fast ones have made `calls` times `steps` steps; a slow worker makes as many as it can."""
+        step_s = STEP_S * (self._slowed if worker == 3 else 1)
+        begin_s = time.monotonic()
+        while self._left(worker, calls, begin_s):
+            clock = int(self.finished[worker])
+            parameters.copy_(await port.pull(clock))
+            lead = clock - int(self.finished.min())
+            self.leads[worker] = max(self.leads[worker], lead)
+            time.sleep(step_s)
+            self.finished[worker] = clock + 1  # before anybody can know of it
+            await port.push(gradient, clock + 1)
+
+    def _left(self, worker: int, calls: int, begin_s: float) -> bool:
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------- small messages
+
+
+def messages(rounds: int, turn_s: float) -> None:
+    """(d) Small messages through the server's code in one process: no sockets, no frames, 1,000 workers."""
+    pushes, pairs = [], []
+    for _ in range(rounds):
+        pushes.append(_per_second(False, turn_s))
+        pairs.append(_per_second(True, turn_s))
+    rows = [
+        ("push", f"{figure(pushes).median:,.0f}", f"{1e6 / figure(pushes).median:.1f} µs"),
+        ("push and pull", f"{figure(pairs).median:,.0f}", f"{1e6 / figure(pairs).median:.1f} µs"),
+    ]
+    print(markdown((("16 parameters, 1,000 workers", "per second", "each"), list(rows))))
+
+
+def _per_second(pulls: bool, turn_s: float) -> float:
+    """Pushes (each with a pull behind it) that a node takes in a second."""
+    node = node_of(shard_of(SMALL, Service(on_arrival(), SGD)), MANY)
+    repeats = max(1, int(turn_s * 20_000 / MANY))
+    requests: list[Message] = []
+    gradients = [torch.randn(SMALL) for _ in range(MANY)]
+    for repeat in range(repeats):
+        for worker in range(MANY):
+            first = 1 + repeat * (1 + pulls)
+            requests.append(Push(worker, 1, first, repeat, 0, 1, (1e-3,), (repeat * MANY + worker,), gradients[worker]))
+            if pulls:
+                requests.append(Pull(worker, 1, first + 1, repeat, -1))
+    answered = 0
+    begun = time.perf_counter()
+    for request in requests:
+        answered += len(node.receive(0.0, request.worker, request))  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - begun
+    assert answered == len(requests), "on arrival everything is answered at once"
+    assert node.shard.version == repeats * MANY, "every push was an update"
+    return repeats * MANY / seconds
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {part.__name__: part for part in (push_pull, wire, messages)}
+    parser.add_argument("--quick", action="store_true", help="a rough look")
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for part in arguments.only:
+        parts[part](*(3, 0.4) if arguments.quick else (11, 1.0))
+
+
+if __name__ == "__main__":
+    main()
