@@ -19,6 +19,8 @@ from polytempo.server.message import Outbox, Reply, View
 
 T = TypeVar("T")
 
+_MOST_MAIL = 4096
+"""So many messages are kept for the program; what is older is lost, as on a network, and asked for again."""
 _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
@@ -56,7 +58,7 @@ class _Mail:
 
     def __init__(self, client: Client, port: Port) -> None:
         self._client, self._port = client, port
-        self._rest: deque[tuple[int, Parcel]] = deque()
+        self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
     async def begun(self, op: Push | Pull) -> Pending:
         """Send a push or pull on its way."""
