@@ -10,5 +10,5 @@ import polytempo as pt
 from polytempo.jobs.digits import job
 
 for strategy in (pt.strategies.sync_sgd(), pt.strategies.async_sgd(shards=2)):
-    result = pt.run(job, strategy, workers=2, epochs=4, lr=0.02)
+    result = pt.run(job, strategy, workers=2, epochs=4)
     print(f"{strategy!s:36} loss {result.loss:.4f}, accuracy {result.accuracy:.1%}, {result.seconds:.2f} s")

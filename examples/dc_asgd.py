@@ -9,5 +9,5 @@ import polytempo as pt
 from polytempo.jobs.digits import job
 
 for strength in (0.0, 0.04, 1.0):
-    result = pt.run(job, pt.strategies.dc_asgd(strength), workers=2, epochs=4, lr=0.02)
+    result = pt.run(job, pt.strategies.dc_asgd(strength), workers=2, epochs=4)
     print(f"strength {strength:4}: loss {result.loss:.4f}, accuracy {result.accuracy:.1%}")

@@ -10,5 +10,5 @@ import polytempo as pt
 from polytempo.jobs.digits import job
 
 for n in (1, 2, 4):
-    result = pt.run(job, pt.strategies.softsync(n), workers=4, epochs=4, lr=0.02)
+    result = pt.run(job, pt.strategies.softsync(n), workers=4, epochs=8)
     print(f"n = {n}: loss {result.loss:.4f}, accuracy {result.accuracy:.1%}, {result.seconds:.2f} s")

@@ -9,5 +9,5 @@ import polytempo as pt
 from polytempo.jobs.digits import job
 
 for bound in (0, 3, 10):
-    result = pt.run(job, pt.strategies.ssp(bound), workers=2, epochs=4, lr=0.02)
+    result = pt.run(job, pt.strategies.ssp(bound), workers=2, epochs=4)
     print(f"bound {bound:2}: loss {result.loss:.4f}, accuracy {result.accuracy:.1%}, {result.seconds:.2f} s")

@@ -22,6 +22,6 @@ def sgd(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 
 plain = replace(job, optimizer=sgd)
-for strategy in (pt.strategies.async_sgd(), pt.strategies.staleness_aware()):
+for strategy in (pt.strategies.async_sgd(rate=1), pt.strategies.staleness_aware()):
     result = pt.run(plain, strategy, workers=4, epochs=4, lr=0.5)
     print(f"{strategy!s:48} loss {result.loss:.4f}, accuracy {result.accuracy:.1%}")

@@ -98,6 +98,14 @@ void update(
 
 int64_t unfinite(DType dtype, const void* data, int64_t count) { return kernels().unfinite(dtype, data, count); }
 
+int64_t descend(const Hyper& hyper, const float* gradient, float weight, const float* p, float* out, int64_t count) {
+    return kernels().descend_f32(hyper, gradient, weight, p, out, count);
+}
+
+int64_t descend(const Hyper& hyper, const double* gradient, double weight, const double* p, double* out, int64_t count) {
+    return kernels().descend_f64(hyper, gradient, weight, p, out, count);
+}
+
 namespace {
 
 template <class T>
@@ -108,6 +116,18 @@ void update_any(
         hyper, reinterpret_cast<const T* const*>(gradients), static_cast<const T*>(weights), num_gradients,
         static_cast<const T*>(p), static_cast<const T*>(m), static_cast<const T*>(v), static_cast<T*>(p_out),
         static_cast<T*>(m_out), static_cast<T*>(v_out), count);
+}
+
+template <class T>
+int64_t descend_any(const Hyper& hyper, const void* gradient, double weight, const void* p, void* out, int64_t count) {
+    return descend(
+        hyper, static_cast<const T*>(gradient), T(weight), static_cast<const T*>(p), static_cast<T*>(out), count);
+}
+
+Hyper made(const pt_hyper& h) {
+    return {
+        h.lr, h.weight_decay, h.momentum, h.dampening, h.beta1, h.beta2, h.eps, h.lr_decay, h.step, h.rule, h.nesterov,
+        h.maximize, h.first};
 }
 
 } // namespace
@@ -136,15 +156,20 @@ int32_t pt_update(
     const void* p, const void* m, const void* v, void* p_out, void* m_out, void* v_out, int64_t count) {
     bool is_rule = hyper->rule >= pt::SGD && hyper->rule <= pt::ADAGRAD;
     if ((dtype != pt::F32 && dtype != pt::F64) || !is_rule || num_gradients < 0 || count < 0) return 1;
-    pt::Hyper h = {
-        hyper->lr, hyper->weight_decay, hyper->momentum, hyper->dampening, hyper->beta1, hyper->beta2, hyper->eps,
-        hyper->lr_decay, hyper->step, hyper->rule, hyper->nesterov, hyper->maximize, hyper->first};
     (dtype == pt::F32 ? pt::update_any<float> : pt::update_any<double>)(
-        h, gradients, weights, num_gradients, p, m, v, p_out, m_out, v_out, count);
+        pt::made(*hyper), gradients, weights, num_gradients, p, m, v, p_out, m_out, v_out, count);
     return 0;
 }
 
 int64_t pt_unfinite(int32_t dtype, const void* data, int64_t count) {
     if (dtype < pt::F32 || dtype > pt::F16 || count < 0) return -2;
     return pt::unfinite(pt::DType(dtype), data, count);
+}
+
+int64_t pt_descend(
+    int32_t dtype, const pt_hyper* hyper, const void* gradient, double weight, const void* p, void* out, int64_t count) {
+    bool is_plain = hyper->rule == pt::SGD && hyper->momentum == 0;
+    if ((dtype != pt::F32 && dtype != pt::F64) || !is_plain || count < 0) return -2;
+    return (dtype == pt::F32 ? pt::descend_any<float> : pt::descend_any<double>)(
+        pt::made(*hyper), gradient, weight, p, out, count);
 }

@@ -78,6 +78,12 @@ void update(
 // The first of `count` floats (F32, F64, BF16 or F16) that is NaN or infinite; -1: all are finite. Reads them once.
 int64_t unfinite(DType dtype, const void* data, int64_t count);
 
+// out = p after a step of SGD without momentum on weight · gradient, in the bits of `update`; -1. Or, where the gradient
+// has an element that is NaN or infinite, the index of the first: then `out` is to be thrown away. It is not p.
+// Cost: as `update`; looking costs nothing where memory is the limit.
+int64_t descend(const Hyper& hyper, const float* gradient, float weight, const float* p, float* out, int64_t count);
+int64_t descend(const Hyper& hyper, const double* gradient, double weight, const double* p, double* out, int64_t count);
+
 // What each instruction set offers.
 struct Kernels {
     const char* name;
@@ -91,6 +97,8 @@ struct Kernels {
         const Hyper&, const double* const*, const double*, int, const double*, const double*, const double*, double*,
         double*, double*, int64_t);
     int64_t (*unfinite)(DType, const void*, int64_t);
+    int64_t (*descend_f32)(const Hyper&, const float*, float, const float*, float*, int64_t);
+    int64_t (*descend_f64)(const Hyper&, const double*, double, const double*, double*, int64_t);
 };
 
 } // namespace pt

@@ -56,6 +56,24 @@ typedef __m128i Line;
 void stream(Line* out, const Line* source) { _mm_stream_si128(out, _mm_loadu_si128(source)); }
 #endif
 
+// Whole lines past the caches; `out` is where a line begins. In no order with other stores until `streamed`.
+void stream_lines(void* out, const void* source, int64_t num_bytes) {
+#ifdef __SSE2__
+    for (int64_t done = 0; done < num_bytes; done += int64_t(sizeof(Line)))
+        stream(
+            reinterpret_cast<Line*>(static_cast<char*>(out) + done),
+            reinterpret_cast<const Line*>(static_cast<const char*>(source) + done));
+#else
+    copy(out, source, num_bytes);
+#endif
+}
+
+void streamed() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
 void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
 #ifdef __SSE2__
     constexpr int64_t LINE = sizeof(Line);
@@ -64,18 +82,22 @@ void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
     int64_t done = (LINE - reinterpret_cast<uintptr_t>(into) % LINE) % LINE; // streams begin where a line does
     if (done > num_bytes) done = num_bytes;
     copy(into, from, done);
-    for (; done + LINE <= num_bytes; done += LINE)
-        stream(reinterpret_cast<Line*>(into + done), reinterpret_cast<const Line*>(from + done));
-    copy(into + done, from + done, num_bytes - done);
-    _mm_sfence(); // streamed stores are in no order with others until here
+    int64_t lines = (num_bytes - done) / LINE * LINE;
+    stream_lines(into + done, from + done, lines);
+    copy(into + done + lines, from + done + lines, num_bytes - done - lines);
+    streamed();
 #else
     copy(out, source, num_bytes);
 #endif
 }
 
+#include "descend.inc"
+
 } // namespace
 
-extern const Kernels kernels = {PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>, unfinite};
+extern const Kernels kernels = {
+    PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>, unfinite, descend<float>,
+    descend<double>};
 
 } // namespace PT_ISA
 } // namespace pt

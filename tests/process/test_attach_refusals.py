@@ -33,6 +33,12 @@ def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
     pt.attach(nn.ModuleList([net, other]), optimizer)
 
 
+def test_a_parameter_server_needs_a_job() -> None:
+    net = small()
+    with pytest.raises(ValueError, match=r"downpour\(.*\) has a parameter server.*use pt.run\(job, strategy"):
+        pt.attach(net, SGD(net.parameters(), lr=0.1), s.downpour())
+
+
 def thaw(net: nn.Sequential, optimizer: SGD) -> None:
     net[0].requires_grad_(True)
 

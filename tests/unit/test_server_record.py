@@ -15,15 +15,15 @@ from polytempo.server.record import (
     Enrolling,
     Entry,
     Inquiring,
-    Joined,
     Lost,
+    Noting,
     Pulling,
     Pushing,
     Record,
     Recorder,
     RecordError,
     Saving,
-    Stopped,
+    check_of,
     entry_of,
     read_record,
 )
@@ -36,9 +36,8 @@ ENTRIES: list[Entry] = [
     entry_of(Save(COORDINATOR, 0, 2, number=4), version=1),
     entry_of(Inquire(COORDINATOR, 0, 3), version=1),
     entry_of(Ask(0, 1, 2, done=(3,), rows=(b"{}",))),
-    Joined(0, 1),
+    Noting(0, 1),
     Lost(2),
-    Stopped(),
 ]
 
 
@@ -51,9 +50,9 @@ def written(path: Path, entries: list[Entry]) -> bytes:
 
 def test_what_is_kept_of_each_message() -> None:
     assert ENTRIES[:6] == [
-        Enrolling(1, 0, ((0, 1), (1, 1))),
+        Enrolling(1, 0, ((0, 1), (1, 1)), ()),
         Pulling(0, 1, 1, 0, -1, 0),
-        Pushing(1, 1, 2, 1, 0, 32, (5, 6), 1),
+        Pushing(1, 1, 2, 1, 0, 32, (5, 6), 1, check_of(torch.ones(3))),
         Saving(2, 1, 4),
         Inquiring(3, 1),
         Asking(0, 1, 2, (3,)),
@@ -67,9 +66,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_record(tmp_path / "run" / "shard-0.jsonl") == Record("shard 0", ENTRIES, torn=False)
     assert content.splitlines()[:4] == [
         b'{"format":"polytempo-record","version":1,"machine":"shard 0"}',
-        b'["members",1,0,[[0,1],[1,1]]]',
+        b'["members",1,0,[[0,1],[1,1]],[]]',
         b'["pull",0,1,1,0,-1,0]',
-        b'["push",1,1,2,1,0,32,[5,6],1]',
+        b'["push",1,1,2,1,0,32,[5,6],1,3699134100]',
     ]
 
 
@@ -77,7 +76,7 @@ def test_entries_leave_the_process_now_and_then(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "shard-0.jsonl", "shard 0", flush_every_s=1.0)
     counts = []
     for now_s in (10.0, 10.5, 11.0, 11.5, 12.5):
-        recorder.append(Joined(0, 1), now_s)
+        recorder.append(Lost(2), now_s)
         counts.append(len(read_record(tmp_path / "shard-0.jsonl").entries))
     assert counts == [0, 0, 3, 3, 5]
     for _ in range(4000):
@@ -132,3 +131,18 @@ def test_a_record_is_never_overwritten(tmp_path: Path) -> None:
 def test_an_entry_has_its_bounds(tmp_path: Path) -> None:
     with Recorder(tmp_path / "c.jsonl", "coordinator") as recorder, pytest.raises(ValueError, match="an entry of"):
         recorder.append(Asking(0, 1, 1, tuple(range(10**6, 10**6 + 200_000))), 0.0)
+
+
+def test_a_record_ends_at_its_bound_without_a_gap(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "c.jsonl", "coordinator", max_bytes=25) as recorder:
+        for entry in (Lost(2), Lost(3), Asking(0, 1, 1, (7, 8)), Lost(4)):  # 11, 11 and more bytes
+            recorder.append(entry, 0.0)
+    assert read_record(tmp_path / "c.jsonl").entries == [Lost(2), Lost(3)]
+
+
+def test_a_check_tells_gradients_apart_that_differ_in_rounding() -> None:
+    gradient = torch.linspace(0.1, 1, 10_000)
+    assert check_of(gradient) == check_of(gradient.clone())
+    assert check_of(gradient) != check_of(gradient * (1 + 1e-6))
+    assert check_of(gradient.bfloat16()) != check_of(gradient.half()), "every dtype has one"
+    assert check_of(torch.empty(0)) == 0

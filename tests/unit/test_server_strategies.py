@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("async_sgd(shards=1, replicas=0)", "on_arrival(scale=constant)"),
+    Row("async_sgd(shards=1, replicas=0, rate=None)", "on_arrival(scale=constant)"),
     Row(
         "downpour(push_every=5, pull_every=5, shards=1, replicas=0, optimizer='adagrad', lr=None, warm_start=0, "
         "overlap=True)",
@@ -32,9 +32,12 @@ ROWS = [
         optimizer=UpdateRule("adagrad"),
         steps_locally=True,
     ),
-    Row("softsync(n=1, shards=1, replicas=0, scale='constant')", "softsync(n=1, scale=constant, workers=None)"),
+    Row(
+        "softsync(n=1, shards=1, replicas=0, scale='constant', rate=None)",
+        "softsync(n=1, scale=constant, workers=None)",
+    ),
     Row("staleness_aware(n=None, shards=1, replicas=0)", "on_arrival(scale=inverse)"),
-    Row("ssp(bound=3, shards=1, replicas=0)", "within(bound=3, scale=constant)", deals="evenly"),
+    Row("ssp(bound=3, shards=1, replicas=0, rate=None)", "within(bound=3, scale=constant)", deals="evenly"),
     Row(
         "easgd(period=4, alpha=None, beta=0.9, shards=1, replicas=0)",
         "elastic_share(beta=0.9)",
@@ -43,7 +46,7 @@ ROWS = [
     ),
     Row("backup_workers(backups=1, shards=1, replicas=0)", "all_but(backups=1)", deals="freely"),
     Row(
-        "dc_asgd(strength=0.04, shards=1, replicas=0)",
+        "dc_asgd(strength=0.04, shards=1, replicas=0, rate=None)",
         "on_arrival(scale=constant)",
         modifiers=("compensate(strength=0.04)",),
     ),
@@ -109,6 +112,34 @@ def test_what_is_written_reaches_the_server() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "rates"),
+    [
+        ("async_sgd", [1, 1 / 2, 1 / 8]),
+        ("async_sgd(rate=1)", [1, 1, 1]),
+        ("dc_asgd", [1, 1 / 2, 1 / 8]),
+        ("ssp(rate=0.5)", [0.5, 0.5, 0.5]),
+        ("softsync(n=1)", [1, 1, 1]),
+        ("softsync(n=4)", [1, 1 / 2, 2 / 8]),
+        ("softsync(n=4, scale=inverse)", [1, 1, 1]),
+    ],
+)
+def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwise(
+    written: str, rates: list[float]
+) -> None:
+    server = strategy_from(written).server
+    assert server is not None
+    assert server.rate is not None
+    assert [server.rate(workers) for workers in (1, 2, 8)] == rates
+
+
+@pytest.mark.parametrize("written", ["staleness_aware", "downpour", "backup_workers", "easgd"])
+def test_others_take_it_as_it_is(written: str) -> None:
+    server = strategy_from(written).server
+    assert server is not None
+    assert server.rate is None
+
+
 def _rule(strategy: Strategy) -> str:
     assert strategy.server is not None
     return strategy.server.rule.name
@@ -119,6 +150,7 @@ def _rule(strategy: Strategy) -> str:
     [
         *[(f"{name}(shards=0)", "at least 1 shard, got shards=0") for name in NAMES],
         *[(f"{name}(replicas=3)", "0 to 2 further copies, got replicas=3") for name in NAMES],
+        *[(f"{name}(rate=0)", "above 0, got 0") for name in ("async_sgd", "dc_asgd", "softsync", "ssp")],
         ("async_sgd(replicas=-1)", "0 to 2 further copies, got replicas=-1"),
         ("downpour(push_every=0)", "push needs a period of at least 1 step, got every=0"),
         ("downpour(pull_every=0)", "pull needs a period of at least 1 step, got every=0"),

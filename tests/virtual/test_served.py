@@ -108,7 +108,7 @@ def test_hardsync_takes_the_batches_that_synchronous_workers_take() -> None:
     ("strategy", "lr"),
     [
         (strategies.downpour(lr=0.02), None),
-        (strategies.async_sgd(shards=2), 0.01),
+        (strategies.async_sgd(shards=2), None),
     ],
     ids=str,
 )

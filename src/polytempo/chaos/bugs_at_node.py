@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,11 +12,6 @@ from polytempo.server.node import Node
 from polytempo.server.requests import Requests
 
 Patches = list[tuple[Any, str, Any]]
-
-
-@dataclass
-class _Always:
-    """A number that no other is above or below: for tests that are to pass."""
 
 
 def acknowledged_before_replicated() -> Patches:
@@ -108,18 +102,6 @@ def _asks_anybody(add: Any) -> Any:
     return wrong
 
 
-def old_view_believed() -> Patches:
-    """A view that arrives late is taken for the newest one."""
-    see = Node._see
-
-    def wrong(self: Node, now_s: float, view: View) -> Outbox:
-        if view.epoch < self.epoch and self.node in view.chains[self.shard.number]:
-            self.epoch = 0
-        return see(self, now_s, view)
-
-    return [(Node, "_see", wrong)]
-
-
 def entry_not_sent_again() -> Patches:
     """What the next copy has not confirmed is sent once."""
     tick = Node.tick
@@ -205,7 +187,6 @@ BUGS = (
     confirmed_too_much,
     deposed_head_answers,
     two_heads,
-    old_view_believed,
     entry_not_sent_again,
     request_not_sent_again,
     entry_skipped,

@@ -54,6 +54,7 @@ class Scenario:
     rule: Rule
     promises: Promises
     deals: Literal["freely", "evenly"]
+    waits: bool
     tickets: int
     batches_per_epoch: int
     evaluates: bool
@@ -63,11 +64,13 @@ class Scenario:
     disk: DiskFaults
     saves: bool
     lingers_s: float
+    slowed: float
+    """How much slower the last worker is than the others."""
 
     def __str__(self) -> str:
         return (
             f"{self.rule.name}, {self.workers} workers, {self.shards} shards with {self.replicas} replicas, "
-            f"{self.tickets} tickets dealt {self.deals}, {self.habits}, "
+            f"{self.tickets} tickets dealt {self.deals}, {self.habits}, last one {self.slowed:g} times slower, "
             f"{'snapshots, ' if self.saves else ''}{self.disk}, "
             f"deaths are {'seen' if self.sees_deaths else 'noticed by silence'}"
         )
@@ -98,16 +101,15 @@ def draw(seed: int) -> Scenario:
     """Everything about a run, from its seed."""
     random = Random(seed)
     workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.randint(0, 1)
-    rule, promises, deals = draw_rule(random, workers)
+    drawn = draw_rule(random, workers)
     epochs = random.randint(1, 3)
     per_epoch = -(-random.randint(20, 60) // (workers * epochs)) * workers
-    waits = deals == "evenly"
     least_s = random.choice([0.01, 0.03])
     habits = Habits(
         least_s=least_s,
         most_s=least_s * random.choice([1.0, 2.0, 6.0]),
-        push_every=1 if waits else random.choice([1, 1, 2]),
-        overlap=not waits and random.random() < 0.6,
+        push_every=1 if drawn.waits else random.choice([1, 1, 2]),
+        overlap=not drawn.waits and random.random() < 0.6,
         asks_ahead=random.random() < 0.5,
     )
     cast = _cast(workers, shards, replicas)
@@ -116,18 +118,20 @@ def draw(seed: int) -> Scenario:
         workers=workers,
         shards=shards,
         replicas=replicas,
-        rule=undivided(rule),
-        promises=promises,
-        deals=deals,
+        rule=undivided(drawn.rule),
+        promises=drawn.promises,
+        deals=drawn.deals,
+        waits=drawn.waits,
         tickets=per_epoch * epochs,
         batches_per_epoch=per_epoch,
         evaluates=random.random() < 0.5,
         habits=habits,
         sees_deaths=random.random() < 0.6,
         plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
-        disk=DiskFaults(random.choice([0.0, 0.02]), random.choice([0.0, 0.05]), random.choice([0.0, 0.03])),
+        disk=DiskFaults(random.choice([0.0, 0.02]), random.choice([0.0, 0.05]), random.choice([0.0, 0.1])),
         saves=random.random() < 0.5,
         lingers_s=random.choice([0.0, 0.4, 0.8]),
+        slowed=random.choice([1.0, 4.0]),
     )
 
 
@@ -208,7 +212,9 @@ class Stage:
         scenario = self.scenario
         chains, coordinator = self.launcher.coordinator.chains, scenario.cast.coordinator
         client = Client(node, incarnation, self._spans, chains, coordinator, TIMING)
-        return Worker(client, scenario.tickets, scenario.habits, self._random, self.checkers.read)
+        factor = scenario.slowed if node == scenario.workers - 1 else 1.0
+        habits = scenario.habits.slowed(factor)
+        return Worker(client, scenario.tickets, habits, self._random, self.checkers.read)
 
     def _node(self, node: int, incarnation: int) -> Node:
         shard = self._shard(self.copies.shard_of(node))
@@ -226,6 +232,7 @@ class Stage:
             deals=scenario.deals,
             workers=scenario.workers,
             evaluates=scenario.evaluates,
+            rests=scenario.waits,
         )
         coordinator = Coordinator(cast.coordinator, cast.workers, cast.copies, dealer, TIMING, on_event=self._happened)
         self.copies.coordinator = coordinator

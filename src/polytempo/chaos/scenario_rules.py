@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from polytempo.chaos.checkers import Promises
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
+from polytempo.server.all_but import all_but
 from polytempo.server.first import first
 from polytempo.server.hardsync import hardsync
 from polytempo.server.on_arrival import on_arrival
@@ -14,19 +15,29 @@ from polytempo.server.softsync import softsync
 from polytempo.server.within import within
 
 
-def draw_rule(random: Random, workers: int) -> tuple[Rule, Promises, Literal["freely", "evenly"]]:
-    """A rule, its promises, and how tickets must be dealt for it."""
-    kind = random.randrange(6)
+class Drawn(NamedTuple):
+    """A rule, its promises, how tickets must be dealt for it, and whether it waits for workers."""
+
+    rule: Rule
+    promises: Promises
+    deals: Literal["freely", "evenly"] = "freely"
+    waits: bool = False
+
+
+def draw_rule(random: Random, workers: int) -> Drawn:
+    """As the strategies would have it."""
+    kind = random.randrange(7)
     if kind == 1:
-        return softsync(random.randint(1, workers)), Promises(reads_own=False), "freely"
-    if kind == 2:
-        return first(random.randint(max(1, workers - 1), workers)), Promises(may_drop=True, fresh=True), "evenly"
-    if kind == 3:
-        bound = random.randint(0, 3)
-        return within(bound), Promises(bound=bound), "evenly"
+        return Drawn(softsync(random.randint(1, workers)), Promises(reads_own=False))
+    if kind == 2 and workers > 2:
+        rule = random.choice([first(workers - 1), all_but(1)])
+        return Drawn(rule, Promises(may_drop=True, fresh=True), waits=True)
+    if kind in (3, 6):
+        bound = random.randint(0, 2)
+        return Drawn(within(bound), Promises(bound=bound), "evenly", waits=True)
     if kind == 4:
-        return hardsync(), Promises(fresh=True), "evenly"
-    return on_arrival(), Promises(), "freely"
+        return Drawn(hardsync(), Promises(fresh=True), "evenly", waits=True)
+    return Drawn(on_arrival(), Promises())
 
 
 def undivided(rule: Rule) -> Rule:

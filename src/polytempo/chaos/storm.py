@@ -52,7 +52,11 @@ def weather(random: Random) -> Weather:
 
 
 def _deaths_of_workers(random: Random, cast: Cast, lasts_s: float) -> list[Fault]:
-    return [Death(_moment(random, lasts_s), random.choice(cast.workers)) for _ in range(random.randint(1, 4))]
+    """Here and there; or one worker several times, before the messages of its last life have all arrived."""
+    if random.random() < 0.5:
+        return [Death(_moment(random, lasts_s), random.choice(cast.workers)) for _ in range(random.randint(1, 4))]
+    worker, begin_s = random.choice(cast.workers), _moment(random, lasts_s)
+    return [Death(round(begin_s + life * random.uniform(0.08, 0.2), 4), worker) for life in range(5)]
 
 
 def _short(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> list[Fault]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -36,6 +36,10 @@ class Habits:
     overlap: bool = False
     asks_ahead: bool = False
     """Whether it calls for the next ticket before it has trained on the last one."""
+
+    def slowed(self, factor: float) -> Habits:
+        """The same at another speed."""
+        return replace(self, least_s=self.least_s * factor, most_s=self.most_s * factor)
 
 
 class Worker:

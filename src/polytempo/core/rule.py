@@ -23,11 +23,12 @@ class Arrival(NamedTuple):
     """A request that has reached a shard, as its rule sees it.
 
     kind "push": a gradient, which from now on waits at the shard under (worker) until it is added or dropped.
-    kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more
+    kind "had": a push that is dropped, and answered, because its tickets are applied already: its steps are done all the
+    same. kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more
     (what waited of it is gone already when the rule hears of "left").
     """
 
-    kind: Literal["push", "pull", "joined", "left"]
+    kind: Literal["push", "had", "pull", "joined", "left"]
     worker: int
     clock: int = 0
     """Steps of the worker: of a push those that its gradients so far are from, of a pull those that it has finished."""
@@ -35,6 +36,8 @@ class Arrival(NamedTuple):
     """The version of this shard's weights that the gradient was computed on."""
     samples: int = 0
     """How many samples the gradient is of."""
+    tickets: tuple[int, ...] = ()
+    """The numbers of what the gradient is of: batches, or slices of them."""
 
 
 class Situation(NamedTuple):
@@ -99,6 +102,9 @@ class Rule(NamedTuple):
 Staleness = Callable[[int], float]
 """τ, the updates between the version that a gradient was computed on and the present one -> its factor."""
 
+Rate = Callable[[int], float]
+"""The number of workers -> what the job's learning rate is multiplied by at the server."""
+
 Modifier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(gradient, weights, basis)`, all flat, basis the weights that the gradient was computed on where `needs_basis`
 (else None) -> the gradient to use. It may overwrite the gradient only if it returns another tensor's memory."""
@@ -137,7 +143,8 @@ class Service:
 
     `optimizer` None: the job's own, moved into the shards. `deals` "freely": whoever is free takes the next batch;
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
-    the rule makes workers wait for each other, so it must hear of those that have no work for now.
+    the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
+    job's learning rate as it is.
     """
 
     rule: Rule
@@ -148,3 +155,4 @@ class Service:
     deals: Literal["freely", "evenly"] = "freely"
     warm_start: int = 0
     waits: bool = False
+    rate: Rate | None = None

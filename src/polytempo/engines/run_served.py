@@ -7,7 +7,9 @@ launcher   coordinator ── looks after ──▶ workers, copies of shards   
 from __future__ import annotations
 
 import secrets
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +36,8 @@ _LOOK_S = 0.05
 """How often the launcher looks whether a process has ended."""
 _GRACE_S = 3.0
 """How long processes may take to end by themselves after the run."""
+_LONGEST_WRITE_S = 300.0
+"""The same for shards that write the last snapshot."""
 
 
 def run_served(
@@ -63,7 +67,9 @@ def run_served(
                 resumed_at = run.resumed_at
                 writer = stack.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
             run.record = recorder(writer, show)
-            outcome = _conducted(run, home, notes, logs, threads_per_worker(workers, options.threads))
+            threads_each = threads_per_worker(workers, options.threads)
+            stack.enter_context(run.kept(threads_each))
+            outcome = _conducted(run, home, notes, logs, threads_each)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)
@@ -81,10 +87,12 @@ def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int)
             for worker in run.cast.workers:
                 troupe.start("worker", worker, incarnation=run.incarnation)
             for shard, chain in enumerate(run.cast.chains):
-                for place, node in enumerate(chain):
-                    troupe.start("copy", node, shard=shard, blank=place > 0)
+                for node in chain:
+                    troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
         launcher = Launcher(run, troupe)
         run.conduct(launcher)
+        launcher.await_saved()
+        launcher.dismiss()
         troupe.wait(_GRACE_S)
         return run.outcome(troupe.ended, home)
 
@@ -105,6 +113,7 @@ class Launcher:
         self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
         self._next_node = run.cast.coordinator + 1
         self._restarts = 0
+        self._silent: set[int] = set()
         self._look_at_s = 0.0
         run.on_event = self._hear
 
@@ -120,7 +129,10 @@ class Launcher:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator's answer."""
-        return self._coordinator.receive(now_s, source, message)
+        out = self._coordinator.receive(now_s, source, message)
+        if self._coordinator.dealer.finished:  # the shards hear of the last snapshot before they hear of the end
+            self._run.look(now_s, out)
+        return out
 
     def tick(self, now_s: float) -> Outbox:
         """What the coordinator does as time passes, and what has become of the processes."""
@@ -134,19 +146,38 @@ class Launcher:
         """As long as the coordinator waits, or until the next look."""
         return max(0.0, min(self._coordinator.wait_s(now_s), self._look_at_s - now_s))
 
+    def await_saved(self) -> None:
+        """After the end: until the shards have written the last snapshot, or cannot any more."""
+        saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
+        while saves is not None and saves.pending and time.monotonic() < until_s:
+            if not any(role.kind == "copy" for role in self._troupe.running):
+                print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
+                break
+            self._troupe.wait(_LOOK_S)
+
     def flops(self, message: Message) -> float:
         """The coordinator's work is free."""
         return 0.0
+
+    def dismiss(self) -> None:
+        """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
+        chained = {node for chain in self._coordinator.chains for node in chain}
+        for role in self._troupe.running:
+            if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
+                self._troupe.kill(role.node)
 
     def _look(self, now_s: float) -> Outbox:
         out: Outbox = []
         for role, process in self._troupe.look():
             if process.failure is not None or (process.exit_code or 0) > 0:
-                raise died([process], self._run.most_lives, who=str(role))
+                error = died([process], self._run.most_lives, who=str(role))
+                error.rank = role.node
+                raise error
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
             if role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished:
                 self._again(role, how(process))
+            self._silent.discard(role.node)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)
@@ -154,7 +185,8 @@ class Launcher:
 
     def _again(self, role: Role, reason: str) -> None:
         """Start a worker's next life."""
-        self._count(role, reason)
+        self._count(role, f"{reason} after a long silence" if role.node in self._silent else reason)
+        self._coordinator.expect(role.node)
         self._incarnations[role.node] += 1
         self._troupe.start("worker", role.node, incarnation=self._incarnations[role.node])
 
@@ -177,5 +209,7 @@ class Launcher:
 
     def _hear(self, event: tuple[str, int]) -> None:
         """Whoever the coordinator gives up must not go on by itself: a process that only stood still, say."""
-        if event[0] in ("lost", "deposed"):
-            self._troupe.kill(event[1])
+        what, node = event
+        if what == "silent":
+            self._silent.add(node)
+            self._troupe.kill(node)

@@ -7,7 +7,9 @@ out/checkpoint  the shards' snapshots          out/record   what met each shard 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
 from polytempo.engines.crew import Worker
+from polytempo.engines.recording import CopyRecorder, Recording, facts_now
+from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
 from polytempo.server.client import Client
@@ -28,9 +32,12 @@ from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Message, Outbox
 from polytempo.server.node import Node
+from polytempo.server.record import Entry
 from polytempo.server.shard import Shard
+from polytempo.server.snapshot import read
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
+from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
@@ -46,6 +53,8 @@ _MAX_TRACED = 20_000
 _SPARE_BUFFERS = 12
 """So many vectors as large as the parameters fit into an arena, beside one for each worker."""
 _SPARE_BYTES = 64 << 20
+_FAREWELL_S = 0.2
+"""How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
 
 
 class Outcome(NamedTuple):
@@ -55,6 +64,8 @@ class Outcome(NamedTuple):
     sha256: str | None
     bytes_sent: dict[str, int]
     """By workers and by copies."""
+    finals: dict[str, str]
+    """The hash of each worker's final weights, by worker and life."""
     threads: int
     events: list[Event]
     trace_hash: str
@@ -67,7 +78,8 @@ class ServedRun:
         assert strategy.server is not None
         self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
         self.home = home
-        self.incarnation = 1
+        self._zero_s = time.monotonic()
+        self.out = None if options.out is None else options.out.absolute()
         self.cast = cast_of(self.service, workers)
         self.data = job.data(options.data)
         self.batches = Batches(
@@ -90,7 +102,9 @@ class ServedRun:
         self.arenas = Arenas(self.most_lives, vectors * self.weights.nbytes + _SPARE_BYTES)
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
+        self.on_entry: Callable[[Entry], None] = lambda entry: None
         self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self._resume()
         self.coordinator = Coordinator(
             self.cast.coordinator,
             self.cast.workers,
@@ -100,11 +114,68 @@ class ServedRun:
             incarnation=self.incarnation,
             on_row=self._on_row,
             on_event=lambda event: self.on_event(event),
+            on_entry=lambda entry: self.on_entry(entry),
         )
-        self.resumed_at: int | None = None
+        self.recording: Recording | None = None
+        self.saves: Saves | None = None
+        self.last_step = self.resumed_at or 0
         self.tested: dict[str, Any] | None = None
         self.trained: dict[str, Any] | None = None
         self.reached: bool | None = False if options.until else None
+
+    def _resume(self) -> None:
+        """Take over where the saved run stood, if this one goes on from one."""
+        options, batches = self.options, self.batches
+        self.common: dict[str, Any] = {
+            "job": self.job.name,
+            "strategy": str(self.strategy),
+            "shards": self.service.shards,
+            "seed": options.seed,
+            "batch_size": batches.batch_size,
+            "samples": batches.num_samples,
+        }
+        if batches.deals == "evenly":
+            self.common["workers"] = batches.size
+        self.standing, self.resumed_at, self.incarnation = None, None, 1
+        if not options.resume or self.out is None:
+            return
+        found = resumed(self.out / "checkpoint", self.service.shards, self.common)
+        self.standing, self.resumed_at = found.standing, found.standing.step
+        self.incarnation = (found.standing.generation + 1) * LIVES + 1
+        self.dealer.load(found.dealer, found.applied)
+        if self.dealer.finished:
+            raise ValueError(
+                f"the run in {options.out} has done its {self.dealer.num_tickets} batches already; resume it with more "
+                "epochs or steps"
+            )
+
+    @contextmanager
+    def kept(self, threads: int) -> Iterator[None]:
+        """Record what happens, and save now and then, where there is a folder for it."""
+        if self.out is None:
+            yield
+            return
+        checkpoint = self.out / "checkpoint"
+        if self.standing is None:
+            discard(checkpoint)
+        native = can_be_native(self.weights.dtype)
+        facts = facts_now(self.job, self.strategy, len(self.cast.workers), self.options, native, threads)
+        self.recording = Recording(self.out, facts, self.standing)
+        self.on_entry = self.recording.on_entry
+        self.saves = Saves(
+            checkpoint,
+            self.coordinator,
+            self.common,
+            workers=len(self.cast.workers),
+            every=self.options.checkpoint_every,
+            last=self.standing,
+            step=lambda: self.last_step,
+            on_order=self.recording.flush,
+        )
+        try:
+            yield
+        finally:
+            self.recording.close()
 
     def _model(self) -> nn.Module:
         torch.manual_seed(self.options.seed)
@@ -115,6 +186,7 @@ class ServedRun:
 
     def _on_row(self, text: bytes) -> None:
         row = json.loads(text)
+        self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
             self.tested = row
             self.reached = reached(row, self.options)
@@ -133,11 +205,11 @@ class ServedRun:
     def conduct(self, launcher: Machine) -> None:
         """Be the coordinator's process until the run is over."""
         mail = LocalMail(self.cast.coordinator, self.home, None)
-        world = MailWorld(self.cast.coordinator, mail, self._hosts)
+        world = MailWorld(self.cast.coordinator, mail, self._hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
         finally:
-            mail.close()
+            mail.close(_FAREWELL_S)
 
     @property
     def _hosts(self) -> list[int]:
@@ -172,7 +244,7 @@ class ServedRun:
             scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
         )
         mail = LocalMail(role.node, self.home, self.arenas)
-        world = MailWorld(role.node, mail, self._hosts)
+        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             program = work(world.port.among(self.cast.workers), course, client)
             attendance = world.drive(through(client, world.port, program))
@@ -180,7 +252,7 @@ class ServedRun:
             mail.close(linger_s=1.0)
         return self._told(world) | {
             "attendance": list(attendance),
-            "sha256": parameters_sha256(model.parameters()),
+            "sha256": None if client.finished else parameters_sha256(model.parameters()),  # it came too late to have any
             "threads": torch.get_num_threads(),
         }
 
@@ -194,15 +266,31 @@ class ServedRun:
             self.service,
             empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
         )
-        node = Node(role.node, shard, self.cast.coordinator, self.timing, blank=role.blank)
+        if self.standing is not None and self.out is not None and not role.blank:
+            part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)
+            shard.load(part_saved.state, part_saved.tensors)
+        recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
+        saves = None if self.out is None else ShardSaves(self.out / "checkpoint", role.shard)
+        node = Node(
+            role.node,
+            shard,
+            self.cast.coordinator,
+            self.timing,
+            blank=role.blank,
+            on_entry=recorder.on_entry,
+            on_save=None if saves is None else saves.on_save,
+        )
         mail = LocalMail(role.node, self.home, self.arenas)
-        world = MailWorld(role.node, mail, self._hosts)
+        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             for to, message in node.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
                 mail.post(to, message)
             world.drive(serve(world.port, node))
         finally:
+            recorder.close()
             mail.close(linger_s=1.0)
+        if saves is not None:
+            saves.close()
         return self._told(world)
 
     def _told(self, world: MailWorld) -> dict[str, Any]:
@@ -215,13 +303,15 @@ class ServedRun:
 
     def look(self, now_s: float, out: Outbox) -> None:
         """Called by the launcher now and then, between messages."""
+        if self.saves is not None:
+            out += self.saves.look(now_s)
 
     # ------------------------------------------------------------------ what comes of it
 
     def outcome(self, ended: Sequence[tuple[Role, Worker]], home: Path) -> Outcome:
         """Read what the processes left, before their folder goes."""
         attendances, events, hashes = [], list[Event](), list[str]()
-        sha256, threads = None, 1
+        threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}
         for role, _ in ended:
             path = result_path(home, role.life)
@@ -231,12 +321,14 @@ class ServedRun:
             sent[role.kind] += told["bytes"]
             hashes.append(told["hash"])
             events += [Event(*event) for event in told["events"]]
-            if role.kind == "worker":
+            if role.kind == "worker" and told["sha256"] is not None:
                 attendances.append(Attendance(*told["attendance"]))
-                sha256, threads = sha256 or told["sha256"], told["threads"]
+                finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; look into its logs")
-        return Outcome(attendances, sha256, sent, threads, events, combined_hash(sorted(hashes)))
+        return Outcome(
+            attendances, next(iter(finals.values())), sent, finals, threads, events, combined_hash(sorted(hashes))
+        )
 
     def result(self, outcome: Outcome) -> Result:
         """The run in numbers."""
@@ -272,7 +364,9 @@ class ServedRun:
         )
 
     def leave_trace(self, outcome: Outcome, out: Path) -> None:
-        """Write the trace of all processes."""
+        """Write the trace of all processes, and the end of the record."""
+        if self.recording is not None:
+            self.recording.end(outcome.finals)
         write_chrome_trace(out / "trace.json", outcome.events, title=f"{self.job.name}, {self.strategy}")
 
 

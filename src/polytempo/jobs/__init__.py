@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -41,8 +42,10 @@ def find(text: str) -> Job:
     where, colon, name = SHIPPED.get(text, text).rpartition(":")
     if not (colon and where and name):
         raise ValueError(f"there is no job {text!r}; there are {', '.join(SHIPPED)}, and your own as {FORMS}")
-    module = _from_file(Path(where)) if where.endswith(".py") else _from_module(where, text)
-    return _job_of(module, name, where)
+    if where.endswith(".py"):
+        found = _job_of(_from_file(Path(where)), name, where)
+        return replace(found, origin=f"{Path(where).resolve()}:{name}")
+    return replace(_job_of(_from_module(where, text), name, where), origin=text)
 
 
 def _from_file(path: Path) -> ModuleType:

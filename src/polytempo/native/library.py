@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """What `pt_abi_version` answers; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_reduce": (_i32, _i32, _i32, _i32, _pointers, _i32, _pointers, _i32, _i64),
     "pt_update": (_i32, _i32, _pointer, _pointers, _pointer, _i32, *(_pointer,) * 6, _i64),
     "pt_unfinite": (_i64, _i32, _pointer, _i64),
+    "pt_descend": (_i64, _i32, _pointer, _pointer, _f64, _pointer, _pointer, _i64),
     "pt_control_bytes": (_i64, _i32),
     "pt_rings_bytes": (_i64, _i32, _i64),
     "pt_group_open": (_pointer, _pointer),

@@ -45,6 +45,7 @@ class Updater:
             raise ValueError(f"the native update is for {DTYPES_UPDATED}, not for {dtype}; use native=False")
         self.hyper = hyper
         self._function = _library().pt_update
+        self._descend = _library().pt_descend
         self._code = DTYPES[dtype]
         self._float = ctypes.c_float if dtype is torch.float32 else ctypes.c_double
         self._hyper_address = ctypes.addressof(hyper)
@@ -75,6 +76,19 @@ class Updater:
             *(weights.data_ptr(), m, v, out.data_ptr(), m, v, weights.numel()),
         )
         assert status == 0, "the kernel refuses what was checked before"
+
+    def descend_(self, gradient: Tensor, scale: float, weights: Tensor, out: Tensor) -> int:
+        """As `update_` with one gradient, for SGD without momentum, looking at it on the way; `out` is not `weights`.
+
+        -1: all is well. Else the index of the gradient's first element that is NaN or infinite; `out` is to be thrown
+        away. Cost: as `update_`; looking at a large gradient costs nothing, for memory is the limit.
+        """
+        index: int = self._descend(
+            *(self._code, self._hyper_address, gradient.data_ptr(), scale),
+            *(weights.data_ptr(), out.data_ptr(), weights.numel()),
+        )
+        assert index >= -1, "the kernel refuses what was checked before"
+        return index
 
     def _arrays(self, count: int) -> tuple[Any, Any, int]:
         """Room for so many gradients' addresses and scales, made once."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Push
+from polytempo.server.tables import Tables
 from polytempo.server.update import Optimizer, first_unfinite
 
 
@@ -23,7 +24,9 @@ class Admission:
         optimizer: Optimizer,
         *,
         native: bool,
+        tables: Tables | None = None,
     ) -> None:
+        self._tables = tables
         self._parameters, self._spans = parameters, spans
         self._shape, self._dtype = tuple(weights.shape), weights.dtype
         self._optimizer, self._native = optimizer, native
@@ -37,7 +40,10 @@ class Admission:
                 f"{who} pushes {tuple(gradient.shape)} of {gradient.dtype}, but the shard holds {self._shape} "
                 f"of {self._dtype}"
             )
-        if push.rows:
+        if self._tables is not None:
+            if fault := self._tables.fault(push):
+                return fault
+        elif push.rows:
             return f"{who} pushes rows, but this shard holds no tables"
         if not 0 <= push.basis <= version:
             return f"{who} pushes a gradient of version {push.basis}, but there are only versions 0 to {version}"

@@ -157,9 +157,10 @@ class Client:
     def _answer(self, reply: Reply, now_s: float) -> None:
         if not 0 <= reply.shard < len(self.shards) or reply.worker != self.worker:
             return
-        if isinstance(reply, Stranger) and reply.incarnation == self.incarnation:
-            raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")
         pending = self._pending.get((reply.shard, reply.sequence))
+        if isinstance(reply, Stranger):
+            self._refused(reply, pending, now_s)
+            return
         if pending is None or not self._asked[reply.shard].answered(reply, now_s):
             return
         del self._pending[reply.shard, reply.sequence]
@@ -171,6 +172,12 @@ class Client:
         pending.waits_for.discard(reply.shard)
         if pending.done:
             self._done += self._pushed_tickets.pop(pending, ())
+
+    def _refused(self, reply: Stranger, pending: Pending | None, now_s: float) -> None:
+        """A head that was deposed and has not heard of it knows no new workers, so the first refusals are not believed."""
+        waited_s = self._asked[reply.shard].waited_s(now_s)
+        if pending is not None and reply.incarnation == self.incarnation and waited_s > self.timing.lost_s:
+            raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")
 
     def _learn(self, reply: Pushed, pending: Pending) -> None:
         if reply.verdict == "refused":

@@ -28,6 +28,7 @@ from polytempo.server.message import (
     Statistics,
     View,
 )
+from polytempo.server.record import Entry, Lost, Noting, Saving, entry_of
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
 
@@ -46,7 +47,9 @@ class Coordinator:
 
     `incarnation`: higher than that of the coordinator whose snapshot the shards go on from. `on_row(row)` takes rows of
     metrics (JSON) from workers. `on_event(event)` hears of what happens: ("lost", worker), ("joined", worker),
-    ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard).
+    ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard); ("silent", node)
+    before a node is given up whose process may go on: that must not be. `on_entry(entry)` hears in their order of calls
+    for work, losses, saves and what shards have noted: nothing else decides what is dealt and what the shards are told.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Coordinator:
         incarnation: int = 1,
         on_row: Callable[[bytes], None] | None = None,
         on_event: Callable[[tuple[str, int]], None] | None = None,
+        on_entry: Callable[[Entry], None] | None = None,
     ) -> None:
         self.node, self.dealer = node, dealer
         self.timing = timing or Timing()
@@ -73,6 +77,8 @@ class Coordinator:
         self._copies = max(len(chain) for chain in chains)
         self._expected = set(workers)
         """Workers that were started and have not been heard of."""
+        self._returning: set[int] = set()
+        """The same, of workers that were started again."""
         self._recruits: dict[int, int] = {}
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
         self._heard_s: dict[int, float] = {}
@@ -101,6 +107,7 @@ class Coordinator:
         self._announced_s = 0.0
         self._on_row = on_row or (lambda row: None)
         self._on_event = on_event or (lambda event: None)
+        self._on_entry = on_entry or (lambda entry: None)
 
     # ------------------------------------------------------------------ what the engine tells
 
@@ -108,10 +115,19 @@ class Coordinator:
         """A process was started on `node` to hold a copy of `shard`; it joins the chain when it is heard of."""
         self._recruits[node] = shard
 
+    def expect(self, worker: int) -> None:
+        """A process was started as the next life of `worker`; nobody waits for it, but it must come in time."""
+        self._returning.add(worker)
+
     @property
     def view(self) -> View:
         """Who is who at this moment."""
         return View(self.epoch, tuple(self.chains), tuple(sorted(self.members.items())), self.finished)
+
+    @property
+    def released(self) -> set[int]:
+        """The workers that were told to finish and have said that they go."""
+        return set(self._finishing) - set(self.members)
 
     @property
     def wanted(self) -> list[int]:
@@ -125,10 +141,14 @@ class Coordinator:
 
     def lose(self, now_s: float, node: int) -> Outbox:
         """`node` is gone for good: its process has ended, or it has been silent for too long. Raises `ShardLost`."""
+        self._on_entry(Lost(node))
         self._heard_s.pop(node, None)
         self._recruits.pop(node, None)
-        self._expected.discard(node)
+        self._returning.discard(node)
         out: Outbox = []
+        if node in self._expected:
+            self._expected.discard(node)
+            out += self._deals(now_s)
         if node in self.members:
             self._on_event(("lost", node))
             del self.members[node]
@@ -148,6 +168,7 @@ class Coordinator:
 
     def save(self, now_s: float, number: int) -> Outbox:
         """Ask every shard for snapshot `number`."""
+        self._on_entry(Saving(0, 0, number))
         for asked in self._asked:
             asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
         return self._outbox(now_s)
@@ -171,6 +192,7 @@ class Coordinator:
         out: Outbox = []
         self._forgive(now_s)
         for node in self._silent(now_s):
+            self._on_event(("silent", node))
             out += self.lose(now_s, node)
         for asked in self._asked:
             out += [(asked.head, request) for request in asked.late(now_s)]
@@ -195,7 +217,14 @@ class Coordinator:
             self.chains[shard] = (*self.chains[shard], source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
+        shard = self._headed_by(source)
+        if shard is not None and not beat.incarnation and beat.epoch == self.epoch:
+            raise ShardLost(shard, self._copies - 1)  # the state was still on its way when the last whole copy died
         return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
+
+    def _headed_by(self, node: int) -> int | None:
+        """The shard whose workers ask `node`."""
+        return next((shard for shard, chain in enumerate(self.chains) if chain[0] == node), None)
 
     def _forgive(self, now_s: float) -> None:
         """Where the coordinator itself stood still, it was not the others who were silent."""
@@ -206,9 +235,11 @@ class Coordinator:
 
     def _silent(self, now_s: float) -> list[int]:
         copies = {node for chain in self.chains for node in chain}
-        for node in copies | self._expected | set(self._recruits):
-            self._heard_s.setdefault(node, now_s + self.timing.starting_s)
-        limits = dict.fromkeys(copies, self.timing.lost_s) | dict.fromkeys(self.members, self.timing.worker_lost_s)
+        starting = self._expected | self._returning | set(self._recruits)
+        for node in copies | starting:
+            self._heard_s.setdefault(node, now_s + (self.timing.starting_s if node in copies else 0.0))
+        limits = dict.fromkeys(starting, self.timing.starting_s) | dict.fromkeys(copies, self.timing.lost_s)
+        limits |= dict.fromkeys(self.members, self.timing.worker_lost_s)
         return [node for node, limit_s in limits.items() if now_s - self._heard_s.get(node, now_s) > limit_s]
 
     def _tell_members(self, now_s: float) -> Outbox:
@@ -258,8 +289,8 @@ class Coordinator:
     def _work(self, now_s: float, ask: Ask) -> Outbox:
         out: Outbox = []
         present = self.members.get(ask.worker)
-        if present is None and ask.worker in self._finishing:
-            return self._end(now_s)
+        if present is None and (self._ending or ask.worker in self._finishing):
+            return self._end(now_s) or ([(ask.worker, self.view)] if self.finished else [])  # too late to take part
         if ask.worker in self._leaving:
             return []  # its former life is not over everywhere; it will call again
         if present is None and ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]:
@@ -268,6 +299,7 @@ class Coordinator:
             if present is not None:  # it died and is back before anybody noticed
                 return self.lose(now_s, ask.worker)
             self._expected.discard(ask.worker)
+            self._returning.discard(ask.worker)
             self._on_event(("joined", ask.worker))
             self.members[ask.worker] = ask.incarnation
             self._heard_of[ask.worker] = ask.incarnation, 0
@@ -275,6 +307,7 @@ class Coordinator:
             out += self._tell_members(now_s)
         elif present > ask.incarnation:
             return []
+        self._on_entry(entry_of(ask))
         if ask.sequence > self._heard_of.get(ask.worker, (0, 0))[1]:
             self._heard_of[ask.worker] = ask.incarnation, ask.sequence
             for row in ask.rows:
@@ -331,12 +364,14 @@ class Coordinator:
             return []
         change = self._told.pop((reply.shard, reply.sequence), None)
         if change is not None:
-            self._known[reply.shard] = change
+            self._known[reply.shard] = max(self._known[reply.shard], change)  # answers may overtake each other
             self._part()
         if isinstance(reply, Statistics):
             self.statistics[reply.shard] = reply
-        if isinstance(reply, Noted) and change is None:
-            self._on_event(("saved", reply.shard))
+        if isinstance(reply, Noted):
+            self._on_entry(Noting(reply.shard, reply.sequence))
+            if change is None:
+                self._on_event(("saved", reply.shard))
         return self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
 
     def _outbox(self, now_s: float) -> Outbox:

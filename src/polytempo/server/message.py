@@ -227,7 +227,10 @@ class View(Message, frozen=True, eq=False):
 
 
 class Beat(Message, frozen=True, eq=False):
-    """I live, and this is the newest view that I know. Also how a node introduces itself."""
+    """I live, and this is the newest view that I know. Also how a node introduces itself.
+
+    `incarnation`: a worker's life; of a copy 1, and 0 as long as it waits for its state.
+    """
 
     node: int
     incarnation: int

@@ -69,9 +69,9 @@ class Node:
         self.timing = timing or Timing()
         self.epoch = 0
         self.chain: tuple[int, ...] = ()
-        self.index = 0
-        """Entries applied."""
-        self.committed = 0
+        self.index = shard.index
+        """Entries applied; of a shard that was loaded from a snapshot those before it, too."""
+        self.committed = shard.index
         """Entries that this copy and all behind it have applied."""
         self.blank = blank
         self.finished = False
@@ -136,7 +136,7 @@ class Node:
         out: Outbox = []
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.timing.beat_s
-            out.append((self.coordinator, Beat(self.node, 1, self.epoch)))
+            out.append((self.coordinator, Beat(self.node, 0 if self.blank else 1, self.epoch)))
         if now_s >= self._retry_at_s:
             self._sent = self.index - len(self._log)
             out += self._feed(now_s, min(2 * self._patience_s, self.timing.longest_retry_s))
@@ -150,7 +150,9 @@ class Node:
         """What taking `message` costs: about four operations for each element of a gradient."""
         if isinstance(message, Replicate):
             return self.flops(message.entry)
-        return 4.0 * message.gradient.numel() if isinstance(message, Push) else 0.0
+        if not isinstance(message, Push):
+            return 0.0
+        return 4.0 * (message.gradient.numel() + sum(rows.values.numel() for rows in message.rows))
 
     # ------------------------------------------------------------------ entries
 
@@ -254,7 +256,7 @@ class Node:
             return [(source, Fenced(self.shard.number, self.epoch))]
         if message.epoch > self.epoch or source != self._predecessor:
             return []
-        if not self.blank:
+        if not self.blank and self.index >= message.index:
             return self._confirm()
         self.shard.load(message.state, message.tensors)
         self.index, self.blank = message.index, False
@@ -272,6 +274,7 @@ class Node:
             self.finished = True
         if view.epoch == self.epoch:
             return []
+        missed = view.epoch > self.epoch + 1  # in between, another process may have taken a node that we know
         before, self.epoch = self.chain, view.epoch
         self.chain = view.chains[self.shard.number]
         if self.node not in self.chain:
@@ -282,7 +285,7 @@ class Node:
             return []
         if self.is_head and before and before[0] != self.node:
             self._silent_until = self.index
-        self._meet_successor(before)
+        self._meet_successor(() if missed else before)
         out = self._feed(now_s, self.timing.retry_s)
         return out + self._alone() if self._successor is None else out
 

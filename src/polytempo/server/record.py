@@ -1,14 +1,15 @@
 """What a real run records: for each machine the order in which messages met it. `polytempo replay` follows it.
 
     {"format":"polytempo-record","version":1,"machine":"shard 0"}
-    ["members",1,0,[[0,1],[1,1]]]                         the coordinator's request 1; the shard's version 0
+    ["members",1,0,[[0,1],[1,1]],[]]                      the coordinator's request 1; the shard's version 0
     ["pull",0,1,1,0,-1,0]                                 worker 0, life 1, request 1, clock 0, basis -1, version 0
-    ["push",1,1,2,1,0,32,[5],1]                           worker 1, …, 32 samples of ticket 5; version 1 afterwards
+    ["push",1,1,2,1,0,32,[5],1,3735928559]                worker 1, …, 32 samples of ticket 5; version 1 afterwards
 
-One file a machine: each shard's, and the coordinator's. A shard is a deterministic machine, so the order of its
+One file a machine: each copy of a shard, and the coordinator. A shard is a deterministic machine, so the order of its
 entries is all that a repetition needs: gradients and weights come out the same, bit by bit, and need not be kept.
 `version` is there to compare: the shard's version when it had applied the entry, for a pull the one that was read if
-the rule answered at once.
+the rule answered at once. So is a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call
+of its life. Nor does an early end, for it follows from a row of metrics, which comes again in a repetition.
 
 Lines are buffered and leave the process every so often; what has left survives the process. A torn last line (the
 process died while it wrote) is dropped when the record is read, and said.
@@ -19,8 +20,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, final
+from zlib import crc32
 
 import msgspec
+import torch
+from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
@@ -28,7 +32,9 @@ from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request,
 FORMAT = "polytempo-record"
 VERSION = 1
 MAX_LINE_BYTES = 1 << 20
+MAX_RECORD_BYTES = 4 << 30
 _MAX_BUFFERED_BYTES = 1 << 16
+_CHECKED_ELEMENTS = 256
 
 
 class RecordError(PolytempoError):
@@ -46,6 +52,8 @@ class Pushing(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     samples: int
     tickets: tuple[int, ...]
     version: int
+    check: int = 0
+    """`check_of` the gradient."""
 
 
 class Pulling(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
@@ -65,10 +73,11 @@ class Enrolling(msgspec.Struct, frozen=True, array_like=True, tag="members"):
     sequence: int
     version: int
     members: tuple[tuple[int, int], ...]
+    resting: tuple[int, ...] = ()
 
 
 class Saving(msgspec.Struct, frozen=True, array_like=True, tag="save"):
-    """A shard was told to write a snapshot."""
+    """A shard was told to write a snapshot; the coordinator was told to have all shards told so (0, 0, number)."""
 
     sequence: int
     version: int
@@ -91,11 +100,11 @@ class Asking(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     done: tuple[int, ...]
 
 
-class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
-    """The coordinator took a worker's life for begun."""
+class Noting(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
+    """The coordinator heard that a shard had done as it was asked by request `sequence`."""
 
-    worker: int
-    incarnation: int
+    shard: int
+    sequence: int
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
@@ -104,11 +113,7 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
     node: int
 
 
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
-    """The coordinator ended the run early: what was to be reached was reached."""
-
-
-Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Joined | Lost | Stopped
+Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Noting | Lost
 
 
 class Record(NamedTuple):
@@ -117,12 +122,17 @@ class Record(NamedTuple):
     machine: str
     entries: list[Entry]
     torn: bool
+    node: int = 0
+    first: int = 1
+    """Which entry of the machine's log the first one is: a copy that joined later begins later."""
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(msgspec.Struct, frozen=True, omit_defaults=True):
     format: str
     version: int
     machine: str
+    node: int = 0
+    first: int = 1
 
 
 def entry_of(request: Request | Ask, version: int = 0) -> Entry:
@@ -130,11 +140,12 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     who = (request.worker, request.incarnation, request.sequence)
     match request:
         case Push():
-            return Pushing(*who, request.clock, request.basis, request.samples, request.tickets, version)
+            check = check_of(request.gradient)
+            return Pushing(*who, request.clock, request.basis, request.samples, request.tickets, version, check)
         case Pull():
             return Pulling(*who, request.clock, request.basis, version)
         case Members():
-            return Enrolling(request.sequence, version, request.members)
+            return Enrolling(request.sequence, version, request.members, request.resting)
         case Save():
             return Saving(request.sequence, version, request.number)
         case Inquire():
@@ -146,6 +157,12 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     )
 
 
+def check_of(gradient: Tensor) -> int:
+    """A checksum of some 256 of a gradient's elements: rounding that differs somewhere differs nearly everywhere."""
+    flat = gradient.detach().view(-1)
+    return crc32(flat[:: flat.numel() // _CHECKED_ELEMENTS + 1].contiguous().view(torch.uint8).numpy())
+
+
 @final
 class Recorder:
     """Writes one machine's record to a new file. Close it, or use it in `with`.
@@ -154,15 +171,26 @@ class Recorder:
         recorder.append(entry_of(push, version=7), now_s)
 
     Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered. What leaves
-    survives the process' death, not the machine's: a record is for looking back, and is not waited for.
+    survives the process' death, not the machine's: a record is for looking back, and is not waited for. It ends at
+    `max_bytes`, while the run goes on.
     """
 
-    def __init__(self, path: Path, machine: str, flush_every_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        machine: str,
+        flush_every_s: float = 0.25,
+        *,
+        node: int = 0,
+        first: int = 1,
+        max_bytes: int = MAX_RECORD_BYTES,
+    ) -> None:
         """FileExistsError where there is a record already: a restarted run writes another one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)
         self._encoder = msgspec.json.Encoder()
-        self._buffer = bytearray(self._encoder.encode(_Header(FORMAT, VERSION, machine)) + b"\n")
+        self._buffer = bytearray(self._encoder.encode(_Header(FORMAT, VERSION, machine, node, first)) + b"\n")
+        self._left_bytes = max_bytes
         self._flush_every_s = flush_every_s
         self._flushed_s: float | None = None
         self.flush()
@@ -172,6 +200,9 @@ class Recorder:
         line = self._encoder.encode(entry)
         if len(line) >= MAX_LINE_BYTES:
             raise ValueError(f"an entry of {len(line)} bytes; a record's lines have less than {MAX_LINE_BYTES}")
+        self._left_bytes -= len(line) + 1
+        if self._left_bytes < 0:
+            return  # and so is every later one, for what comes after a gap is of no use
         self._buffer += line
         self._buffer += b"\n"
         if self._flushed_s is None:
@@ -212,12 +243,12 @@ def read_record(path: Path) -> Record:
             if not line.endswith(b"\n"):
                 if len(line) == MAX_LINE_BYTES:
                     raise RecordError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; it is no record")
-                return Record(header.machine, entries, torn=True)
+                return Record(header.machine, entries, True, header.node, header.first)
             try:
                 entries.append(decoder.decode(line))
             except msgspec.MsgspecError as error:
                 raise RecordError(f"{path}, line {number} is damaged ({error}); replay up to it at most") from error
-    return Record(header.machine, entries, torn=False)
+    return Record(header.machine, entries, False, header.node, header.first)
 
 
 def _header(path: Path, line: bytes) -> _Header:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from polytempo.core.rule import Modified, Rule, Service, UpdateRule
+from polytempo.core.rule import Modified, Rate, Rule, Service, UpdateRule
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
 from polytempo.server.pull import pull
@@ -26,6 +26,7 @@ def service(
     deals: Literal["freely", "evenly"] = "freely",
     warm_start: int = 0,
     waits: bool = False,
+    rate: Rate | None = None,
 ) -> Service:
     """`Service` with its numbers checked.
 
@@ -38,7 +39,7 @@ def service(
         raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
     if warm_start < 0:
         raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {warm_start}")
-    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits)
+    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits, rate)
 
 
 def served(

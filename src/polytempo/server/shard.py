@@ -41,6 +41,7 @@ from polytempo.server.message import (
 )
 from polytempo.server.state import State, Waiting, decode, encode
 from polytempo.server.table import Look, Table
+from polytempo.server.tables import held
 from polytempo.server.update import Moments, Optimizer, Term, can_be_native
 from polytempo.server.weights import Weights
 
@@ -79,9 +80,10 @@ class Shard:
         """Entries applied."""
         self.repeated = 0
         """Requests that came again, as this copy saw it; no part of the state."""
+        self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
         optimizer = Optimizer(service.optimizer, segments(parameters, spans), weights.dtype, native=self.native)
         self._needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
-        self._admission = Admission(parameters, spans, weights, optimizer, native=self.native)
+        self._admission = Admission(parameters, spans, weights, optimizer, native=self.native, tables=self._tables)
         self._weights = Weights(weights, optimizer, empty, keeps_reads=self._needs_basis)
         self._empty = empty
         self._rule = service.rule.init()
@@ -129,7 +131,7 @@ class Shard:
         if isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
-            self._wait_for(entry.worker, Waiting("pull", entry.incarnation, entry.sequence))
+            self._wait_for(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
             self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
@@ -140,6 +142,8 @@ class Shard:
             self._table.answer(noted)
             replies.append(noted)
         self._weights.keep_sum()
+        if self._tables is not None:
+            self._tables.keep_sum()
         return replies
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
@@ -154,12 +158,15 @@ class Shard:
         waiting = Waiting(
             "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
         )
+        waiting.rows = push.rows
         if not reason and self._needs_basis:
             waiting.read = self._weights.read_by(push.worker, push.basis)
             if waiting.read < 0:
                 reason = f"worker {push.worker}: version {push.basis} of the weights is gone; pull before you push"
         if reason:
             self._refuse(push, verdict, reason, replies)
+            if verdict == "dropped":
+                self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples), replies)
             return
         self._wait_for(push.worker, waiting)
         self._here.update(push.tickets)
@@ -240,7 +247,7 @@ class Shard:
         if isinstance(action, Add):
             self._add(action)
         elif isinstance(action, Update):
-            self._weights.update(action.divisor)
+            self._update(action.divisor)
         elif isinstance(action, Answer):
             self._answer(action.worker, replies)
         elif isinstance(action, Mix):
@@ -257,6 +264,7 @@ class Shard:
 
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
+        waiting.rows = ()
         self._here.difference_update(waiting.tickets)
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
@@ -272,15 +280,25 @@ class Shard:
     def _add(self, action: Add) -> None:
         waiting, gradient = self._oldest(action)
         basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
-        for modifier in self.service.modifiers:
-            gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
+        if self._tables is not None:
+            gradient = self._tables.add(waiting.rows, action.factor, gradient, self.weights)
+        else:
+            for modifier in self.service.modifiers:
+                gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
         self._weights.add(Term(gradient, action.factor), waiting.lrs)
         self._decided(waiting, "applied")
+
+    def _update(self, divisor: float) -> None:
+        self._weights.update(divisor)
+        if self._tables is not None:
+            self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
 
     def _drop(self, action: Drop) -> None:
         self._decided(self._oldest(action)[0], "dropped", action.reason)
 
     def _mix(self, action: Mix) -> None:
+        if self._tables is not None:
+            raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
         waiting, theirs = self._oldest(action)
         self._decided(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
@@ -305,7 +323,8 @@ class Shard:
 
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
         values = self._weights.lend_present(worker, waiting.sequence)
-        return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values)
+        rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
+        return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values, rows)
 
     # ------------------------------------------------------------------ the whole state
 
@@ -344,6 +363,7 @@ class Shard:
             staleness=dict(self._staleness),
             dropped=self._dropped,
             refused=self._refused,
+            tables=[] if self._tables is None else self._tables.dump(),
         )
         return encode(state)
 
@@ -357,6 +377,8 @@ class Shard:
             return memory.copy_(tensor)
 
         state = decode(data, tensors, weights.numel, weights.dtype, own)
+        if self._tables is not None:
+            self._tables.load(state.tables)
         weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
         weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
         weights.leases, weights.reads = state.leases, state.reads

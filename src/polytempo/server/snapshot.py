@@ -119,11 +119,27 @@ def read(folder: Path, number: int, shard: int, disk: Disk | None = None) -> Par
         raise SnapshotError(f"{file} holds no shard's tensors ({error}); restart from an earlier snapshot") from error
 
 
-def newest_whole(folder: Path, num_shards: int, disk: Disk | None = None) -> int | None:
-    """The newest snapshot whose every part is there and undamaged; None where there is none. Reads all of it."""
+def complete(folder: Path, number: int, num_shards: int, disk: Disk | None = None) -> bool:
+    """Whether every shard has finished its part of snapshot `number`. Looks at names only."""
+    names = set((disk or LocalDisk()).names(folder))
+    return all(_manifest(folder, number, shard).name in names for shard in range(num_shards))
+
+
+def files_of(folder: Path, number: int, num_shards: int) -> list[Path]:
+    """The files that snapshot `number` is made of."""
+    return [make(folder, number, shard) for shard in range(num_shards) for make in (_file, _manifest)]
+
+
+def newest_whole(
+    folder: Path, num_shards: int, disk: Disk | None = None, *, before: int | None = None
+) -> int | None:
+    """The newest snapshot whose every part is there and undamaged; None where there is none. Reads all of it.
+
+    `before`: only those with smaller numbers.
+    """
     disk = disk or LocalDisk()
     numbers = {number for shard in range(num_shards) for _, number in _parts(disk, folder, shard)}
-    for number in sorted(numbers, reverse=True):
+    for number in sorted((n for n in numbers if before is None or n < before), reverse=True):
         with suppress(SnapshotError):
             for shard in range(num_shards):
                 read(folder, number, shard, disk)

@@ -6,14 +6,16 @@ state ──encode──▶ bytes  … [version, …, tensor 0, tensor 3, …]  
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
+from polytempo.server.message import Rows
 from polytempo.server.table import Known
+from polytempo.server.tables import TableState
 
 
 class Waiting(msgspec.Struct, array_like=True, eq=False):
@@ -35,6 +37,8 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     staleness: int = 0
     difference: int = -1
     """The buffer of elastic averaging's difference."""
+    rows: tuple[Rows, ...] = ()
+    """A push's rows of tables, lent as `gradient` is."""
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
@@ -64,6 +68,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     staleness: dict[int, int]
     dropped: int
     refused: int
+    tables: list[TableState]
 
     def held(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""
@@ -75,7 +80,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
 
 class _Envelope(msgspec.Struct, array_like=True):
     num_kept: int
-    """So many of the tensors, the first ones, are the shard's own; the others are gradients that wait."""
+    """So many of the tensors, the first ones, are the shard's own flat vectors; the others gradients, and rows."""
     state: bytes
 
 
@@ -104,11 +109,14 @@ def decode(
 
     Errors: ValueError where the bytes are of something else, or the tensors not of `numel` elements of `dtype`.
     """
-    for given in tensors:
-        if given.shape != (numel,) or given.dtype != dtype:
-            raise ValueError(
-                f"the shard holds {numel} elements of {dtype}, and the state {tuple(given.shape)} of {given.dtype}"
-            )
+
+    def fit(vectors: Iterable[Tensor | None]) -> None:
+        for given in vectors:
+            if given is not None and (given.shape != (numel,) or given.dtype != dtype):
+                raise ValueError(
+                    f"the shard holds {numel} elements of {dtype}, and the state {tuple(given.shape)} of {given.dtype}"
+                )
+
     copies: dict[int, Tensor] = {}
 
     def tensor(kind: type, place: Any) -> Tensor:
@@ -120,6 +128,9 @@ def decode(
 
     try:
         envelope = msgspec.msgpack.decode(data, type=_Envelope)
-        return msgspec.msgpack.decode(envelope.state, type=State, dec_hook=tensor)
+        fit(tensors[: envelope.num_kept])
+        state = msgspec.msgpack.decode(envelope.state, type=State, dec_hook=tensor)
     except msgspec.MsgspecError as error:
         raise ValueError(f"these bytes are no shard's state: {error}") from error
+    fit(one.gradient for queue in state.waiting.values() for one in queue)
+    return state

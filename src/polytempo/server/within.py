@@ -35,12 +35,13 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
         if arrival.kind in ("joined", "left"):
             slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
             clocks = {m: clocks.get(m, slowest) for m in situation.members}
-        if arrival.kind in ("pull", "push") and worker not in offsets:  # a push first: it counts from 0
+        if arrival.kind in ("pull", "push", "had") and worker not in offsets:  # a push first: it counts from 0
             offsets = {**offsets, worker: clocks[worker] - (arrival.clock if arrival.kind == "pull" else 0)}
         if arrival.kind == "pull":
             pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
-        if arrival.kind == "push":
+        if arrival.kind in ("push", "had"):
             clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
+        if arrival.kind == "push":
             actions += applied(arrival, situation, scale)
             if worker not in pulls:  # answers keep the order of requests, so none overtakes a pull that waits
                 actions.append(Answer(worker))

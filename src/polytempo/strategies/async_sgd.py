@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from polytempo.core import Strategy, spelled
 from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rate import rate_of
 from polytempo.server.service import served, service
 
 
-def async_sgd(shards: int = 1, replicas: int = 0) -> Strategy:
+def async_sgd(shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
     """Every worker: pull the parameters, compute a gradient on them, push it; the server applies what arrives.
 
-    θ ← θ - η g(θ_{t-τ}); τ, the updates that came between, has the mean λ - 1 with λ workers of one speed. The job's
+    θ ← θ - ρ η g(θ_{t-τ}); τ, the updates that came between, has the mean λ - 1 with λ workers of one speed. The job's
     optimizer runs in the shards, and every gradient is a step of it: λ workers make λ steps where synchronous SGD
     makes one. With one worker it is plain SGD, to the bit.
+
+    ρ = `rate` multiplies the job's learning rate η. Without it ρ = 1/λ, λ the workers that the run starts with: a
+    gradient counts what it counts in the synchronous step, which takes the mean of λ, and the job's η is good for both.
+    The paper's rule is `rate=1`. Then give the job a smaller η: staleness acts like momentum, and adds to the job's
+    (I. Mitliagkas et al., "Asynchrony begets momentum", 2016).
 
     `shards` processes hold the parameters in parts; each part has `replicas` further copies.
 
@@ -22,6 +28,6 @@ def async_sgd(shards: int = 1, replicas: int = 0) -> Strategy:
     n_fetch = 1 and no local step).
     """
     return served(
-        spelled("async_sgd", shards=shards, replicas=replicas),
-        service(on_arrival(), shards=shards, replicas=replicas),
+        spelled("async_sgd", shards=shards, replicas=replicas, rate=rate),
+        service(on_arrival(), shards=shards, replicas=replicas, rate=rate_of(rate)),
     )

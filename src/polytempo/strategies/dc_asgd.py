@@ -5,14 +5,16 @@ from __future__ import annotations
 from polytempo.core import Strategy, spelled
 from polytempo.server.modify import compensate
 from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rate import rate_of
 from polytempo.server.service import served, service
 
 
-def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0) -> Strategy:
-    """Every worker pulls, computes, pushes; θ ← θ - η (g + λ g⊙g⊙(θ - θ_read)), λ = `strength`, with each gradient.
+def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
+    """Every worker pulls, computes, pushes; θ ← θ - ρ η (g + s g⊙g⊙(θ - θ_read)), s = `strength`, with each gradient.
 
     The correction is about the gradient that the present θ would have given: a Taylor series to first order, with g⊙g
-    in place of the Hessian's diagonal. With strength 0 it is `async_sgd`.
+    in place of the Hessian's diagonal. With strength 0 it is `async_sgd`, and ρ = `rate` is what it is there: without
+    it one over the number of workers; the paper's rule is `rate=1`, with a learning rate that fits.
 
     Cost: as `async_sgd`; a shard keeps the parameters that each worker has read last.
 
@@ -20,6 +22,6 @@ def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0) -> Strat
     (DC-ASGD-c). Its adaptive form is left out.
     """
     return served(
-        spelled("dc_asgd", strength=strength, shards=shards, replicas=replicas),
-        service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),)),
+        spelled("dc_asgd", strength=strength, shards=shards, replicas=replicas, rate=rate),
+        service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),), rate=rate_of(rate)),
     )

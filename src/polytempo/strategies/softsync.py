@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, spelled
+from polytempo.server.rate import rate_of
 from polytempo.server.service import choice, served, service
 from polytempo.server.softsync import softsync as rule
 from polytempo.server.staleness import constant, inverse
 
 
-def softsync(n: int = 1, shards: int = 1, replicas: int = 0, scale: str = "constant") -> Strategy:
-    """Every worker pulls, computes, pushes; θ ← θ - η (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there.
+def softsync(
+    n: int = 1, shards: int = 1, replicas: int = 0, scale: str = "constant", rate: float | None = None
+) -> Strategy:
+    """Every worker pulls, computes, pushes; θ ← θ - ρ η (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there.
 
     Between synchronous (but n = 1 is not: a fast worker may be in an update twice) and asynchronous (n = λ). The mean
     staleness is (λ - 1)/c, about n. `scale` is s: "constant" (1), or "inverse" (1/τ), which makes it staleness-aware.
 
+    ρ = `rate` multiplies the job's learning rate η. Without it ρ = c/λ, about 1/n, λ the workers that the run starts
+    with: a gradient counts what it counts in the synchronous step. With "inverse", which looks after that, ρ = 1.
+
     Cost: as `async_sgd`; the optimizer runs once every c gradients.
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
-    section 3 (Rudra). The paper divides the learning rate by the mean staleness; here that is left to you.
+    section 3 (Rudra). The paper divides the learning rate by the mean staleness, which is about n.
     """
     scales = {"constant": constant, "inverse": inverse}
     return served(
-        spelled("softsync", n=n, shards=shards, replicas=replicas, scale=scale),
-        service(rule(n, choice("scale", scale, scales)), shards=shards, replicas=replicas),
+        spelled("softsync", n=n, shards=shards, replicas=replicas, scale=scale, rate=rate),
+        service(
+            rule(n, choice("scale", scale, scales)),
+            shards=shards,
+            replicas=replicas,
+            rate=rate_of(1.0 if rate is None and scale == "inverse" else rate, lambda workers: max(1, workers // n)),
+        ),
     )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, spelled
+from polytempo.server.rate import rate_of
 from polytempo.server.service import served, service
 from polytempo.server.within import within
 
 
-def ssp(bound: int = 3, shards: int = 1, replicas: int = 0) -> Strategy:
+def ssp(bound: int = 3, shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
     """Every worker pulls, computes, pushes, as in `async_sgd`; at most `bound` steps ahead of the slowest worker.
 
     A pull after step c waits until every worker has pushed step c - s (s = `bound`), so what is read holds all
     gradients up to there. s = 0 is a barrier in every step. A short delay of one worker costs the others nothing.
+    `rate` multiplies the job's learning rate, as in `async_sgd`: without it one over the number of workers.
 
     Cost: as `async_sgd`.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013,
-    section 3. There a worker may read an old copy from its cache; here it pulls in every step.
+    section 3. There a worker may read an old copy from its cache; here it pulls in every step. There the rate falls
+    as 1/√t; here that is left to the job's schedule.
     """
     return served(
-        spelled("ssp", bound=bound, shards=shards, replicas=replicas),
-        service(within(bound), shards=shards, replicas=replicas, deals="evenly", waits=True),
+        spelled("ssp", bound=bound, shards=shards, replicas=replicas, rate=rate),
+        service(within(bound), shards=shards, replicas=replicas, deals="evenly", waits=True, rate=rate_of(rate)),
     )

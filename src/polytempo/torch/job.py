@@ -49,6 +49,8 @@ class Job:
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step."""
     name: str = "job"
+    origin: str | None = None
+    """What `jobs.find` found it by, so that another process can find it again; a file's path is absolute."""
 
 
 def most_likely(output: Tensor, target: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class Replica:
     ) -> None:
         if buffer_rule not in ("average", "broadcast", "leave"):
             raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
+        if strategy.server is not None:
+            raise ValueError(
+                f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
+                "use pt.run(job, strategy, workers=4) or `polytempo train`"
+            )
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step = 0
         self.share: float | None = None

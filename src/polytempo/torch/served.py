@@ -172,7 +172,7 @@ class _Worker:
         samples = len(batch[1])
         await port.mark(self._steps)
         seed_step(course.seed, 0, ticket.number, "model")
-        self._client.begin((ticket.number,), rates_of(course.optimizer), samples)
+        self._client.begin((ticket.number,), self._rates, samples)
         self._meter.add(await course.compute_gradients(port, batch))
         await self._exchange(empty=False)
         if course.scheduler is not None:
@@ -228,6 +228,16 @@ class _Worker:
     @torch.no_grad()
     def _place(self, bundle: Bundle) -> None:
         torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        """The present learning rates for the server."""
+        service = self._course.strategy.server
+        rates = rates_of(self._course.optimizer)
+        if service is None or service.rate is None:
+            return rates
+        factor = service.rate(self._port.size)
+        return tuple(factor * rate for rate in rates)
 
     @property
     def _is_apart(self) -> bool:

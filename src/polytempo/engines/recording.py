@@ -1,0 +1,169 @@
+"""What a run with a parameter server leaves for `polytempo replay`.
+
+    out/record/0000/                    one folder for each time that the run was started or resumed
+      run.json                          job, strategy, options, versions: all that a repetition must have in common
+      coordinator.jsonl                 what the coordinator took in, in that order
+      shard-0-node-2.jsonl, …           what met each copy of each shard (see `server.record`)
+      start/                            of a resumed run: the snapshot that it went on from
+      end.json                          the hash of each worker's final weights, if the run came to its end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from polytempo.core import Strategy
+from polytempo.engines.standing import Standing, standing_path
+from polytempo.native.library import instruction_set
+from polytempo.server.message import Entry as ShardEntry
+from polytempo.server.record import Asking, Entry, Recorder, entry_of
+from polytempo.server.shard import Shard
+from polytempo.server.snapshot import files_of
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+
+FORMAT = "polytempo-run"
+VERSION = 1
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """What a repetition must have in common with the run, and what it should."""
+
+    format: str
+    version: int
+    job: str
+    origin: str | None
+    """What the job was found by; None where a program gave it."""
+    origin_sha256: str | None
+    """Of the job's file."""
+    strategy: str
+    workers: int
+    options: dict[str, Any]
+    native: bool
+    """Whether the shards' optimizer was the native kernel."""
+    threads: int
+    bits: dict[str, str]
+    """What rounding may depend on: torch's version, instruction sets."""
+    generation: int = 0
+    snapshot: int | None = None
+    """The snapshot that it went on from."""
+
+
+def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, native: bool, threads: int) -> RunFacts:
+    """The facts of a run that is about to begin on this machine."""
+    kept = ("epochs", "steps", "batch_size", "lr", "seed")
+    taken = {name: getattr(options, name) for name in kept}
+    taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
+    return RunFacts(
+        format=FORMAT,
+        version=VERSION,
+        job=job.name,
+        origin=job.origin,
+        origin_sha256=sha256_of(job.origin),
+        strategy=str(strategy),
+        workers=workers,
+        options=taken,
+        native=native,
+        threads=threads,
+        bits=bits_now(),
+    )
+
+
+def bits_now() -> dict[str, str]:
+    """What rounding may depend on, on this machine."""
+    return {
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "torch's instruction set": torch.backends.cpu.get_cpu_capability(),
+        "the native core's instruction set": instruction_set() or "none",
+    }
+
+
+def sha256_of(origin: str | None) -> str | None:
+    """Of the file that a job comes from; None where it comes from none."""
+    path = Path((origin or "").rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else None
+
+
+class Recording:
+    """The record of one start of a run. Made in the launcher; each copy of a shard opens a file of its own."""
+
+    def __init__(self, out: Path, facts: RunFacts, last: Standing | None) -> None:
+        records = out / "record"
+        if last is None:
+            shutil.rmtree(records, ignore_errors=True)
+        generation = 0 if last is None else last.generation + 1
+        self.folder = records / f"{generation:04d}"
+        shutil.rmtree(self.folder, ignore_errors=True)  # a resume that went no further than its first snapshot
+        self.folder.mkdir(parents=True)
+        self._heard: dict[int, tuple[int, int]] = {}
+        if last is not None:
+            _keep(out / "checkpoint", last, self.folder / "start")
+        taken = msgspec.structs.replace(facts, generation=generation, snapshot=None if last is None else last.number)
+        (self.folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(taken)) + b"\n")
+        self._coordinator = Recorder(self.folder / "coordinator.jsonl", "coordinator")
+
+    def on_entry(self, entry: Entry) -> None:
+        """The coordinator has taken `entry`; a call that came again is not recorded again."""
+        if isinstance(entry, Asking):
+            number = entry.incarnation, entry.sequence
+            if number <= self._heard.get(entry.worker, (-1, -1)):
+                return
+            self._heard[entry.worker] = number
+        self._coordinator.append(entry, time.monotonic())
+
+    def flush(self) -> None:
+        """Hand the coordinator's entries to the operating system: a snapshot is about to rest on them."""
+        self._coordinator.flush()
+
+    def end(self, finals: Mapping[str, str]) -> None:
+        """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1")."""
+        (self.folder / "end.json").write_text(json.dumps({"parameters_sha256": dict(finals)}) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Nothing more is recorded by the coordinator."""
+        self._coordinator.close()
+
+
+def _keep(checkpoint: Path, last: Standing, start: Path) -> None:
+    """Keep the snapshot that a resumed run goes on from: links where the file system has them, for it will not change."""
+    start.mkdir()
+    for path in [*files_of(checkpoint, last.number, last.facts["shards"]), standing_path(checkpoint, last.number)]:
+        try:
+            os.link(path, start / path.name)
+        except OSError:
+            shutil.copy2(path, start / path.name)
+
+
+class CopyRecorder:
+    """What one copy of a shard records, from its first entry on."""
+
+    def __init__(self, folder: Path | None, shard: Shard, node: int) -> None:
+        self._folder, self._shard, self._node = folder, shard, node
+        self._recorder: Recorder | None = None
+
+    def on_entry(self, index: int, entry: ShardEntry) -> None:
+        """The copy has applied `entry` as number `index`."""
+        if self._folder is None:
+            return
+        if self._recorder is None:
+            number = self._shard.number
+            path = self._folder / f"shard-{number}-node-{self._node}.jsonl"
+            self._recorder = Recorder(path, f"shard {number}", node=self._node, first=index)
+        self._recorder.append(entry_of(entry, self._shard.version), time.monotonic())
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+        if self._recorder is not None:
+            self._recorder.close()

@@ -1,0 +1,260 @@
+"""Where a run with a parameter server stands: the launcher's part of a snapshot, and when the next one is due.
+
+    out/checkpoint/
+      snapshot-00000012-shard-0.safetensors, .json      what the shards write (see `server.snapshot`)
+      snapshot-00000012-run.json                        the dealer, and what the run must have in common with its resume
+
+The launcher's part is on the disk before the shards are told to write theirs, so whoever finds all of theirs finds it.
+The shards write at a moment of their own each; what some of them have and others have not is dealt again after a
+resume, and those that have it drop it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polytempo.core import PolytempoError
+from polytempo.core.ranges import Range
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.disk import LocalDisk
+from polytempo.server.message import Outbox
+from polytempo.server.saving import Saved, Snapshots
+from polytempo.server.shard import Shard
+from polytempo.server.snapshot import SnapshotError, complete, discard_beyond, newest_whole, read
+from polytempo.server.state import decode
+
+FORMAT = "polytempo-run-snapshot"
+VERSION = 1
+LIVES = 1_000_000
+"""A resumed run numbers the lives of workers from here on, times its generation: above all that were before."""
+_LEAST_STEPS = 4
+_PATIENCE_S = 30.0
+"""A shard that has not written its part by then is asked again: its head may have died with the order."""
+_LONGEST_WRITE_S = 300.0
+_MAX_BYTES = 64 << 20
+_NAME = re.compile(r"snapshot-(\d{8,})-run\.json(\.partial)?")
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """The launcher's part of snapshot `number`."""
+
+    number: int
+    generation: int
+    """How often the run had been resumed."""
+    step: int
+    """The last step that a row of metrics was about."""
+    facts: dict[str, Any]
+    """What a resumed run must have in common: job, strategy, seed, batch size, …"""
+    dealer: str
+    """`Dealer.dump` as base64."""
+
+
+class Resumed(NamedTuple):
+    """Where a resumed run goes on from."""
+
+    standing: Standing
+    dealer: bytes
+    applied: tuple[tuple[Range, ...], ...]
+    """For each shard the tickets in its part."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    sha256: str
+    standing: msgspec.Raw
+
+
+def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
+    """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
+
+    Errors: ValueError where there is none, and where the run that it is of had other `facts`.
+    """
+    standing = _newest(folder, num_shards, facts)
+    if standing is None:
+        raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without resume, or check out")
+    discard_beyond(folder, standing.number)
+    applied = []
+    for shard in range(num_shards):
+        part = read(folder, standing.number, shard)
+        tensor = part.tensors[0]
+        applied.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given).tickets)
+    return Resumed(standing, b64decode(standing.dealer), tuple(applied))
+
+
+def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing | None:
+    names = LocalDisk().names(folder)
+    numbers = sorted((int(m[1]) for name in names if (m := _NAME.fullmatch(name)) and not m[2]), reverse=True)
+    for number in numbers[:1]:
+        _check(read_standing(folder, number), facts)  # before the number of shards matters
+    before = None
+    while (found := newest_whole(folder, num_shards, before=before)) is not None:
+        try:
+            standing = read_standing(folder, found)
+        except SnapshotError:
+            before = found
+            continue
+        _check(standing, facts)
+        return standing
+    return None
+
+
+def _check(standing: Standing, facts: Mapping[str, Any]) -> None:
+    for name, value in facts.items():
+        saved = standing.facts.get(name)
+        if saved != value:
+            what = name.replace("_", " ")
+            raise ValueError(
+                f"the saved run had {what} {saved!r}, and this one has {value!r}; resume with the saved {what}, or "
+                "begin another run in another folder"
+            )
+
+
+def discard(folder: Path) -> None:
+    """Remove every snapshot of an earlier run in `folder`."""
+    discard_beyond(folder, None)
+    for name in LocalDisk().names(folder):
+        if _NAME.fullmatch(name):
+            (folder / name).unlink()
+
+
+def standing_path(folder: Path, number: int) -> Path:
+    """The launcher's part of snapshot `number`."""
+    return folder / f"snapshot-{number:08d}-run.json"
+
+
+def read_standing(folder: Path, number: int) -> Standing:
+    """Read and check it; SnapshotError names a file that is missing or damaged."""
+    path = standing_path(folder, number)
+    try:
+        file = msgspec.json.decode(LocalDisk().read(path, _MAX_BYTES), type=_File)
+        if (file.format, file.version) != (FORMAT, VERSION):
+            raise SnapshotError(f"{path} is {file.format!r} version {file.version}; this program reads {VERSION}")
+        if hashlib.sha256(file.standing).hexdigest() != file.sha256:
+            raise SnapshotError(f"{path} is damaged; resume from an earlier snapshot")
+        return msgspec.json.decode(file.standing, type=Standing)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SnapshotError(f"{path} cannot be read ({error}); resume from an earlier snapshot") from error
+
+
+def write_standing(folder: Path, standing: Standing) -> None:
+    """Complete or not at all, and on the disk when it returns."""
+    disk, path = LocalDisk(), standing_path(folder, standing.number)
+    body = msgspec.json.encode(standing)
+    partial = path.with_name(path.name + ".partial")
+    with disk.create(partial) as writer:
+        writer.write(msgspec.json.encode(_File(FORMAT, VERSION, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))))
+        writer.sync()
+    disk.rename(partial, path)
+    disk.sync_folder(folder)
+
+
+class ShardSaves:
+    """A shard's part of the run's snapshots, written in the background. `on_save` is for its `Node`."""
+
+    def __init__(self, folder: Path, shard: int) -> None:
+        self._snapshots = Snapshots(folder, shard)
+
+    def on_save(self, number: int, shard: Shard) -> None:
+        """Begin snapshot `number`; should another one still be under way, that one first."""
+        state, tensors = shard.dump()
+        self._say(self._snapshots.poll())
+        if not self._snapshots.begin(number, state, tensors):
+            self.close()
+            self._snapshots.begin(number, state, tensors)
+
+    def close(self) -> None:
+        """Wait for the one that is under way."""
+        self._say(self._snapshots.close(_LONGEST_WRITE_S))
+
+    def _say(self, saved: Saved | None) -> None:
+        if saved is not None and saved.error:
+            print(saved.error, file=sys.stderr)  # into the log of this copy
+
+
+class Saves:
+    """When a run saves. One snapshot is under way at a time; one that does not get ready is ordered once more.
+
+    `every`: steps between snapshots; None: at the end of each epoch, at least four steps apart. In any case at the end.
+    `step()` is the last step that a row was about; `on_order` is called before each order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        coordinator: Coordinator,
+        facts: Mapping[str, Any],
+        *,
+        workers: int,
+        every: int | None,
+        last: Standing | None,
+        step: Callable[[], int],
+        on_order: Callable[[], None],
+    ) -> None:
+        self._folder, self._coordinator, self._facts = folder, coordinator, dict(facts)
+        self._workers, self._every = workers, every
+        self._number, self._generation = (0, 0) if last is None else (last.number, last.generation + 1)
+        self._step, self._on_order = step, on_order
+        self._ordered_s: float | None = None
+        self._saved_steps, self._saved_epoch = self._steps, coordinator.dealer.epoch
+        self._ended = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot is under way."""
+        if self._ordered_s is not None and complete(self._folder, self._number, len(self._coordinator.chains)):
+            self._ordered_s = None
+            for name in LocalDisk().names(self._folder):
+                match = _NAME.fullmatch(name)
+                if match and int(match[1]) < self._number - 1:
+                    (self._folder / name).unlink()
+        return self._ordered_s is not None
+
+    def look(self, now_s: float) -> Outbox:
+        """Order what is due."""
+        if self._coordinator.dealer.finished:
+            if self._ended:
+                return []
+            self._ended = True
+            return self._order(now_s)
+        if self.pending:
+            assert self._ordered_s is not None
+            return self._order(now_s) if now_s - self._ordered_s > _PATIENCE_S else []
+        return self._order(now_s) if self._is_due else []
+
+    @property
+    def _steps(self) -> int:
+        return sum(last - first + 1 for first, last in self._coordinator.dealer.done) // self._workers
+
+    @property
+    def _is_due(self) -> bool:
+        steps = self._steps - self._saved_steps
+        if self._every is not None:
+            return steps >= self._every
+        return self._coordinator.dealer.epoch > self._saved_epoch and steps >= _LEAST_STEPS
+
+    def _order(self, now_s: float) -> Outbox:
+        """Number n + 1 when every shard has n; else n again, for n - 1 is what a resume would need then."""
+        if not self.pending:
+            self._number += 1
+        self._ordered_s = now_s
+        dealer = self._coordinator.dealer
+        self._saved_steps, self._saved_epoch = self._steps, dealer.epoch
+        self._on_order()
+        dump = b64encode(dealer.dump()).decode()
+        standing = Standing(self._number, self._generation, self._step(), self._facts, dump)
+        try:
+            write_standing(self._folder, standing)
+        except OSError as error:
+            raise PolytempoError(
+                f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
+            ) from error
+        return self._coordinator.save(now_s, self._number)
