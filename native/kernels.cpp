@@ -166,6 +166,10 @@ int64_t pt_unfinite(int32_t dtype, const void* data, int64_t count) {
     return pt::unfinite(pt::DType(dtype), data, count);
 }
 
+void pt_copy(void* out, const void* source, int64_t num_bytes) {
+    (num_bytes >= pt::LARGE_BYTES ? pt::copy_past_caches : pt::copy)(out, source, num_bytes);
+}
+
 int64_t pt_descend(
     int32_t dtype, const pt_hyper* hyper, const void* gradient, double weight, const void* p, void* out, int64_t count) {
     bool is_plain = hyper->rule == pt::SGD && hyper->momentum == 0;

@@ -33,6 +33,9 @@ __attribute__((visibility("default"))) int32_t pt_update(
 // The index of the first element that is NaN or infinite; -1: there is none; -2: not a type of floats.
 __attribute__((visibility("default"))) int64_t pt_unfinite(int32_t dtype, const void* data, int64_t count);
 
+// Copy bytes that do not overlap, past the caches where they are many.
+__attribute__((visibility("default"))) void pt_copy(void* out, const void* source, int64_t num_bytes);
+
 // See pt::descend. -2: dtype or rule is impossible, or there is a momentum; nothing was done.
 __attribute__((visibility("default"))) int64_t pt_descend(
     int32_t dtype, const pt_hyper* hyper, const void* gradient, double weight, const void* p, void* out, int64_t count);

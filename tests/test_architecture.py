@@ -69,9 +69,11 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.train"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
     ("torch/autoload.py", "polytempo.torch.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
 }

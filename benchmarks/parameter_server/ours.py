@@ -92,8 +92,7 @@ def node_of(shard: Shard, workers: int) -> Node:
     return node
 
 
-Work = Callable[[Port, int, Callable[[int], Tensor], int], Program[None]]
-"""`(port, worker, empty, calls)`: what a worker does in one turn."""
+Work = Callable[[Port, int, Tensor, int], Program[None]]
 
 
 class Served:
@@ -108,8 +107,8 @@ class Served:
         self._keys = make_keys() if wire == "tcp, CURVE" else None
         self.name = name
 
-    def crew(self, program: Callable[[Port, int, Tensor, Tensor, int], Program[None]]) -> Crew:
-        """The processes. `program(port, worker, gradient, parameters, calls)` is a worker's turn."""
+    def crew(self, program: Work) -> Crew:
+        """The processes. `program(port, worker, gradient, calls)` is a worker's turn."""
         return Crew(self.name, [self._seat(worker, program) for worker in range(self.workers)], [self._serve])
 
     def _mail(self, node: int) -> Mail:
@@ -123,7 +122,7 @@ class Served:
         world = MailWorld(self.workers, self._mail(self.workers), [0] * (self.workers + 2))
         world.drive(serve(world.port, node))
 
-    def _seat(self, worker: int, program: Callable[..., Program[None]]) -> Seat:
+    def _seat(self, worker: int, program: Work) -> Seat:
         def work(attend: Attend) -> None:
             def empty(numel: int, dtype: torch.dtype) -> Tensor:
                 return self._arenas.empty(worker, numel, dtype)
@@ -133,10 +132,10 @@ class Served:
             mail = self._mail(worker)
             mail.wait_for(self.workers)
             world = MailWorld(worker, mail, [0] * (self.workers + 2))
-            gradient, parameters = empty(self.numel, torch.float32).fill_(1e-3), empty(self.numel, torch.float32)
+            gradient = empty(self.numel, torch.float32).fill_(1e-3)
 
             def run(calls: int) -> Any:
-                turn = program(world.port, worker, gradient, parameters, calls)
+                turn = program(world.port, worker, gradient, calls)
                 return world.drive(through(client, world.port, turn))
 
             attend(run)
@@ -144,9 +143,12 @@ class Served:
         return work
 
 
-async def push_and_pull(port: Port, worker: int, gradient: Tensor, parameters: Tensor, calls: int) -> None:
-    """As the transforms `push` and `pull` do: begin a push, pull behind it, have both."""
+async def push_and_pull(port: Port, worker: int, gradient: Tensor, calls: int) -> None:
+    """As the transforms `push` and `pull` do: begin a push, pull behind it, have both.
+
+    What is pulled has been copied into the worker's own memory.
+    """
     for call in range(calls):
         push = await port.start(port.push(gradient, call))
-        parameters.copy_(await port.pull(call))
+        await port.pull(call)
         await push

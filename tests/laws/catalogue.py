@@ -26,11 +26,15 @@ class Row(NamedTuple):
     """The function in `polytempo.strategies`."""
     make: Callable[[], Strategy]
     alone: str = "torch"
-    """With one rank it equals plain torch, or "delayed" or "diloco": the definitions in `definitions.py`."""
+    """With one rank it equals plain torch, or what `definitions.py` has under this name."""
     joined: bool = False
     """N ranks equal one rank on the joined batch."""
     meets: Callable[[int], bool] | None = None
     """The steps (from 1) after which all ranks hold equal parameters; None: never promised."""
+    pushes_every: int = 1
+    """With a parameter server: a worker pushes every so many steps."""
+    drops: bool = False
+    """Some gradients are not used."""
 
 
 ROWS = [
@@ -75,11 +79,11 @@ SERVED = [
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
-    Row("backup_workers", s.backup_workers),
+    Row("backup_workers", s.backup_workers, drops=True),
     Row("dc_asgd", s.dc_asgd),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
-    Row("downpour", s.downpour, alone="downpour"),
-    Row("easgd", s.easgd, alone="easgd"),
+    Row("downpour", s.downpour, alone="downpour", pushes_every=5),
+    Row("easgd", s.easgd, alone="easgd", pushes_every=4),
     Row("softsync", s.softsync),
     Row("softsync", lambda: s.softsync(n=4, scale="inverse")),
     Row("ssp", s.ssp),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from laws.harness import OPTIMIZERS, Setting, flat, joined_batch, loss_of, model
+
+Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def delayed(num_steps: int, delay: int, setting: Setting) -> list[Tensor]:
@@ -43,3 +48,65 @@ def diloco(num_steps: int, period: int, lr: float, momentum: float, setting: Set
             torch.nn.utils.vector_to_parameters(anchor.clone(), net.parameters())
         history.append(flat(net))
     return history
+
+
+def stepped(batches: Batches, setting: Setting) -> Tensor:
+    """The loop that everybody writes: the weights at the end."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    for batch in batches:
+        take_gradients(net, batch)
+        optimizer.step()
+    return flat(net)
+
+
+def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
+    """One worker; the server's Adagrad on the sum of `every` gradients; what it pulls is used a step later."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    server = model(setting.dtype)
+    adagrad = torch.optim.Adagrad(server.parameters(), lr=optimizer.param_groups[0]["lr"], eps=1e-8, foreach=False)
+    accrued = arrived = None
+    for step, batch in enumerate(batches, start=1):
+        take_gradients(net, batch)
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        accrued = gradients if accrued is None else [a + g for a, g in zip(accrued, gradients, strict=True)]
+        optimizer.step()
+        if arrived is not None:
+            torch.nn.utils.vector_to_parameters(arrived, net.parameters())
+            arrived = None
+        if step % every == 0:
+            take_step(server, adagrad, accrued)
+            accrued, arrived = None, flat(server)
+    if accrued is not None:  # the rest is pushed before the end
+        take_step(server, adagrad, accrued)
+    return flat(server)
+
+
+def easgd(batches: Batches, period: int, alpha: float, setting: Setting) -> Tensor:
+    """One worker x on a spring to the center, drawn together after every `period` steps and at the end."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    center = flat(net)
+    step = 0
+    for step, batch in enumerate(batches, start=1):
+        take_gradients(net, batch)
+        optimizer.step()
+        if step % period == 0:
+            difference = alpha * (flat(net) - center)
+            torch.nn.utils.vector_to_parameters(flat(net) - difference, net.parameters())
+            center = center + difference
+    return center if step % period == 0 else center + alpha * (flat(net) - center)
+
+
+def take_gradients(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Of the mean loss of the batch, and of nothing else."""
+    net.zero_grad()
+    loss_of(net, batch).backward()
+
+
+def take_step(net: nn.Module, optimizer: Optimizer, gradients: list[Tensor]) -> None:
+    """A step of the optimizer with these gradients."""
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()

@@ -10,7 +10,7 @@ from polytempo.flexrr.helping import Helping, Position
 from polytempo.flexrr.message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment, helpees_of, helpers_of
-from polytempo.flexrr.slices import Slice, cut, ticket_of
+from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
 from polytempo.server.message import Message, Ticket
 
 TENTHS = Reassignment(helpers=1, grain=0.1, first_offer=0.1, later_offers=0.2, patience=2.0)
@@ -47,7 +47,8 @@ def test_a_share_is_cut_without_gaps() -> None:
 
 def test_slices_of_different_batches_have_different_tickets() -> None:
     tickets = [ticket_of(piece, batch, 4) for batch in range(3) for piece in cut(0, 1, batch, 10, 4)]
-    assert tickets == list(range(12))
+    closing = [closing_of(batch, 4) for batch in range(3)]
+    assert (tickets, closing) == ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13], [4, 9, 14])
     with pytest.raises(ValueError, match="every worker must cut alike"):
         ticket_of(PIECE, 0, slices=4)
 

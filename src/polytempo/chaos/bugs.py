@@ -44,3 +44,10 @@ BUGS: dict[str, Bug] = {
     for function in module.BUGS
 }
 """By name."""
+
+
+def planted(name: str) -> Bug:
+    """The bug called `name`."""
+    if name not in BUGS:
+        raise ValueError(f"no bug {name!r}; there are {', '.join(sorted(BUGS))}")
+    return BUGS[name]

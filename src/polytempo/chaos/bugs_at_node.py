@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from polytempo.server.client import Client
-from polytempo.server.message import Install, Message, Outbox, Pushed, Replicate, Replicated, Reply, Request, View
+from polytempo.server.message import Entry, Install, Outbox, Pushed, Replicate, Replicated, Request, View
 from polytempo.server.node import Node
 from polytempo.server.requests import Requests
 
@@ -18,7 +18,7 @@ def acknowledged_before_replicated() -> Patches:
     """The head answers as soon as it has applied an entry itself."""
     append = Node._append
 
-    def wrong(self: Node, now_s: float, entry: Request) -> Outbox:
+    def wrong(self: Node, now_s: float, entry: Entry) -> Outbox:
         out = append(self, now_s, entry)
         if self._successor is not None and self._held and self._held[-1][0] == self.index:
             out += self._addressed(self._held.pop()[1])
@@ -30,9 +30,13 @@ def acknowledged_before_replicated() -> Patches:
 def repeat_answered_before_replicated() -> Patches:
     """A request that comes again is answered from the table, although its entry is not safe yet."""
 
-    def wrong(self: Node, now_s: float, request: Request) -> Outbox:
+    request_ = Node._request
+
+    def wrong(self: Node, now_s: float, request: Entry) -> Outbox:
         look = self.shard.look(request)
-        return self._append(now_s, request) if look.kind == "new" else self._addressed(look.replies)
+        if look.kind == "new":
+            return request_(self, now_s, request)
+        return self._addressed(look.replies)
 
     return [(Node, "_request", wrong)]
 
@@ -158,19 +162,6 @@ def done_when_one_shard_has_answered() -> Patches:
     return [(Client, "_learn", wrong)]
 
 
-def answer_of_another_life() -> Patches:
-    """A worker takes an answer to its last life for one to itself."""
-    answered, receive = Requests.answered, Client.receive
-
-    def wrong(self: Requests, reply: Reply, now_s: float) -> bool:
-        return answered(self, msgspec.structs.replace(reply, incarnation=self.incarnation), now_s)
-
-    def received(self: Client, now_s: float, source: int, message: Message) -> Outbox:
-        return receive(self, now_s, source, message)
-
-    return [(Requests, "answered", wrong), (Client, "receive", received)]
-
-
 def head_not_followed() -> Patches:
     """A worker goes on asking the head that it knew first."""
 
@@ -192,6 +183,5 @@ BUGS = (
     entry_skipped,
     install_ignored_and_confirmed,
     done_when_one_shard_has_answered,
-    answer_of_another_life,
     head_not_followed,
 )

@@ -10,10 +10,10 @@ import msgspec
 from torch import Tensor
 
 from polytempo.chaos import scenario_rules
+from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server import snapshot
 from polytempo.server.message import Push, Reply, Request
-from polytempo.core.ranges import Ranges
 from polytempo.server.shard import Shard
 from polytempo.server.table import Look, Table
 from polytempo.server.weights import Weights
@@ -91,7 +91,7 @@ def repeat_taken_for_new() -> Patches:
 
 
 def dead_life_accepted() -> Patches:
-    """A request of an earlier life of its worker is taken for one of the present life."""
+    """A request of an earlier life of its worker is taken for the next one of the present life."""
     look, take = Table.look, Table.take
 
     def as_present(self: Table, request: Request) -> Request:
@@ -99,7 +99,8 @@ def dead_life_accepted() -> Patches:
         return request if known is None else msgspec.structs.replace(request, incarnation=known.incarnation)
 
     def looks(self: Table, request: Request) -> Look:
-        return look(self, as_present(self, request))
+        present = as_present(self, request)
+        return look(self, request) if present.incarnation == request.incarnation else Look("new")
 
     def takes(self: Table, request: Request) -> None:
         take(self, as_present(self, request))
@@ -152,40 +153,43 @@ def gradient_of_the_dead_kept() -> Patches:
 
 def bound_off_by_one() -> Patches:
     """Bounded staleness lets workers be one step further ahead than it promises."""
-    within = scenario_rules.within
-    return [(scenario_rules, "within", lambda bound: within(bound + 1))]
+    right = scenario_rules.RULES.within
+    return [(scenario_rules.RULES, "within", lambda bound: right(bound + 1))]
 
 
-def bound_over_oneself() -> Patches:
-    """Bounded staleness looks for the slowest among the wrong workers: the reader alone."""
-    within = scenario_rules.within
+def bound_over_the_fastest() -> Patches:
+    """Bounded staleness compares a reader with the fastest worker, not with the slowest."""
+    right = scenario_rules.RULES.within
 
     def wrong(bound: int) -> Rule:
-        rule = within(bound)
+        rule = right(bound)
 
         def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, Any]:
-            if arrival.kind in ("pull", "push"):
-                situation = situation._replace(members=(arrival.worker,))
-            return rule.receive(state, arrival, situation)
+            if arrival.kind != "pull":
+                return rule.receive(state, arrival, situation)
+            clocks = state["clocks"]
+            fastest = dict.fromkeys(clocks, max(clocks.values(), default=0))
+            after, actions = rule.receive({**state, "clocks": fastest}, arrival, situation)
+            return {**after, "clocks": clocks}, actions
 
         return rule._replace(receive=receive)
 
-    return [(scenario_rules, "within", wrong)]
+    return [(scenario_rules.RULES, "within", wrong)]
 
 
 def late_gradient_used() -> Patches:
     """With backup workers, a gradient that comes too late is used in the next step."""
-    first = scenario_rules.first
+    right = scenario_rules.RULES.first
 
     def wrong(n: int) -> Rule:
-        rule = first(n)
+        rule = right(n)
 
         def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, Any]:
             return rule.receive(state, arrival._replace(basis=situation.version), situation)
 
         return rule._replace(receive=receive)
 
-    return [(scenario_rules, "first", wrong)]
+    return [(scenario_rules.RULES, "first", wrong)]
 
 
 def snapshot_named_too_early() -> Patches:
@@ -227,7 +231,7 @@ BUGS = (
     sum_begun_anew,
     gradient_of_the_dead_kept,
     bound_off_by_one,
-    bound_over_oneself,
+    bound_over_the_fastest,
     late_gradient_used,
     snapshot_named_too_early,
     flipped_bit_believed,

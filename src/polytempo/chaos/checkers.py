@@ -15,7 +15,7 @@ from polytempo.chaos.worker import Worker
 from polytempo.chaos.world import Violation, World
 from polytempo.core.errors import PolytempoError
 from polytempo.server.client import Client, Refused
-from polytempo.server.message import COORDINATOR, Deal, Message, Pulled, Push, Pushed, Reply
+from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, Reply
 from polytempo.server.node import Node
 
 _MOST_LATE = "late"
@@ -68,6 +68,8 @@ class Checkers:
                 self._answers(source, message)
             case Deal():
                 self._dealt(message)
+            case Ask():
+                self._claims(message)
 
     def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
         """Weights that are lent to a worker must be what they were."""
@@ -85,6 +87,13 @@ class Checkers:
             owner = self._owners.setdefault(ticket.number, (deal.worker, deal.incarnation, deal.sequence))
             if owner != (deal.worker, deal.incarnation, deal.sequence) and not ticket.again:
                 raise Violation(f"ticket {ticket.number} was dealt twice, to {owner} and to worker {deal.worker}")
+
+    def _claims(self, ask: Ask) -> None:
+        """What a worker says is done has been acknowledged by every shard."""
+        for ticket in ask.done:
+            for shard, acknowledged in enumerate(self._acknowledged):
+                if ticket not in acknowledged and ticket not in self._late[shard]:
+                    raise Violation(f"worker {ask.worker} says that ticket {ticket} is done, shard {shard} has not")
 
     def _asked(self, shard: int, push: Push) -> None:
         key = shard, push.worker, push.incarnation, push.sequence

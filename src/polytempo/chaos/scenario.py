@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
-from polytempo.chaos.bugs import BUGS
+from polytempo.chaos.bugs import planted
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, new_shard
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
@@ -38,7 +38,7 @@ TIMING = Timing(
 )
 """Shorter than in production, in proportion: fewer events between two faults."""
 
-LIMITS = Limits(short_s=0.3, long_s=1.3, apart_s=2.0)
+LIMITS = Limits(short_s=0.3, lost_s=TIMING.lost_s, long_s=1.3, apart_s=2.0)
 HEALING_S = 40.0
 """So long after the last fault everything must have ended."""
 
@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
 def draw(seed: int) -> Scenario:
     """Everything about a run, from its seed."""
     random = Random(seed)
-    workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.randint(0, 1)
+    workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.choice([0, 1, 1])
     drawn = draw_rule(random, workers)
     epochs = random.randint(1, 3)
     per_epoch = -(-random.randint(20, 60) // (workers * epochs)) * workers
@@ -142,11 +142,7 @@ def _cast(workers: int, shards: int, replicas: int) -> Cast:
 
 def run(seed: int, bug: str | None = None) -> Outcome:
     """Run a seed, with a planted bug or none."""
-    with ExitStack() as planted:
-        if bug is not None:
-            if bug not in BUGS:
-                raise ValueError(f"no bug {bug!r}; there are {', '.join(sorted(BUGS))}")
-            planted.enter_context(BUGS[bug].planted())
+    with planted(bug).planted() if bug is not None else nullcontext():
         scenario = draw(seed)
         stage = Stage(scenario)
         try:

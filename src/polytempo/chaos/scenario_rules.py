@@ -15,6 +15,13 @@ from polytempo.server.softsync import softsync
 from polytempo.server.within import within
 
 
+class RULES:
+    """Rules that bugs are planted in."""
+
+    first = staticmethod(first)
+    within = staticmethod(within)
+
+
 class Drawn(NamedTuple):
     """A rule, its promises, how tickets must be dealt for it, and whether it waits for workers."""
 
@@ -30,11 +37,11 @@ def draw_rule(random: Random, workers: int) -> Drawn:
     if kind == 1:
         return Drawn(softsync(random.randint(1, workers)), Promises(reads_own=False))
     if kind == 2 and workers > 2:
-        rule = random.choice([first(workers - 1), all_but(1)])
+        rule = random.choice([RULES.first(workers - 1), all_but(1)])
         return Drawn(rule, Promises(may_drop=True, fresh=True), waits=True)
     if kind in (3, 6):
         bound = random.randint(0, 2)
-        return Drawn(within(bound), Promises(bound=bound), "evenly", waits=True)
+        return Drawn(RULES.within(bound), Promises(bound=bound), "evenly", waits=True)
     if kind == 4:
         return Drawn(hardsync(), Promises(fresh=True), "evenly", waits=True)
     return Drawn(on_arrival(), Promises())

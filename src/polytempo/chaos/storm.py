@@ -17,9 +17,10 @@ class Cast(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """`short_s`: nobody who is silent for so long is taken for dead. `long_s`: everybody is."""
+    """`short_s`: nobody who is silent for so long is taken for dead. `lost_s`: a copy is. `long_s`: everybody is."""
 
     short_s: float
+    lost_s: float
     long_s: float
     apart_s: float
     """Between two heavy faults of one shard: time enough to have all its copies again."""
@@ -92,7 +93,7 @@ def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, 
     while begin_s < lasts_s:
         node = random.choice(copies)
         end_s = round(begin_s + limits.long_s * random.uniform(1.0, 1.6), 4)
-        late_s = round(begin_s + limits.long_s / 2, 4)
+        late_s = round(begin_s + limits.lost_s * random.uniform(0.9, 1.0), 4)
         worker = random.choice(cast.workers)
         faults += random.choice(
             [
@@ -104,8 +105,7 @@ def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, 
                 [Cut(begin_s, end_s, node, ANYBODY), Cut(begin_s, end_s, ANYBODY, node)],
                 [Cut(begin_s, end_s, copies[0], copies[1])],
                 # Who is thought dead goes on answering a worker that does not hear of it.
-                [Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)],
-                [Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)],
+                *[[Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)]] * 4,
             ]
         )
         begin_s = round(end_s + limits.apart_s * random.uniform(1.0, 1.5), 4)

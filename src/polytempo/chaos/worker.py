@@ -57,7 +57,7 @@ class Worker:
         self.client = client
         self.finished = False
         port = world_port(client.worker, (0,) * (client.coordinator + 1))
-        self._begin = lambda: through(client, port, _Training(client, port, num_tickets, habits, random, on_read).run())
+        self._training = _Training(client, port, num_tickets, habits, random, on_read)
         self._program: Program[None] | None = None
         self._mail: deque[tuple[int, Message]] = deque()
         self._op: Op[Any] | None = None
@@ -92,7 +92,9 @@ class Worker:
         """Resume the program with `value`, and perform what can be performed at once."""
         out: Outbox = []
         if self._program is None:
-            self._program = self._begin()  # not before: who dies at once leaves nothing that was never begun
+            self._program = through(
+                self.client, self._training.port, self._training.run()
+            )  # not before: who dies at once leaves nothing that was never begun
         while True:
             try:
                 self._op = op = self._program.send(value)

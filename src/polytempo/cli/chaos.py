@@ -13,6 +13,7 @@ from contextlib import closing
 import torch
 import typer
 
+from polytempo.chaos.bugs import planted
 from polytempo.chaos.scenario import Outcome, run
 from polytempo.engines.fork import default_signals, die_with, fork
 
@@ -21,13 +22,19 @@ _PROGRESS_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-def chaos(seeds: int, first: int, processes: int, bug: str | None) -> None:
+def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str | None) -> None:
     """Run the seeds `first … first + seeds - 1`; ends with exit code 1 if one fails.
 
     Each of the `processes` takes every so-manieth seed and writes a line of JSON for each to its pipe.
     """
+    seeds, first = 1000 if seeds is None else seeds, first or 0
+    processes = len(os.sched_getaffinity(0)) if processes is None else processes
     if seeds < 1 or processes < 1 or first < 0:
-        raise ValueError(f"needs at least 1 seed and 1 process, and first >= 0, got {seeds}, {processes} and {first}")
+        raise ValueError(
+            f"--seeds and --processes must be at least 1, --first at least 0; got {seeds=}, {processes=}, {first=}"
+        )
+    if bug is not None:
+        planted(bug)
     begin_s = shown_s = time.monotonic()
     done, failed = 0, 0
     for line in _lines([range(first + i, first + seeds, processes) for i in range(min(processes, seeds))], bug):

@@ -46,6 +46,8 @@ def train(
     threads: p.Threads = None,
     checkpoint_every: p.CheckpointEvery = None,
     timeout_s: p.Timeout = None,
+    transport: p.Transport = None,
+    restarts: p.Restarts = None,
     out: p.Out = None,
     resume: p.Resume = None,
     json: p.Json = None,
@@ -77,6 +79,8 @@ def compare(
     seed: p.Seed = None,
     threads: p.Threads = None,
     timeout_s: p.Timeout = None,
+    transport: p.Transport = None,
+    restarts: p.Restarts = None,
     out: p.Out = None,
     json: p.Json = None,
     dry_run: p.DryRun = None,
@@ -122,6 +126,26 @@ def simulate(
 
 
 @app.command()
+def replay(
+    run: p.Run,
+    until: p.Stop = None,
+    inspect: p.Inspect = False,
+    shard: p.Shard = 0,
+    job: p.ItsJob = None,
+    data: p.Data = None,
+    json: p.Json = None,
+) -> None:
+    """Re-run a recorded run with a parameter server, to the same bits.
+
+    Every message meets every shard in the order in which it did. The exit code is 1 where anything differs.
+    """
+    with exit_code():
+        from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
+
+        command(run, until, job, data, shard, inspect=inspect, as_json=bool(json))
+
+
+@app.command()
 def doctor(json: p.Json = None) -> None:
     """Check this machine, with two workers that talk."""
     with exit_code():
@@ -137,6 +161,20 @@ def strategies(json: p.Json = None) -> None:
         from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))
+
+
+@app.command()
+def chaos(
+    seeds: p.Seeds = None, first: p.First = None, processes: p.Processes = None, bug: p.PlantedBug = None
+) -> None:
+    """Simulate the parameter server under faults, seed after seed.
+
+    Networks drop, repeat, reorder, delay and cut; processes pause and die; disks fill up and flip bits. Checkers watch.
+    """
+    with exit_code():
+        from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
+
+        command(seeds, first, processes, bug)
 
 
 @bench.command()

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -83,6 +83,8 @@ class TrainOptions(BaseModel):
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
     checkpoint_every: Count | None = None
     timeout_s: Positive = 300.0
+    transport: Literal["shared", "tcp"] = "shared"
+    restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
     out: Path | None = None
     resume: bool = False
     as_json: bool = Field(default=False, alias="json")

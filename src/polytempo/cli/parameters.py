@@ -36,10 +36,37 @@ Seed = Annotated[int | None, typer.Option(metavar="S", help="Seed of weights, or
 Threads = Annotated[int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, shared.")]
 CheckpointEvery = Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints. Default: an epoch.")]
 Timeout = Annotated[float | None, typer.Option(metavar="S", help="Longest wait for another worker. Default: 300 s.")]
+Transport = Annotated[
+    str | None, typer.Option(metavar="T", help="A parameter server's messages: shared (memory; default) or tcp.")
+]
+Restarts = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="With a parameter server: restart killed processes so often. Default: 20."),
+]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder. Default: a new one under runs/.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint.")]
 Json = Annotated[bool | None, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print what would be run, and end.")]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A TOML or YAML file of these options; the command line goes first.")
+]
+Seeds = Annotated[int | None, typer.Option(metavar="N", help="How many seeds to run. Default: 1000.")]
+First = Annotated[int | None, typer.Option(metavar="S", help="The first seed. Default: 0.")]
+Processes = Annotated[int | None, typer.Option(metavar="N", help="How many processes run them. Default: the cores.")]
+PlantedBug = Annotated[str | None, typer.Option("--bug", metavar="NAME", help="Plant a bug, to see it found.")]
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/digits-async_sgd.")]
+Stop = Annotated[
+    str | None,
+    typer.Option(
+        "--until",
+        metavar="WHERE",
+        help="Stop there and show the last pushes: step=K (every batch of the first K steps has been pushed to shard "
+        "0), ticket=T (that batch has been), version=V (shard 0 has been updated V times).",
+    ),
+]
+Inspect = Annotated[bool, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
+Shard = Annotated[int, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
+ItsJob = Annotated[
+    str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
 ]

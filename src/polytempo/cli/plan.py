@@ -41,6 +41,8 @@ def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
         threads=options.threads,
         checkpoint_every=options.checkpoint_every,
         timeout_s=options.timeout_s,
+        transport=options.transport,
+        restarts=options.restarts,
     )
 
 

@@ -144,7 +144,8 @@ class Service:
     `optimizer` None: the job's own, moved into the shards. `deals` "freely": whoever is free takes the next batch;
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
     the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
-    job's learning rate as it is.
+    job's learning rate as it is. `reassigns`: workers help each other by these constants (a
+    `flexrr.reassignment.Reassignment`); None: each does its own work.
     """
 
     rule: Rule
@@ -156,3 +157,4 @@ class Service:
     warm_start: int = 0
     waits: bool = False
     rate: Rate | None = None
+    reassigns: object | None = None

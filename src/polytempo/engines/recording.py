@@ -1,11 +1,11 @@
 """What a run with a parameter server leaves for `polytempo replay`.
 
-    out/record/0000/                    one folder for each time that the run was started or resumed
-      run.json                          job, strategy, options, versions: all that a repetition must have in common
-      coordinator.jsonl                 what the coordinator took in, in that order
-      shard-0-node-2.jsonl, …           what met each copy of each shard (see `server.record`)
-      start/                            of a resumed run: the snapshot that it went on from
-      end.json                          the hash of each worker's final weights, if the run came to its end
+out/record/0000/                    one folder for each time that the run was started or resumed
+  run.json                          job, strategy, options, versions: all that a repetition must have in common
+  coordinator.jsonl                 what the coordinator took in, in that order
+  shard-0-node-2.jsonl, …           what met each copy of each shard (see `server.record`)
+  start/                            of a resumed run: the snapshot that it went on from
+  end.json                          the hash of each worker's final weights, if the run came to its end
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     """Of the job's file."""
     strategy: str
     workers: int
+    shards: int
     options: dict[str, Any]
     native: bool
     """Whether the shards' optimizer was the native kernel."""
@@ -73,6 +74,7 @@ def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, n
         origin_sha256=sha256_of(job.origin),
         strategy=str(strategy),
         workers=workers,
+        shards=0 if strategy.server is None else strategy.server.shards,
         options=taken,
         native=native,
         threads=threads,
@@ -83,7 +85,7 @@ def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, n
 def bits_now() -> dict[str, str]:
     """What rounding may depend on, on this machine."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "processor": platform.machine(),
         "torch's instruction set": torch.backends.cpu.get_cpu_capability(),
         "the native core's instruction set": instruction_set() or "none",
@@ -137,7 +139,7 @@ class Recording:
 
 
 def _keep(checkpoint: Path, last: Standing, start: Path) -> None:
-    """Keep the snapshot that a resumed run goes on from: links where the file system has them, for it will not change."""
+    """Keep the snapshot that a resumed run goes on from: by links where there are any, for it will not change."""
     start.mkdir()
     for path in [*files_of(checkpoint, last.number, last.facts["shards"]), standing_path(checkpoint, last.number)]:
         try:

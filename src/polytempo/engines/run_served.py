@@ -57,7 +57,7 @@ def run_served(
             home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
             run = ServedRun(job, strategy, workers, options, home)
             notes = stack.enter_context(janitor.swept(home))
-            (home / "mail").mkdir(mode=0o700)
+            run.mail.open()
             out = options.out
             logs = (home / "logs" if out is None else out / "logs").absolute()
             logs.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
 from polytempo.engines.crew import Worker
+from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now
 from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
 from polytempo.engines.troupe import Role
@@ -30,7 +31,7 @@ from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
-from polytempo.server.message import Message, Outbox
+from polytempo.server.message import Outbox
 from polytempo.server.node import Node
 from polytempo.server.record import Entry
 from polytempo.server.shard import Shard
@@ -45,7 +46,6 @@ from polytempo.torch.served import Attendance, ServedCourse, gradients_of, work
 from polytempo.torch.served_facts import facts_of
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.wire.shared import Arenas
-from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import Event, combined_hash, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
 
@@ -91,7 +91,7 @@ class ServedRun:
         )
         model = self._model()
         optimizer = self._optimizer(model)
-        self.parameters = parameters_of(model, optimizer)
+        self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights = flat_of(model, optimizer)
         if self.service.optimizer is None:
@@ -100,6 +100,7 @@ class ServedRun:
         self.most_lives = self.cast.coordinator + options.restarts + 1
         vectors = workers + _SPARE_BUFFERS
         self.arenas = Arenas(self.most_lives, vectors * self.weights.nbytes + _SPARE_BYTES)
+        self.mail = PostOffice(home, options.transport, self.arenas, 4 * self.weights.nbytes)
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
@@ -204,7 +205,7 @@ class ServedRun:
 
     def conduct(self, launcher: Machine) -> None:
         """Be the coordinator's process until the run is over."""
-        mail = LocalMail(self.cast.coordinator, self.home, None)
+        mail = self.mail.mailbox(self.cast.coordinator)
         world = MailWorld(self.cast.coordinator, mail, self._hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
@@ -231,6 +232,7 @@ class ServedRun:
             self.timing,
             empty=empty,
             dtype=self.weights.dtype,
+            parameters=self.parameters,
         )
         course = ServedCourse(
             job=self.job,
@@ -243,7 +245,7 @@ class ServedRun:
             seed=self.options.seed,
             scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
         )
-        mail = LocalMail(role.node, self.home, self.arenas)
+        mail = self.mail.mailbox(role.node)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             program = work(world.port.among(self.cast.workers), course, client)
@@ -252,7 +254,8 @@ class ServedRun:
             mail.close(linger_s=1.0)
         return self._told(world) | {
             "attendance": list(attendance),
-            "sha256": None if client.finished else parameters_sha256(model.parameters()),  # it came too late to have any
+            # who came when the run was over has not got the final weights
+            "sha256": None if client.finished else parameters_sha256(model.parameters()),
             "threads": torch.get_num_threads(),
         }
 
@@ -280,7 +283,7 @@ class ServedRun:
             on_entry=recorder.on_entry,
             on_save=None if saves is None else saves.on_save,
         )
-        mail = LocalMail(role.node, self.home, self.arenas)
+        mail = self.mail.mailbox(role.node)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             for to, message in node.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
@@ -368,30 +371,3 @@ class ServedRun:
         if self.recording is not None:
             self.recording.end(outcome.finals)
         write_chrome_trace(out / "trace.json", outcome.events, title=f"{self.job.name}, {self.strategy}")
-
-
-class LocalMail:
-    """A mailbox in the run's folder that finds every other node's by its number."""
-
-    def __init__(self, node: int, home: Path, arenas: Arenas | None) -> None:
-        self._home = home
-        self._mailbox = Mailbox(node, self._address(node), references=arenas)
-        self._known: set[int] = set()
-
-    def _address(self, node: int) -> str:
-        return f"ipc://{self._home}/mail/n{node}"
-
-    def post(self, to: int, message: Message) -> bool:
-        """Send without waiting, to a node that may not be there yet."""
-        if to not in self._known:
-            self._mailbox.connect(to, self._address(to))
-            self._known.add(to)
-        return self._mailbox.post(to, message)
-
-    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
-        """The next (source, message), or None if none comes in time."""
-        return self._mailbox.take(wait_s)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
-        self._mailbox.close(linger_s)

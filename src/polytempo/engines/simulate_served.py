@@ -102,7 +102,8 @@ class _Run:
             deadline_s=_DEADLINE_STEPS * step_s,
             starting_s=_LOST_STEPS * step_s,
         )
-        self.spans = shard_map(parameters_of(model, _optimizer(job, model, options)), self.service.shards)
+        self.parameters = parameters_of(model, _optimizer(job, model, options), strategy)
+        self.spans = shard_map(self.parameters, self.service.shards)
         self.world = VirtualWorld(
             replace(cluster, servers=self.cast.num_servers), self.cast.coordinator + 1, seed=options.seed
         )
@@ -141,6 +142,7 @@ class _Run:
             self.cast.coordinator,
             self.timing,
             dtype=dtype_of(course.model),
+            parameters=self.parameters,
         )
         return await through(client, port, work(port.among(self.cast.workers), course, client))
 
@@ -162,14 +164,14 @@ class _Run:
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
-        parameters, flat = parameters_of(model, optimizer), flat_of(model, optimizer)
+        flat = flat_of(model, optimizer)
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         view = View(1, self.cast.chains, ())
         nodes = {}
         for number, chain in enumerate(self.cast.chains):
             for node in chain:
                 spans = self.spans[number]
-                shard = Shard(number, parameters, spans, part(flat, spans), service, native=self.native)
+                shard = Shard(number, self.parameters, spans, part(flat, spans), service, native=self.native)
                 nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
                 nodes[node].receive(0.0, self.cast.coordinator, view)
         return nodes

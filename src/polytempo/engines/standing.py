@@ -64,6 +64,8 @@ class Resumed(NamedTuple):
     dealer: bytes
     applied: tuple[tuple[Range, ...], ...]
     """For each shard the tickets in its part."""
+    indices: tuple[int, ...]
+    """For each shard the entries of its log that its part is the state after."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -82,12 +84,13 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
     if standing is None:
         raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without resume, or check out")
     discard_beyond(folder, standing.number)
-    applied = []
+    states = []
     for shard in range(num_shards):
         part = read(folder, standing.number, shard)
         tensor = part.tensors[0]
-        applied.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given).tickets)
-    return Resumed(standing, b64decode(standing.dealer), tuple(applied))
+        states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
+    applied = tuple(state.tickets for state in states)
+    return Resumed(standing, b64decode(standing.dealer), applied, tuple(state.index for state in states))
 
 
 def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing | None:

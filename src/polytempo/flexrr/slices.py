@@ -38,10 +38,15 @@ def cut(helpee: int, incarnation: int, clock: int, samples: int, slices: int) ->
 
 
 def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
-    """The number under which the shards know a slice of the batch `ticket`: `slices` numbers for each batch.
+    """The number under which the shards know a slice of the batch `ticket`: `slices` + 1 numbers for each batch.
 
     `slices` must be the same for all workers of a run; that of the batch's own ticket is never used beside it.
     """
     if not 0 <= piece.number < slices:
         raise ValueError(f"slice {piece.number} of a batch in {slices} slices; every worker must cut alike")
-    return ticket * slices + piece.number
+    return ticket * (slices + 1) + piece.number
+
+
+def closing_of(ticket: int, slices: int) -> int:
+    """The last of the batch's numbers: who pushes it says that all its slices are with the shards, or in this push."""
+    return ticket * (slices + 1) + slices

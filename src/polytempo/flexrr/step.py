@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from polytempo.core import Port
+from polytempo.core.op import Parcel
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Outbox, Ticket
 
 
 class Work(NamedTuple):
-    """What a worker can do with slices.
+    """What a worker can do with slices, and where its peers' messages come from.
 
     `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
     the slices named, each under its ticket; it is called with at least one, seldom twice in a clock. `alone` computes
@@ -23,6 +24,9 @@ class Work(NamedTuple):
     accumulate: Callable[[Do], Awaitable[None]]
     push: Callable[[list[Slice]], Awaitable[None]]
     alone: Callable[[Do], Awaitable[None]]
+    take: Callable[[float], Awaitable[tuple[int, Parcel] | None]] | None = None
+    """The next letter that comes within so many seconds; None: the mailbox is the peers' alone. Called between any two
+    slices, so it may also tell the peer who has come or gone."""
 
 
 async def covered_step(
@@ -42,7 +46,7 @@ async def cover(port: Port, peer: Peer, work: Work) -> None:
     """`covered_step` from where the peer stands: again, when `peer.lost` has reopened slices of this clock."""
     own: list[Slice] = []
     while True:
-        await _read_mail(port, peer)
+        await _read_mail(port, peer, work)
         now_s = await port.now()
         await _post(port, peer.tick(now_s))
         do, outbox = peer.next(now_s)
@@ -57,12 +61,13 @@ async def cover(port: Port, peer: Peer, work: Work) -> None:
         elif peer.may_go_on(now_s):
             return
         else:
-            await _read_mail(port, peer, peer.wait_s(now_s))
+            await _read_mail(port, peer, work, peer.wait_s(now_s))
 
 
-async def _read_mail(port: Port, peer: Peer, wait_s: float = 0.0) -> None:
+async def _read_mail(port: Port, peer: Peer, work: Work, wait_s: float = 0.0) -> None:
     """All that is there; if nothing is, wait once for something."""
-    while (letter := await port.take(wait_s)) is not None:
+    take = work.take or port.take
+    while (letter := await take(wait_s)) is not None:
         source, message = letter
         if isinstance(message, Message):
             await _post(port, peer.receive(await port.now(), source, message))

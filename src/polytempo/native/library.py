@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_reduce": (_i32, _i32, _i32, _i32, _pointers, _i32, _pointers, _i32, _i64),
     "pt_update": (_i32, _i32, _pointer, _pointers, _pointer, _i32, *(_pointer,) * 6, _i64),
     "pt_unfinite": (_i64, _i32, _pointer, _i64),
+    "pt_copy": (None, _pointer, _pointer, _i64),
     "pt_descend": (_i64, _i32, _pointer, _pointer, _f64, _pointer, _pointer, _i64),
     "pt_control_bytes": (_i64, _i32),
     "pt_rings_bytes": (_i64, _i32, _i64),

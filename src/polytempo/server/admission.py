@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Push
 from polytempo.server.tables import Tables
-from polytempo.server.update import Optimizer, first_unfinite
+from polytempo.server.update import Optimizer
+
+Look = Callable[[Tensor, tuple[float, ...]], int]
+"""`(gradient, learning rates)` -> the index of the first element that is NaN or infinite, -1 if there is none."""
 
 
 class Admission:
@@ -22,14 +25,14 @@ class Admission:
         spans: Spans,
         weights: Tensor,
         optimizer: Optimizer,
+        look: Look,
         *,
-        native: bool,
         tables: Tables | None = None,
     ) -> None:
         self._tables = tables
         self._parameters, self._spans = parameters, spans
         self._shape, self._dtype = tuple(weights.shape), weights.dtype
-        self._optimizer, self._native = optimizer, native
+        self._optimizer, self._look = optimizer, look
         self._good_lrs: tuple[float, ...] | None = None
 
     def fault(self, push: Push, version: int) -> str:
@@ -52,7 +55,7 @@ class Admission:
             if lacks or not all(map(math.isfinite, push.lrs)):
                 return f"{who}: {lacks or f'learning rates {push.lrs} are not all finite'}"
             self._good_lrs = push.lrs
-        bad = first_unfinite(gradient, self._native)
+        bad = self._look(gradient, push.lrs)
         if bad < 0:
             return ""
         where = describe(self._parameters, flat_index(self._spans, bad))

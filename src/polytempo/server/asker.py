@@ -6,11 +6,15 @@ deal ◀─Deal 7─                      costs nothing
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from polytempo.core import Port, TimedOut
+from polytempo.core.op import Parcel
 from polytempo.server.client import Client
-from polytempo.server.message import Ask, Deal
+from polytempo.server.message import Ask, Beat, Deal
+
+_MOST_LETTERS = 1024
 
 
 class Asker:
@@ -20,6 +24,9 @@ class Asker:
         self._client = client
         self._sequence = 0
         self._open: Ask | None = None
+        self._early: Deal | None = None
+        self.letters: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_LETTERS)
+        """(sender, message) of what came while the answer was waited for, and is not for this."""
 
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
         """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics."""
@@ -30,21 +37,35 @@ class Asker:
         await port.post(self._open, client.coordinator)
 
     async def deal(self, port: Port) -> Deal | None:
-        """The answer to the open call; None if the run is over. Raises `TimedOut` where none comes for too long."""
+        """The answer to the open call; None if the run is over. Raises `TimedOut` where none comes for too long.
+
+        An answer for shards that this worker does not know yet counts as lost; it asks for the view, and calls again.
+        """
         assert self._open is not None
         client, timing = self._client, self._client.timing
         deadline_s = await port.now() + timing.deadline_s
-        while not client.finished:
+        while self._early is not None or not client.finished:
+            if self._early is not None:
+                deal, self._early = self._early, None
+                if deal.layout <= client.layout:
+                    self._open = None
+                    return deal
+                await port.post(Beat(client.worker, client.incarnation, client.epoch), client.coordinator)
             taken = await port.take(timing.retry_s)
-            message = None if taken is None else taken[1]
-            if isinstance(message, Deal) and self._is_answer(message):
-                self._open = None
-                return message
-            if await port.now() > deadline_s:
+            if taken is not None:
+                self.hear(*taken)
+            if self._early is None and await port.now() > deadline_s:
                 raise TimedOut(client.worker, None, "call for work", timing.deadline_s)
             if taken is None:
                 await port.post(self._open, client.coordinator)
         return None
+
+    def hear(self, source: int, message: Parcel) -> None:
+        """Sort a message from the mailbox, which somebody else may have taken: an answer, or a letter for others."""
+        if not isinstance(message, Deal):
+            self.letters.append((source, message))
+        elif self._is_answer(message):
+            self._early = message
 
     @property
     def is_open(self) -> bool:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, TimedOut
-from polytempo.server.layout import Spans, part, place_
-from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Stranger, View
+from polytempo.server.layout import Parameter, Spans, part, place_
+from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
+from polytempo.server.pieces import split
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
+from polytempo.server.touched import TableRows, Touched
 
 
 class Refused(PolytempoError):
@@ -43,7 +45,8 @@ class Client:
     """Worker `worker` in its life number `incarnation`, before the shards of `shards`, held by the nodes of `chains`.
 
     `versions[s]` is the version of shard s that the worker's parameters come from. Everything that is sent comes out of
-    `outbox`; everything that arrives goes into `receive`.
+    `outbox`; everything that arrives goes into `receive`. `parameters` are needed where some of them are tables: these
+    are no part of the flat vectors, but travel by touched rows, in by `accrue` and out by `pulled_rows`.
     """
 
     def __init__(
@@ -57,10 +60,15 @@ class Client:
         *,
         empty: Callable[[int, torch.dtype], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
+        parameters: Sequence[Parameter] = (),
     ) -> None:
         self.worker, self.incarnation, self.coordinator = worker, incarnation, coordinator
         self.timing = timing or Timing()
-        self.shards = tuple(shards)
+        found = [split(parameters, spans) for spans in shards]
+        self.shards = tuple(each.dense for each in found)
+        """Of each shard the ranges of the flat vector, in which there are no tables."""
+        pieces = [each.pieces for each in found]
+        self._touched = Touched(pieces) if any(pieces) else None
         self.epoch = 0
         self.members: tuple[tuple[int, int], ...] = ()
         self.finished = False
@@ -68,46 +76,76 @@ class Client:
         self.versions = [0] * len(shards)
         self.dropped = 0
         """How many pushes to single shards were not used."""
-        numel = sum(span.numel for spans in shards for span in spans)
+        numel = sum(span.numel for spans in self.shards for span in spans)
+        self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
         self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
         self._pulled = self._empty(numel, dtype)
         self._asked = [Requests(worker, incarnation, chain[0], self.timing) for chain in chains]
+        self.layout = 0
+        """The layout (`View.layout`) that `shards` is of."""
+        self._live: Sequence[int] = range(len(shards))
+        """The shards that hold something."""
+        self._coming: View | None = None
+        """A view of another layout, taken over as soon as nothing is under way."""
         self._pending: dict[tuple[int, int], Pending] = {}
         self._tickets: list[int] = []
+        self._batches: list[int] = []
         self._samples = 0
         self._lrs: tuple[float, ...] = ()
-        self._pushed_tickets: dict[Pending, tuple[int, ...]] = {}
+        self._pushed_batches: dict[Pending, tuple[int, ...]] = {}
         self._done: list[int] = []
 
     # ------------------------------------------------------------------ what the worker wants
 
-    def begin(self, tickets: Sequence[int], lrs: Sequence[float], samples: int) -> None:
-        """The next gradient is of these batches, to be used with these learning rates; the next push carries them."""
+    def begin(
+        self, tickets: Sequence[int], lrs: Sequence[float], samples: int, *, done: Sequence[int] | None = None
+    ) -> None:
+        """The next gradient is of these batches, to be used with these learning rates; the next push carries them.
+
+        `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches.
+        """
         self._tickets += tickets
+        self._batches += tickets if done is None else done
         self._samples += samples
         self._lrs = tuple(lrs)
 
+    def accrue(self, gradient: TableRows) -> None:
+        """Some rows of a table's gradient, ascending, each once: the next push carries the sum of all such."""
+        if self._touched is None:
+            raise ValueError(f"there are no tables, so nobody would get the rows of table {gradient.table}")
+        self._touched.accrue(gradient)
+
+    def pulled_rows(self) -> list[TableRows]:
+        """The rows of tables that pulls have brought since the last call, oldest first."""
+        return [] if self._touched is None else self._touched.taken()
+
     def push(self, flat: Tensor, clock: int, samples: int = 0) -> Pending:
         """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`."""
-        pending = Pending(f"push of step {clock}", set(range(len(self.shards))))
+        pending = Pending(f"push of step {clock}", set(self._live))
         tickets, count = tuple(self._tickets), samples or self._samples
-        self._tickets, self._samples = [], 0
-        for shard, spans in enumerate(self.shards):
-            facts = (clock, self.versions[shard], count, self._lrs, tickets, part(flat, spans))
+        batches = tuple(self._batches)
+        self._tickets, self._batches, self._samples = [], [], 0
+        rows = self._no_rows
+        if self._touched is not None:
+            rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
+        for shard in self._live:
+            mine = part(flat, self.shards[shard])
+            facts = (clock, self.versions[shard], count, self._lrs, tickets, mine, rows[shard])
             self._add(shard, partial(_push, facts), pending)
-        self._pushed_tickets[pending] = tickets
+        self._pushed_batches[pending] = batches
         return pending
 
     def pull(self, clock: int) -> Pending:
         """Begin a pull. Its value is this client's own flat vector: read it before the next pull begins."""
-        pending = Pending(f"pull after step {clock}", set(range(len(self.shards))))
-        for shard in range(len(self.shards)):
-            self._add(shard, lambda worker, life, sequence: Pull(worker, life, sequence, clock, -1), pending)
+        pending = Pending(f"pull after step {clock}", set(self._live))
+        for shard in self._live:
+            basis = -1 if self._touched is None else self._touched.bases[shard]
+            self._add(shard, partial(_pull, clock, basis), pending)
         pending.value = self._pulled
         return pending
 
     def taken_done(self) -> tuple[int, ...]:
-        """The tickets that every shard has acknowledged since the last call."""
+        """The batches whose gradients every shard has acknowledged since the last call."""
         done, self._done = tuple(self._done), []
         return done
 
@@ -131,9 +169,10 @@ class Client:
         """Take an answer or a view. Raises `Refused` where a shard has refused."""
         if isinstance(message, Reply):
             self._answer(message, now_s)
-        elif isinstance(message, View):
-            return self._see(message, now_s)
-        return self.outbox(now_s)
+        out = self._see(message, now_s) if isinstance(message, View) else []
+        if self._coming is not None and self.idle:
+            self._reshape(self._coming)
+        return out + self.outbox(now_s)
 
     def tick(self, now_s: float) -> Outbox:
         """Send again what is late, and ask the coordinator whether the shards have moved. Raises `TimedOut`."""
@@ -166,12 +205,14 @@ class Client:
         del self._pending[reply.shard, reply.sequence]
         if isinstance(reply, Pulled):
             place_(self._pulled, self.shards[reply.shard], reply.values)
+            if self._touched is not None:
+                self._touched.arrive(reply.shard, reply.version, reply.rows)
             self.versions[reply.shard] = reply.version
         if isinstance(reply, Pushed):
             self._learn(reply, pending)
         pending.waits_for.discard(reply.shard)
         if pending.done:
-            self._done += self._pushed_tickets.pop(pending, ())
+            self._done += self._pushed_batches.pop(pending, ())
 
     def _refused(self, reply: Stranger, pending: Pending | None, now_s: float) -> None:
         """A head that was deposed and has not heard of it knows no new workers, so the first refusals are not believed."""
@@ -196,13 +237,32 @@ class Client:
             self.finished = self.finished or view.finished
         if view.epoch > self.epoch:
             self.epoch = view.epoch
-            for asked, chain in zip(self._asked, view.chains, strict=True):
+            if view.layout > self.layout:
+                self._coming = view
+            for asked, chain in zip(self._asked, view.chains, strict=False):  # one that is only coming is not asked yet
                 if chain and chain[0] != asked.head:
                     out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
-        return out + self.outbox(now_s)
+        return out
+
+    def _reshape(self, view: View) -> None:
+        """Shards have come or gone: pull before you push. Nobody has anything under way then, but it may seem so to
+        one that was taken for lost; it goes on when all is answered, or ends."""
+        self._coming = None
+        self.layout, self.shards = view.layout, view.spans
+        self._live = [shard for shard, spans in enumerate(view.spans) if spans]
+        for chain in view.chains[len(self._asked) : len(view.spans)]:
+            head = chain[0] if chain else self.coordinator  # it has come and gone, and is never asked
+            self._asked.append(Requests(self.worker, self.incarnation, head, self.timing))
+            self.versions.append(0)
+        self._no_rows = ((),) * len(view.spans)
 
 
-def _push(
-    facts: tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor], worker: int, life: int, n: int
-) -> Push:
-    return Push(worker, life, n, *facts)
+_PushFacts = tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor, tuple[Rows, ...]]
+
+
+def _push(facts: _PushFacts, worker: int, life: int, sequence: int) -> Push:
+    return Push(worker, life, sequence, *facts)
+
+
+def _pull(clock: int, basis: int, worker: int, life: int, sequence: int) -> Pull:
+    return Pull(worker, life, sequence, clock, basis)

@@ -10,6 +10,9 @@ If the launcher dies, the run ends; so the coordinator has no copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import maxsize
+
+from msgspec.structs import replace
 
 from polytempo.core.errors import PolytempoError
 from polytempo.server.dealer import Dealer
@@ -19,6 +22,7 @@ from polytempo.server.message import (
     Beat,
     Deal,
     Inquire,
+    Lent,
     Members,
     Message,
     Noted,
@@ -30,6 +34,7 @@ from polytempo.server.message import (
 )
 from polytempo.server.record import Entry, Lost, Noting, Saving, entry_of
 from polytempo.server.requests import Requests
+from polytempo.server.reshape import Reshaper
 from polytempo.server.timing import Timing
 
 
@@ -64,8 +69,10 @@ class Coordinator:
         on_row: Callable[[bytes], None] | None = None,
         on_event: Callable[[tuple[str, int]], None] | None = None,
         on_entry: Callable[[Entry], None] | None = None,
+        reshaper: Reshaper | None = None,
     ) -> None:
         self.node, self.dealer = node, dealer
+        self.reshaper = reshaper or Reshaper()
         self.timing = timing or Timing()
         self.epoch = 1
         self.chains = [tuple(chain) for chain in chains]
@@ -82,6 +89,7 @@ class Coordinator:
         self._recruits: dict[int, int] = {}
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
         self._heard_s: dict[int, float] = {}
+        self._incarnation = incarnation
         self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
@@ -122,7 +130,8 @@ class Coordinator:
     @property
     def view(self) -> View:
         """Who is who at this moment."""
-        return View(self.epoch, tuple(self.chains), tuple(sorted(self.members.items())), self.finished)
+        members, reshaper = tuple(sorted(self.members.items())), self.reshaper
+        return View(self.epoch, tuple(self.chains), members, self.finished, reshaper.layout, reshaper.spans)
 
     @property
     def released(self) -> set[int]:
@@ -132,7 +141,7 @@ class Coordinator:
     @property
     def wanted(self) -> list[int]:
         """The shards that lack a copy for which nobody was started yet."""
-        if self._ending:
+        if self._ending or self.reshaper.moving:
             return []
         on_the_way = list(self._recruits.values())
         return [
@@ -155,7 +164,9 @@ class Coordinator:
             self._waiting.pop(node, None)
             self._unsaid.pop(node, None)
             out += self._tell_members(now_s)
-            self._leaving[node] = self._changes
+            self._leaving[node] = self._changes + self.reshaper.moving  # then they will be told when that is done
+        if (never_begun := self.reshaper.lose(node)) is not None:
+            raise ShardLost(never_begun, self._copies - 1)
         for shard, chain in enumerate(self.chains):
             if node in chain:
                 self._on_event(("promoted" if chain[0] == node else "shortened", shard))
@@ -167,25 +178,41 @@ class Coordinator:
         return out
 
     def save(self, now_s: float, number: int) -> Outbox:
-        """Ask every shard for snapshot `number`."""
+        """Ask every shard for snapshot `number`; not while elements move from one to another."""
+        if self.reshaper.moving:
+            return []
         self._on_entry(Saving(0, 0, number))
-        for asked in self._asked:
+        for asked in self._live:
             asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
         return self._outbox(now_s)
+
+    def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:
+        """One shard more, whose copies were started on `nodes`. Training stands still while elements move."""
+        self.reshaper.add(nodes)
+        self.dealer.pause()
+        return self._deals(now_s) + self._reshape(now_s)
+
+    def drain_shard(self, now_s: float, shard: int) -> Outbox:
+        """Shard `shard` gives what it holds to the others, and its copies end; numbers stay."""
+        self.reshaper.drain(shard)
+        self.dealer.pause()
+        return self._deals(now_s) + self._reshape(now_s)
 
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message; what is to be sent because of it."""
         self._heard_s[source] = now_s
+        self.reshaper.heard(source)
+        out: Outbox = []
         match message:
             case Beat():
-                return self._beat(now_s, source, message)
+                out = self._beat(now_s, source, message)
             case Ask():
-                return self._work(now_s, message)
+                out = self._work(now_s, message)
             case Reply():
-                return self._noted(now_s, message)
-        return []
+                out = self._noted(now_s, message)
+        return out + self._reshape(now_s)
 
     def tick(self, now_s: float) -> Outbox:
         """What time asks for: to notice who is silent, and to send again what was not answered."""
@@ -198,7 +225,7 @@ class Coordinator:
             out += [(asked.head, request) for request in asked.late(now_s)]
         if now_s - self._announced_s >= self.timing.beat_s:
             out += self._announce(now_s)
-        return out + self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
+        return out + self._outbox(now_s) + self._deals(now_s) + self._end(now_s) + self._reshape(now_s)
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
@@ -217,14 +244,15 @@ class Coordinator:
             self.chains[shard] = (*self.chains[shard], source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
-        shard = self._headed_by(source)
-        if shard is not None and not beat.incarnation and beat.epoch == self.epoch:
-            raise ShardLost(shard, self._copies - 1)  # the state was still on its way when the last whole copy died
+        if not beat.incarnation and beat.epoch == self.epoch:
+            self._need_whole(source)
         return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
 
-    def _headed_by(self, node: int) -> int | None:
-        """The shard whose workers ask `node`."""
-        return next((shard for shard, chain in enumerate(self.chains) if chain[0] == node), None)
+    def _need_whole(self, blank: int) -> None:
+        """A copy without a state must not head its chain: the last whole one died before it had handed it on."""
+        for shard, chain in enumerate(self.chains):
+            if chain[:1] == (blank,):
+                raise ShardLost(shard, self._copies - 1)
 
     def _forgive(self, now_s: float) -> None:
         """Where the coordinator itself stood still, it was not the others who were silent."""
@@ -235,7 +263,7 @@ class Coordinator:
 
     def _silent(self, now_s: float) -> list[int]:
         copies = {node for chain in self.chains for node in chain}
-        starting = self._expected | self._returning | set(self._recruits)
+        starting = self._expected | self._returning | set(self._recruits) | self.reshaper.absent
         for node in copies | starting:
             self._heard_s.setdefault(node, now_s + (self.timing.starting_s if node in copies else 0.0))
         limits = dict.fromkeys(starting, self.timing.starting_s) | dict.fromkeys(copies, self.timing.lost_s)
@@ -246,7 +274,7 @@ class Coordinator:
         """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
         resting = tuple(worker for worker in self.dealer.resting if worker in self.members)
         told = dict(self.members), resting
-        if told == self._told_of or self._ending or self._expected:
+        if told == self._told_of or self._ending or self._expected or self.reshaper.moving:
             return []
         self._changes += 1
         before, slept = self._told_of
@@ -258,6 +286,8 @@ class Coordinator:
         }
         members = tuple(sorted(self.members.items()))
         for shard, asked in enumerate(self._asked):
+            if not self.chains[shard]:
+                continue
             request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
             self._told[shard, request.sequence] = self._changes
         return self._outbox(now_s)
@@ -274,7 +304,7 @@ class Coordinator:
         self.epoch += 1
         out = self._announce(now_s)
         for asked, chain in zip(self._asked, self.chains, strict=True):
-            if asked.head != chain[0]:
+            if chain and asked.head != chain[0]:
                 out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
         return out
 
@@ -319,7 +349,7 @@ class Coordinator:
 
     def _deals(self, now_s: float) -> Outbox:
         """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
-        if self._expected:
+        if self._expected or self.reshaper.moving:
             return []  # the first deal is made when all that were started are here
         for worker, ask in self._waiting.items():  # what cannot be answered yet, the dealer remembers
             deal = self.dealer.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
@@ -334,16 +364,16 @@ class Coordinator:
                 self._finishing[worker] = deal.sequence
             elif self._admitted.get(worker, ready + 1) > ready:
                 continue
-            out.append((worker, self._unsaid.pop(worker)))
+            out.append((worker, replace(self._unsaid.pop(worker), layout=self.reshaper.layout)))
         return out
 
     def _end(self, now_s: float) -> Outbox:
         """After the last ticket: ask the shards how it was; when they have said so and all workers have gone, end."""
-        if not self.dealer.finished:
+        if not self.dealer.finished or self.reshaper.moving:
             return []
         if not self._ending:
             self._ending = True
-            for asked in self._asked:
+            for asked in self._live:
                 asked.add(Inquire)
         if self.finished or self.members or len(self.statistics) < len(self.chains):
             return self._outbox(now_s)
@@ -368,11 +398,60 @@ class Coordinator:
             self._part()
         if isinstance(reply, Statistics):
             self.statistics[reply.shard] = reply
+        if isinstance(reply, Lent):
+            self.reshaper.take(reply)
         if isinstance(reply, Noted):
             self._on_entry(Noting(reply.shard, reply.sequence))
-            if change is None:
+            if change is None and not reply.what:
                 self._on_event(("saved", reply.shard))
         return self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
+
+    # ------------------------------------------------------------------ shards that come and go: see `server.reshape`
+
+    def _reshape(self, now_s: float) -> Outbox:
+        """Go on with what is wanted, as far as that is possible now."""
+        reshaper, out = self.reshaper, list[tuple[int, Message]]()
+        if reshaper.ready and self._is_still:
+            chain = reshaper.begin().nodes
+            if chain:
+                self.chains.append(chain)
+                self._asked.append(Requests(COORDINATOR, self._incarnation, chain[0], self.timing))
+                self._known.append(self._changes)
+                out += self._new_epoch(now_s)
+        while reshaper.moving and not self._asks:
+            orders = reshaper.next()
+            if orders is None:
+                return out + self._reshaped(now_s)
+            for shard, build in orders:
+                self._asked[shard].add(build)
+            out += self._outbox(now_s)
+        return out
+
+    def _reshaped(self, now_s: float) -> Outbox:
+        drained = self.reshaper.end().drained
+        if drained >= 0:
+            self.chains[drained], self._known[drained] = (), maxsize
+        out = self._new_epoch(now_s)
+        if not self.reshaper.busy:
+            self.dealer.resume()
+        self._on_event(("reshaped", self.reshaper.layout))
+        return out + self._reshape(now_s) + self._deals(now_s)
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether nobody has anything under way: no worker, and not the coordinator itself."""
+        busy = self._expected or self._recruits or self._leaving or self._waiting or self._unsaid or self._ending
+        return self.dealer.quiet and not busy and not self._asks and min(self._known) == self._changes
+
+    @property
+    def _asks(self) -> bool:
+        """Whether a shard has not answered yet."""
+        return any(asked.unanswered for asked in self._asked)
+
+    @property
+    def _live(self) -> list[Requests]:
+        """What is asked of the shards that have not been drained."""
+        return [asked for asked, chain in zip(self._asked, self.chains, strict=True) if chain]
 
     def _outbox(self, now_s: float) -> Outbox:
         return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]

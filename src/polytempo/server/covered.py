@@ -1,39 +1,84 @@
-"""A step waits for its samples, whoever computed them."""
+"""A step waits until every worker's share of it is done, whoever did which part."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import takewhile
 
-from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
+from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
 from polytempo.core.strategy import spelled
+from polytempo.server.on_arrival import applied
+from polytempo.server.staleness import constant
 from polytempo.server.step import Waiting, stepwise
+from polytempo.server.within import within
+
+IsPart = Callable[[Arrival], bool]
 
 
-def covered(samples: int) -> Rule:
-    """θ ← θ - α Σ mᵢ gᵢ / Σ mᵢ once the gradients of the step are of `samples` samples; mᵢ = those behind gᵢ.
+def covered(slices: int, bound: int = 0) -> Rule:
+    """θ ← θ - α Σ mᵢ gᵢ / Σ mᵢ once every member has closed its share; mᵢ = the samples behind gᵢ.
 
-    What a step needs when workers hand parts of their share to helpers: it does not matter how the samples were
-    split, the mean is over all of them. A worker's pushes with one clock are of one step: its own part, and the parts
-    that it did for others. One with a later clock waits for the next step.
+    What a step needs when workers hand parts of their share to others: it does not matter how the samples were split,
+    the mean is over all of them. The shards know a batch by `slices` + 1 numbers (`flexrr.slices`):
 
-    Every step must be of `samples` samples: leave out an epoch's last, smaller batch. A worker that leaves takes its
-    waiting gradients with it, so others must push those samples; one that joins counts at once, as it may be them.
+    - a push without the last number of any batch is a *part*. It goes into the sum as it arrives, and is answered at
+      once, so it outlives its worker. It closes nothing, whoever sent it and for whomever it is.
+    - one with the last number, or without numbers, *closes* its worker's share. It waits as in `hardsync`. Its worker
+      sends it when all other parts of the share have been answered.
+
+    With `bound` > 0 every push is an update of its own, and a pull waits until all have closed all but the last
+    `bound` steps before it: `within`. Then a gradient is the sum over its samples divided by those of the whole share.
+
+    A worker that leaves is not waited for, and what it has not closed comes again under the same numbers: the shards
+    drop the parts that they have.
 
     Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML" (FlexRR), 2016,
-    section 3: a helper's work counts as the helped worker's.
+    section 3: a helper's work counts as the helped worker's. There each update is the sum over a share's items.
     """
-    if samples < 1:
-        raise ValueError(f"covered needs samples >= 1 a step, got {samples}")
+    if slices < 1 or bound < 0:
+        raise ValueError(f"covered needs slices >= 1 and bound >= 0, got slices={slices} and bound={bound}")
 
-    def all_there(waiting: dict[int, Waiting], workers: int) -> bool:
-        return sum(size for pushes in waiting.values() for _, size in _of_one_clock(pushes)) >= samples
+    def is_part(arrival: Arrival) -> bool:
+        return bool(arrival.tickets) and all(number % (slices + 1) != slices for number in arrival.tickets)
 
-    steps = stepwise(spelled("covered", samples=samples), all_there, _of_one_clock, float)
+    rule = _bounded(bound, is_part) if bound else _step_by_step(is_part)
+    return rule._replace(name=spelled("covered", slices=slices, bound=bound))
+
+
+def _bounded(bound: int, is_part: IsPart) -> Rule:
+    rule = within(bound)
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        return (state, []) if arrival.kind == "joined" else steps.receive(state, arrival, situation)
+        if not is_part(arrival):
+            return rule.receive(state, arrival, situation)
+        actions = applied(arrival, situation, constant) if arrival.kind == "push" else []
+        return state, [*actions, Answer(arrival.worker)]
 
-    return steps._replace(receive=receive)
+    return rule._replace(receive=receive)
+
+
+def _step_by_step(is_part: IsPart) -> Rule:
+    """State: that of `stepwise`, and the samples of the parts that are in the sum."""
+    steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, float)
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        worker, inner, samples = arrival.worker, state["steps"], state["samples"]
+        if arrival.kind == "had":
+            return state, []
+        if arrival.kind == "push" and is_part(arrival) and worker not in inner["waiting"]:
+            state = {"steps": inner, "samples": samples + arrival.samples}
+            return state, [Add(worker, float(arrival.samples)), Answer(worker)]
+        inner, actions = steps.receive(inner, arrival, situation)
+        told = list[Action]()
+        for action in actions:
+            if isinstance(action, Update):
+                action, samples = Update(action.divisor + samples), 0
+                if not action.divisor:
+                    continue  # all of the step was there before
+            told.append(action)
+        return {"steps": inner, "samples": samples}, told
+
+    return Rule("", lambda: {"steps": steps.init(), "samples": 0}, receive)
 
 
 def _of_one_clock(waiting: Waiting) -> Waiting:

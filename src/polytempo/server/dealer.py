@@ -129,6 +129,8 @@ class Dealer:
         self._rests = rests
         self._uneven = False
         self._changed = False  # whether an ask that waits may have an answer now
+        self._step = workers if deals == "evenly" else 1
+        self._barrier: int | None = None  # no ticket from this one on is dealt for now
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -187,6 +189,20 @@ class Dealer:
         """The run ends now: everybody is told to finish at its next ask, and nothing more is dealt."""
         self._stopped = self._changed = True
 
+    def pause(self, at: int = 0) -> None:
+        """Deal no ticket from `at` on, or from now on if those were dealt already, until `resume`; then comes `quiet`.
+
+        "evenly" the step that was begun is dealt to its end, so that nobody waits for what will not come.
+        """
+        first = max(at, self._supply.frontier)
+        self._barrier = -(-first // self._step) * self._step
+        self._changed = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self._barrier = None
+        self._changed = True
+
     def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
         before = self._is_done, self._is_warm
         for number in done:
@@ -223,9 +239,9 @@ class Dealer:
         return ("wait", ()) if life.held else None
 
     def _next_ticket(self, worker: int) -> Ticket | None:
-        if self._again and self._again[0] < self._end:
+        if self._again and self._again[0] < self._limit:
             return self._ticket(heappop(self._again), again=True)
-        fresh = self._supply.take(worker, self._end)
+        fresh = self._supply.take(worker, self._limit)
         return None if fresh is None else self._ticket(fresh.number, again=fresh.moved)
 
     def _ticket(self, number: int, again: bool) -> Ticket:
@@ -237,6 +253,11 @@ class Dealer:
     def _end(self) -> int:
         """The first ticket behind the present stretch."""
         return min((self._stretch + 1) * self._per_stretch, self.num_tickets)
+
+    @property
+    def _limit(self) -> int:
+        """The first ticket that may not be dealt yet."""
+        return self._end if self._barrier is None else min(self._end, self._barrier)
 
     @property
     def _is_done(self) -> bool:
@@ -267,6 +288,13 @@ class Dealer:
         return self._stopped or self._stretch * self._per_stretch >= self.num_tickets
 
     @property
+    def quiet(self) -> bool:
+        """Whether a pause has come into force: all before it is done, and every worker waits with empty hands."""
+        if self._barrier is None or self.finished or not self._done.covers(0, self._barrier - 1):
+            return False
+        return not any(life.held or life.answer is not None for life in self._workers.values())
+
+    @property
     def epoch(self) -> int:
         """Epochs all of whose tickets are done, from the first on."""
         gaps = self._done.missing(0, self.num_tickets - 1)
@@ -284,7 +312,7 @@ class Dealer:
         Empty where tickets are dealt evenly and nobody was lost, and where they are dealt freely without `rests`.
         """
         can_rest = self._uneven if self.deals == "evenly" else self._rests
-        if not can_rest or self._is_done:
+        if not can_rest or self._done.covers(0, self._limit - 1):
             return ()
         return tuple(self._waiting())
 

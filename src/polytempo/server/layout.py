@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polytempo.native.copy import copy_
+
 SNAP = 0.025
 """A cut moves to the nearest parameter's beginning if that is within this part of a shard's size."""
 
@@ -213,5 +215,5 @@ def place_(flat: Tensor, spans: Spans, values: Tensor) -> None:
     """Put a shard's own vector where it belongs in the flat one."""
     at = 0
     for begin, end in spans:
-        flat[begin:end] = values[at : at + end - begin]
+        copy_(flat[begin:end], values[at : at + end - begin])
         at += end - begin

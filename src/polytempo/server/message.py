@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from torch import Tensor
 
+from polytempo.server.layout import Spans
+
 COORDINATOR = -1
 """Stands where a request names its worker, if the coordinator makes it."""
 
@@ -113,7 +115,23 @@ class Inquire(Request, frozen=True, eq=False):
     """From the coordinator: how are you? Answered with `Statistics`."""
 
 
-Entry = Push | Pull | Members | Save | Inquire
+class Lend(Request, frozen=True, eq=False):
+    """From the coordinator: show what you hold of `spans`, for another shard takes it over. Answered with `Lent`."""
+
+    spans: Spans
+
+
+class Reshape(Request, frozen=True, eq=False):
+    """From the coordinator, while nobody has anything under way: hold `spans` from now on.
+
+    `pieces` have what you do not hold yet; the rest you have.
+    """
+
+    spans: Spans
+    pieces: tuple[Lent, ...] = ()
+
+
+Entry = Push | Pull | Members | Save | Inquire | Lend | Reshape
 """What a shard's log is made of."""
 
 
@@ -167,6 +185,19 @@ class Statistics(Reply, frozen=True, eq=False):
     repeated: int
     tickets: tuple[tuple[int, int], ...]
     """Applied tickets as ranges [first, last]."""
+
+
+class Lent(Reply, frozen=True, eq=False):
+    """A part of a shard's state, lent: the shard keeps it as it is until its own `Reshape` comes."""
+
+    spans: Spans
+    likeness: bytes
+    """All that a new shard has in common with this one (`server.moving`)."""
+    weights: Tensor
+    """Flat: the elements of `spans`, one after the other; so are the others."""
+    first: Tensor | None = None
+    second: Tensor | None = None
+    total: Tensor | None = None
 
 
 class Stranger(Reply, frozen=True, eq=False):
@@ -224,6 +255,10 @@ class View(Message, frozen=True, eq=False):
     members: tuple[tuple[int, int], ...]
     """The workers (number, incarnation)."""
     finished: bool = False
+    layout: int = 0
+    """How often the shards' ranges have changed."""
+    spans: tuple[Spans, ...] = ()
+    """For each shard its ranges, () for one that was drained; nothing where the ranges cannot change."""
 
 
 class Beat(Message, frozen=True, eq=False):
@@ -269,6 +304,8 @@ class Deal(Message, frozen=True, eq=False):
     sequence: int
     order: Literal["train", "wait", "evaluate", "finish"]
     tickets: tuple[Ticket, ...] = ()
+    layout: int = 0
+    """Whoever acts on this must know that layout: `View.layout`."""
 
 
 Outbox = list[tuple[int, Message]]

@@ -29,6 +29,7 @@ from polytempo.server.message import (
     Fenced,
     Inquire,
     Install,
+    Lend,
     Members,
     Message,
     Outbox,
@@ -37,6 +38,7 @@ from polytempo.server.message import (
     Replicate,
     Replicated,
     Reply,
+    Reshape,
     Save,
     View,
 )
@@ -119,7 +121,7 @@ class Node:
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message; what is to be sent because of it."""
         match message:
-            case Push() | Pull() | Members() | Save() | Inquire():
+            case Push() | Pull() | Members() | Save() | Inquire() | Lend() | Reshape():
                 return self._request(now_s, message) if self.is_head else []
             case Replicate() if message.shard == self.shard.number:
                 return self._replicate(now_s, source, message)
@@ -276,7 +278,7 @@ class Node:
             return []
         missed = view.epoch > self.epoch + 1  # in between, another process may have taken a node that we know
         before, self.epoch = self.chain, view.epoch
-        self.chain = view.chains[self.shard.number]
+        self.chain = view.chains[self.shard.number] if self.shard.number < len(view.chains) else ()
         if self.node not in self.chain:
             if self.node in before:  # deposed: whatever was not confirmed is nobody's business any more
                 self.finished = True

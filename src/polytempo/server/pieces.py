@@ -17,14 +17,14 @@ from polytempo.server.layout import Parameter, Span, Spans
 
 
 class Piece(NamedTuple):
-    """The rows `first … first+count-1` of a table, which one shard holds as its rows 0, 1, 2, …"""
+    """The rows `first … first+num_rows-1` of a table, which one shard holds as its rows 0, 1, 2, …"""
 
     table: int
     """Which of the tables, in the parameters' order."""
     name: str
     group: int
     first: int
-    count: int
+    num_rows: int
     width: int
 
 

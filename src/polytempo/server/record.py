@@ -160,7 +160,7 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
 def check_of(gradient: Tensor) -> int:
     """A checksum of some 256 of a gradient's elements: rounding that differs somewhere differs nearly everywhere."""
     flat = gradient.detach().view(-1)
-    return crc32(flat[:: flat.numel() // _CHECKED_ELEMENTS + 1].contiguous().view(torch.uint8).numpy())
+    return crc32(flat[:: flat.numel() // _CHECKED_ELEMENTS + 1].contiguous().view(torch.uint8).numpy().tobytes())
 
 
 @final

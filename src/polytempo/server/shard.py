@@ -29,6 +29,8 @@ from polytempo.server.layout import Parameter, Spans, segments
 from polytempo.server.message import (
     Entry,
     Inquire,
+    Lend,
+    Lent,
     Members,
     Noted,
     Pull,
@@ -37,8 +39,10 @@ from polytempo.server.message import (
     Pushed,
     Reply,
     Request,
+    Reshape,
     Statistics,
 )
+from polytempo.server.moving import Likeness, covers, likeness_of, moved, part_of
 from polytempo.server.state import State, Waiting, decode, encode
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
@@ -81,11 +85,10 @@ class Shard:
         self.repeated = 0
         """Requests that came again, as this copy saw it; no part of the state."""
         self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
-        optimizer = Optimizer(service.optimizer, segments(parameters, spans), weights.dtype, native=self.native)
         self._needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
-        self._admission = Admission(parameters, spans, weights, optimizer, native=self.native, tables=self._tables)
-        self._weights = Weights(weights, optimizer, empty, keeps_reads=self._needs_basis)
         self._empty = empty
+        self._parameters, self._spans = parameters, spans
+        self._weights = self._hold(weights)
         self._rule = service.rule.init()
         self._members: dict[int, int] = {}
         self._workers: tuple[int, ...] = ()
@@ -116,6 +119,8 @@ class Shard:
             self.repeated += 1
             if isinstance(request, Inquire):
                 return Look("repeated", (self._statistics(request),))
+            if isinstance(request, Lend) and covers(self._spans, request.spans):
+                return Look("repeated", (self._lent(request),))
         return look
 
     def apply(self, entry: Entry) -> list[Reply]:
@@ -135,10 +140,15 @@ class Shard:
             self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
+        elif isinstance(entry, Lend):
+            replies.append(self._lent(entry))
         else:
             if isinstance(entry, Members):
                 self._meet(dict(entry.members), frozenset(entry.resting), replies)
-            noted = Noted(self.number, entry.worker, entry.incarnation, entry.sequence)
+            elif isinstance(entry, Reshape):
+                self._reshape(entry)
+            what = "reshaped" if isinstance(entry, Reshape) else ""
+            noted = Noted(self.number, entry.worker, entry.incarnation, entry.sequence, what)
             self._table.answer(noted)
             replies.append(noted)
         self._weights.keep_sum()
@@ -166,11 +176,11 @@ class Shard:
         if reason:
             self._refuse(push, verdict, reason, replies)
             if verdict == "dropped":
-                self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples), replies)
+                self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
             return
         self._wait_for(push.worker, waiting)
         self._here.update(push.tickets)
-        self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples), replies)
+        self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
     def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
         if verdict == "refused":
@@ -234,6 +244,46 @@ class Shard:
             repeated=self.repeated,
             tickets=self._tickets.tuples,
         )
+
+    # ------------------------------------------------------------------ other elements than before
+
+    def _hold(self, values: Tensor) -> Weights:
+        """What a shard of `_spans` needs that begins with these weights."""
+        assert self.service.optimizer is not None, "seen to when this was made"
+        where = segments(self._parameters, self._spans)
+        optimizer = Optimizer(self.service.optimizer, where, values.dtype, native=self.native)
+        weights = Weights(values, optimizer, self._empty, keeps_reads=self._needs_basis)
+        self._admission = Admission(
+            self._parameters, self._spans, values, optimizer, weights.look, tables=self._tables
+        )
+        return weights
+
+    def _lent(self, request: Lend) -> Lent:
+        weights = self._weights
+        likeness = Likeness(
+            *(weights.version, weights.steps, weights.lrs, self._rule, self._members, self._workers),
+            self._tickets.tuples,
+        )
+        return Lent(
+            *(self.number, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
+            *part_of(weights, self._spans, request.spans),
+        )
+
+    def _reshape(self, entry: Reshape) -> None:
+        """Hold other elements. Nobody has anything under way, and what was lent has been read."""
+        for worker in list(self._weights.leases):
+            self._table.settle(worker, self._weights.settle(worker))
+        if not self._spans:
+            self._begin_as(likeness_of(entry.pieces[0]))
+        before, self._spans = self._spans, entry.spans
+        self._weights = moved(self._weights, before, entry.spans, entry.pieces, self._hold)
+
+    def _begin_as(self, likeness: Likeness) -> None:
+        """A new shard knows what those know whose elements it takes over, but nobody has asked it anything yet."""
+        self._rule, self._members, self._workers = likeness.rule, dict(likeness.members), likeness.workers
+        self._tickets = Ranges(likeness.tickets)
+        for worker, incarnation in self._members.items():
+            self._table.admit(worker, incarnation)
 
     # ------------------------------------------------------------------ the rule and its actions
 

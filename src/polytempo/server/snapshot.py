@@ -130,9 +130,7 @@ def files_of(folder: Path, number: int, num_shards: int) -> list[Path]:
     return [make(folder, number, shard) for shard in range(num_shards) for make in (_file, _manifest)]
 
 
-def newest_whole(
-    folder: Path, num_shards: int, disk: Disk | None = None, *, before: int | None = None
-) -> int | None:
+def newest_whole(folder: Path, num_shards: int, disk: Disk | None = None, *, before: int | None = None) -> int | None:
     """The newest snapshot whose every part is there and undamaged; None where there is none. Reads all of it.
 
     `before`: only those with smaller numbers.

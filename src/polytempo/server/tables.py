@@ -53,6 +53,18 @@ def takes_rows(rule: UpdateRule) -> None:
         )
 
 
+def serves_rows(service: Service) -> None:
+    """Raise ValueError where a shard with tables could not do what `service` asks of it."""
+    if service.optimizer is not None:
+        takes_rows(service.optimizer)
+    for modifier in service.modifiers:
+        if modifier.needs_basis:
+            raise ValueError(
+                f"{modifier.name} needs the weights that each gradient was computed on, which shards do not keep of "
+                "tables; make the embedding with sparse=False"
+            )
+
+
 # ---------------------------------------------------------------------------------------------------------------- sums
 
 
@@ -89,12 +101,7 @@ def held(parameters: tuple[Parameter, ...], spans: Spans, weights: Tensor, servi
     found = split(parameters, spans)
     if not found.pieces:
         return Held(None, parameters, spans, weights)
-    for modifier in service.modifiers:
-        if modifier.needs_basis:
-            raise ValueError(
-                f"{modifier.name} needs the weights that each gradient was computed on, which shards do not keep of "
-                "tables; make the embedding with sparse=False"
-            )
+    serves_rows(service)
     dense, values = cut(weights, parameters, spans)
     tables = Tables(found.pieces, values, service)
     return Held(tables, without_tables(parameters), found.dense, torch.cat(dense) if dense else weights[:0])
@@ -105,7 +112,6 @@ class Tables:
 
     def __init__(self, pieces: Pieces, values: Sequence[Tensor], service: Service) -> None:
         assert service.optimizer is not None, "the shard has seen to it"
-        takes_rows(service.optimizer)
         self.pieces = pieces
         self._rule, self._modifiers = service.optimizer, service.modifiers
         self._dtype = values[0].dtype
@@ -175,9 +181,9 @@ def _fault(rows: Rows, piece: Piece, dtype: torch.dtype) -> str:
         return f"the rows of {name} are {values.dtype}, but the shard holds {dtype}"
     if not len(index):
         return ""
-    if int(index[0]) < 0 or int(index[-1]) >= piece.count or not bool((index[1:] > index[:-1]).all()):
+    if int(index[0]) < 0 or int(index[-1]) >= piece.num_rows or not bool((index[1:] > index[:-1]).all()):
         return (
-            f"rows of {name} must be ascending, each once, from 0 to {piece.count - 1}; they are from "
+            f"rows of {name} must be ascending, each once, from 0 to {piece.num_rows - 1}; they are from "
             f"{int(index.min())} to {int(index.max())}"
         )
     if math.isfinite(float(values.sum())):  # a sum may overflow, but no sum hides a NaN or an infinity
@@ -196,7 +202,7 @@ class _Table:
         self.piece, self._rule = piece, rule
         self.values = values.clone()
         self.squares = torch.full_like(self.values, rule.initial) if rule.kind == "adagrad" else None
-        self.changed = torch.zeros(piece.count, dtype=torch.int64)
+        self.changed = torch.zeros(piece.num_rows, dtype=torch.int64)
         self.terms: list[Term] = []
         self._kept: Term | None = None
         self._recent: list[tuple[int, Tensor]] = []
@@ -234,7 +240,7 @@ class _Table:
 
     def changed_after(self, basis: int) -> Tensor:
         if basis < 0:
-            return torch.arange(self.piece.count)
+            return torch.arange(self.piece.num_rows)
         if basis < self._recent_after:
             return (self.changed > basis).nonzero().view(-1)
         recent = [rows for version, rows in self._recent if version > basis]

@@ -54,7 +54,7 @@ class Touched:
             if piece.table not in sums:
                 continue
             rows, values = sums[piece.table]
-            begin, end = torch.searchsorted(rows, torch.tensor([piece.first, piece.first + piece.count])).tolist()
+            begin, end = torch.searchsorted(rows, torch.tensor([piece.first, piece.first + piece.num_rows])).tolist()
             if begin < end:
                 found.append(Rows(number, rows[begin:end] - piece.first, values[begin:end]))
         return tuple(found)

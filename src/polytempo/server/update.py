@@ -75,7 +75,7 @@ class Optimizer:
     """
 
     def __init__(self, rule: UpdateRule, segments: Sequence[Segment], dtype: torch.dtype, *, native: bool) -> None:
-        self.rule, self._segments = rule, segments
+        self.rule, self.native, self._segments = rule, native, segments
         self._groups = sorted({segment.group for segment in segments})
         self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
 
@@ -100,11 +100,7 @@ class Optimizer:
         All tensors are flat and of one length. No terms: a step on a gradient of zeros. Cost: with the kernel one read
         of the weights and of each gradient and one write of `out`; moments are read and written once.
         """
-        if len(self._groups) > 1 and self.rule.lr is None and len({lrs[group] for group in self._groups}) > 1:
-            pieces = [(slice(begin, end), lrs[group]) for begin, end, group in self._segments]
-        else:
-            lr = self.rule.lr if self.rule.lr is not None else lrs[self._groups[0]] if self._groups else 0.0
-            pieces = [(slice(None), lr)]
+        pieces = self._pieces(lrs)
         if self._updater is not None:
             self._native_(weights, out, terms, divisor, moments, step, pieces)
             return
@@ -112,6 +108,32 @@ class Optimizer:
         for where, lr in pieces:
             cut = Moments(*(None if moment is None else moment[where] for moment in moments))
             _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient[where], cut, step, lr)
+
+    @property
+    def descends(self) -> bool:
+        """Whether there is `descend_`: of SGD without momentum, by the kernel."""
+        return self._updater is not None and self.rule.kind == "sgd" and not self.rule.momentum
+
+    def descend_(self, weights: Tensor, out: Tensor, gradient: Tensor, scale: float, lrs: Sequence[float]) -> int:
+        """A step on scale · gradient that looks at the gradient on its way, in the bits of `step_`.
+
+        -1, or the index of the gradient's first element that is NaN or infinite, and then `out`, which must not be
+        `weights`, is to be thrown away.
+        """
+        updater = self._updater
+        assert updater is not None, "asked for only where `descends`"
+        for where, updater.hyper.lr in self._pieces(lrs):
+            bad = updater.descend_(gradient[where], scale, weights[where], out[where])
+            if bad >= 0:
+                return (where.start or 0) + bad
+        return -1
+
+    def _pieces(self, lrs: Sequence[float]) -> list[tuple[slice, float]]:
+        """What has a learning rate of its own."""
+        if len(self._groups) > 1 and self.rule.lr is None and len({lrs[group] for group in self._groups}) > 1:
+            return [(slice(begin, end), lrs[group]) for begin, end, group in self._segments]
+        lr = self.rule.lr if self.rule.lr is not None else lrs[self._groups[0]] if self._groups else 0.0
+        return [(slice(None), lr)]
 
     def _native_(
         self,

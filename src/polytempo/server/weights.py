@@ -7,10 +7,22 @@ buffer 2              └─ written by it ─▶ the weights
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from polytempo.server.buffers import Buffers, Empty
-from polytempo.server.update import Moments, Optimizer, Term, add_, init
+from polytempo.server.update import Moments, Optimizer, Term, add_, first_unfinite, init
+
+
+class _Foreseen(NamedTuple):
+    """An update by one gradient, made while that was looked at. It holds `out`."""
+
+    gradient: Tensor
+    scale: float
+    lrs: tuple[float, ...]
+    version: int
+    out: int
 
 
 class Weights:
@@ -40,6 +52,10 @@ class Weights:
         """The learning rates that came with the gradient that was added last."""
         self._optimizer, self._empty, self._keeps_reads = optimizer, empty, keeps_reads
         self._terms: list[Term] = []
+        self._foresees = optimizer.descends
+        self._scale: float | None = None
+        """Of the last update, if it was by one gradient alone."""
+        self._foreseen: _Foreseen | None = None
 
     @property
     def present(self) -> Tensor:
@@ -88,6 +104,28 @@ class Weights:
 
     # ------------------------------------------------------------------ changing
 
+    def look(self, gradient: Tensor, lrs: tuple[float, ...]) -> int:
+        """The index of the gradient's first element that is NaN or infinite; -1 if there is none.
+
+        Where the last update was by one gradient alone, another is to be expected: it is made on the way, into a free
+        buffer, and `update` finds it done. Reading a large gradient costs as much as updating from it. No bit depends
+        on it; who is proved wrong, as where factors change, does so no more.
+        """
+        self._forget()
+        if self._scale is None or not self._foresees or not gradient.is_contiguous():
+            return first_unfinite(gradient, self._optimizer.native)
+        out = self.buffers.take()
+        bad = self._optimizer.descend_(self.present, self.buffers.tensors[out], gradient, self._scale, lrs)
+        self._foreseen = _Foreseen(gradient, self._scale, lrs, self.version, out)
+        if bad >= 0:
+            self._forget()
+        return bad
+
+    def _forget(self) -> None:
+        if self._foreseen is not None:
+            self.buffers.release(self._foreseen.out)
+            self._foreseen = None
+
     def add(self, term: Term, lrs: tuple[float, ...]) -> None:
         """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay."""
         self._terms.append(term)
@@ -95,6 +133,7 @@ class Weights:
 
     def keep_sum(self) -> None:
         """What was added and has not been used goes into memory of its own: gradients are only lent."""
+        self._forget()
         if not self._terms:
             return
         if self.total is None:
@@ -110,13 +149,28 @@ class Weights:
         if self.summed:
             assert self.total is not None, "something is in it"
             terms = [Term(self.total, 1.0), *terms]
-        out = self._writable()
         self.steps += 1
-        self._optimizer.step_(
-            self.present, self.buffers.tensors[out], terms, divisor, self.moments, self.steps, self.lrs
-        )
+        out = self._done_already(terms, divisor)
+        if out < 0:
+            out = self._writable()
+            self._optimizer.step_(
+                self.present, self.buffers.tensors[out], terms, divisor, self.moments, self.steps, self.lrs
+            )
         self._terms, self.summed = [], False
         self._moved(out)
+
+    def _done_already(self, terms: list[Term], divisor: float) -> int:
+        """The buffer with what was foreseen, if it is this update; else -1."""
+        seen, self._foreseen = self._foreseen, None
+        self._scale = terms[0].factor / divisor if len(terms) == 1 and not self.summed else None
+        if seen is None:
+            return -1
+        ours = (self._scale, self.lrs, self.version) == (seen.scale, seen.lrs, seen.version)
+        if ours and terms[0].gradient is seen.gradient:
+            return seen.out
+        self.buffers.release(seen.out)
+        self._foresees = False
+        return -1
 
     def mix(self, theirs: Tensor, alpha: float) -> int:
         """θ ← θ + d, d = α (theirs - θ): the number of the buffer that has d, held."""
@@ -150,4 +204,4 @@ class Weights:
         self.current = 0
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
-        self._terms = []
+        self._terms, self._foreseen = [], None

@@ -8,6 +8,7 @@ from polytempo.strategies.delayed_sgd import delayed_sgd
 from polytempo.strategies.diloco import diloco
 from polytempo.strategies.downpour import downpour
 from polytempo.strategies.easgd import easgd
+from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
 from polytempo.strategies.hogwild import hogwild
 from polytempo.strategies.local_sgd import local_sgd
@@ -29,6 +30,7 @@ __all__ = [
     "diloco",
     "downpour",
     "easgd",
+    "flexrr",
     "gossip",
     "hogwild",
     "local_sgd",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class RunOptions:
     """Steps between checkpoints; None: at the end of every epoch, at least four steps apart."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
+    transport: Literal["shared", "tcp"] = "shared"
+    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts."""
     restarts: int = 20
     """With a parameter server: how many processes may be started in place of others that were killed."""
 

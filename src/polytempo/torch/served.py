@@ -26,8 +26,10 @@ from polytempo.server.client import Client
 from polytempo.server.message import Ticket
 from polytempo.torch.evaluate import evaluate_alone
 from polytempo.torch.job import Data, Job
+from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
 from polytempo.torch.shard_rule import parameters_of, rates_of
+from polytempo.torch.table_rows import ModelTables
 from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
 
 ComputeGradients = Callable[[Port, Any], Program[Tensor]]
@@ -65,6 +67,10 @@ class Attendance(NamedTuple):
     """When its last step was done."""
     idle_s: float
     """Of that, the time that it waited for the server or for work."""
+    helped: int = 0
+    """Slices of others' batches that it did."""
+    given: int = 0
+    """Slices of its own batches that others did."""
 
 
 async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
@@ -73,7 +79,8 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
     `port`: the group of all workers; run it by `server.through`. Each step reseeds torch from (seed, ticket), so a
     ticket that is dealt again is computed alike.
     """
-    worker, asker = _Worker(port, course, client), Asker(client)
+    asker = Asker(client)
+    worker = _Worker(port, course, client, asker)
     await asker.ask(port)
     while True:
         deal = await worker.waited(asker.deal(port))
@@ -119,10 +126,15 @@ def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> Compute
 class _Worker:
     """What `work` does for one ticket, and what it remembers between tickets."""
 
-    def __init__(self, port: Port, course: ServedCourse, client: Client) -> None:
+    def __init__(self, port: Port, course: ServedCourse, client: Client, asker: Asker) -> None:
         self._port, self._course, self._client = port, course, client
-        parameters_of(course.model, course.optimizer)  # refuses what cannot be pushed
-        self._parameters = trainable(course.model, course.optimizer)
+        server = course.strategy.server
+        helps = server is not None and server.reassigns is not None
+        self._reassigned = Reassigned(port, course, client, asker) if helps else None
+        found = parameters_of(course.model, course.optimizer, course.strategy)  # refuses what cannot be pushed
+        trained = trainable(course.model, course.optimizer)
+        self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
+        self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
         self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
         self._gradients: State = None
         self._states: State = None
@@ -133,6 +145,7 @@ class _Worker:
         self._end_s = 0.0
         self._meter = Meter(0, 0.0)
         self._rows: list[bytes] = []
+        self._layout = client.layout
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
         batches = course.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
@@ -141,11 +154,18 @@ class _Worker:
     def attendance(self) -> Attendance:
         """How this worker has fared so far."""
         begin_s = self._end_s if self._begin_s is None else self._begin_s
-        return Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
+        fared = Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
+        helps = self._reassigned
+        return fared if helps is None else fared._replace(helped=helps.helped, given=helps.given)
 
     async def begin(self) -> None:
-        """With the first work: fetch the weights. Before that others may have trained them."""
+        """With the first work: fetch the weights. Before that others may have trained them.
+
+        And when shards have come or gone: gradients count from versions that those know.
+        """
         if self._begin_s is not None:
+            if self._layout != self._client.layout:
+                await self.waited(self._renew())
             return
         self._begin_s = self._end_s = await self._port.now()
         await self.waited(self.fetch())
@@ -155,7 +175,15 @@ class _Worker:
 
     async def fetch(self) -> None:
         """Take over the server's weights."""
+        self._layout = self._client.layout
         self._place(Bundle(self._values).with_flat(await self._port.pull(self._steps)))
+
+    async def _renew(self) -> None:
+        """Fetch the weights, but leave parameters as they are that are the worker's own."""
+        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
+        await self.fetch()
+        if own:
+            self._place(Bundle(own))
 
     async def train(self, ticket: Ticket) -> None:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
@@ -167,13 +195,8 @@ class _Worker:
 
     async def _step(self, ticket: Ticket) -> None:
         port, course = self._port, self._course
-        seed_step(course.seed, 0, ticket.number, "data")
-        batch = course.batches.at(ticket.epoch, ticket.batch)
-        samples = len(batch[1])
         await port.mark(self._steps)
-        seed_step(course.seed, 0, ticket.number, "model")
-        self._client.begin((ticket.number,), self._rates, samples)
-        self._meter.add(await course.compute_gradients(port, batch))
+        samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
         await self._exchange(empty=False)
         if course.scheduler is not None:
             course.scheduler.step()
@@ -181,6 +204,25 @@ class _Worker:
         self._samples += samples
         self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
         self._remember(ticket)
+
+    async def _alone(self, ticket: Ticket) -> int:
+        """The gradient of the ticket's batch; how many samples it is of."""
+        course = self._course
+        seed_step(course.seed, 0, ticket.number, "data")
+        batch = course.batches.at(ticket.epoch, ticket.batch)
+        seed_step(course.seed, 0, ticket.number, "model")
+        self._client.begin((ticket.number,), self._rates, len(batch[1]))
+        self._meter.add(await course.compute_gradients(self._port, batch))
+        return len(batch[1])
+
+    async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
+        """The same with the help of others, and with help for them; how many samples this worker did."""
+        before_s = await self._port.now()
+        done = await reassigned.gradients(ticket, self._rates, self._steps + 1)
+        self._idle_s += await self._port.now() - before_s - done.busy_s
+        if done.loss is not None:
+            self._meter.add(done.loss)
+        return done.samples
 
     async def push_all(self) -> None:
         """Let the strategy push the gradients that it holds back, by steps without a gradient."""
@@ -203,13 +245,18 @@ class _Worker:
             name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
         }
         bundle = Bundle(gradients)
+        rows = [] if empty else self._tables.gradients()
+        for one in rows:
+            self._client.accrue(one)
         applied = strategy.gradients.apply(self._port, bundle, self._gradients)
         answer, self._gradients = await self.waited(applied)
         if not empty:
             self._point_at(answer, bundle)
             if answer is None:
+                self._tables.forget()
                 optimizer.step()
             else:
+                self._tables.remember(rows)
                 await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._numel)
             optimizer.zero_grad()
         values = Bundle(self._values)
@@ -227,7 +274,9 @@ class _Worker:
 
     @torch.no_grad()
     def _place(self, bundle: Bundle) -> None:
-        torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
+        if self._values:
+            torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
+        self._tables.place(self._client.pulled_rows())
 
     @property
     def _rates(self) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ def facts_of(
         "refused": sum(shard.refused for shard in statistics),
         "repeated": sum(shard.repeated for shard in statistics),
         "bytes_sent": bytes_sent,
-        "workers": [_worker(attendance) for attendance in sorted(attendances)],
+        "workers": [_worker(attendance, service) for attendance in sorted(attendances)],
     }
 
 
@@ -57,12 +57,14 @@ def _quantile(histogram: Sequence[tuple[int, int]], total: int, part: float) -> 
     return None
 
 
-def _worker(attendance: Attendance) -> dict[str, Any]:
+def _worker(attendance: Attendance, service: Service) -> dict[str, Any]:
     seconds = attendance.end_s - attendance.begin_s
+    helps = {"slices_helped": attendance.helped, "slices_given": attendance.given}
     return {
         "worker": attendance.worker,
         "steps": attendance.steps,
         "samples": attendance.samples,
         "samples_per_s": attendance.samples / seconds if seconds > 0 else 0.0,
         "idle_share": min(1.0, attendance.idle_s / seconds) if seconds > 0 else 0.0,
+        **(helps if service.reassigns is not None else {}),
     }

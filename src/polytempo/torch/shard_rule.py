@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from polytempo.core import Strategy, is_idle
 from polytempo.core.rule import UpdateRule
 from polytempo.server.layout import Parameter
+from polytempo.server.tables import serves_rows, takes_rows
 from polytempo.torch.replica import sparse_tables, trainable
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
@@ -78,10 +80,13 @@ def rates_of(optimizer: Optimizer) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def parameters_of(model: nn.Module, optimizer: Optimizer) -> tuple[Parameter, ...]:
+def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = None) -> tuple[Parameter, ...]:
     """The trained parameters in the model's order, each with its parameter group.
 
-    Raises ValueError where they are of several dtypes or on several devices, and for gradients that come as rows.
+    An embedding with sparse gradients is a table: of it only rows travel that gradients touch.
+
+    Raises ValueError where they are of several dtypes or on several devices, and where there are tables and the
+    optimizer, or the `strategy`, cannot go with them.
     """
     found = trainable(model, optimizer)
     kinds = {(parameter.dtype, parameter.device) for parameter in found.values()}
@@ -91,11 +96,27 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> tuple[Parameter, ..
             f"a parameter server holds all parameters in one vector, and this model has {shown}; make the model of "
             "one dtype on one device"
         )
-    sparse = sorted(sparse_tables(model) & found.keys())
-    if sparse:
-        raise ValueError(f"{sparse[0]} has sparse gradients, and workers push dense ones; make it with sparse=False")
+    tables = sparse_tables(model) & found.keys()
+    if tables:
+        _check_tables(min(tables), optimizer, strategy)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return tuple(Parameter(name, parameter.numel(), groups[id(parameter)]) for name, parameter in found.items())
+    return tuple(
+        Parameter(name, parameter.numel(), groups[id(parameter)], parameter.shape[1] if name in tables else 0)
+        for name, parameter in found.items()
+    )
+
+
+def _check_tables(name: str, optimizer: Optimizer, strategy: Strategy | None) -> None:
+    """The worker's own optimizer counts too: with momentum it would change rows that no gradient has touched."""
+    takes_rows(update_rule_of(optimizer))
+    if strategy is None or strategy.server is None:
+        return
+    serves_rows(strategy.server)
+    if is_idle(strategy.gradients, 2):
+        raise ValueError(
+            f"{strategy} exchanges parameters, and of {name}, which has sparse gradients, only gradients travel; make "
+            "the embedding with sparse=False"
+        )
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
 `[arena, offset, dtype, shape]`. Nothing is copied in either direction. The schema is fixed: what a header may hold is
-what `server.message` declares. Everything is held against its limit before anything is made of it.
+what `server.message` and `flexrr.message` declare. Everything is held against its limit before anything is made of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, Protocol, Union
 
@@ -104,7 +105,7 @@ def decode(frames: Sequence[Frame], limits: Limits, references: References | Non
         reader = _Reader(frames, limits, references)
         token = _reading.set(reader)
         try:
-            message: Message = _decoder.decode(memoryview(frames[0])[1:])
+            message: Message = _decoder().decode(memoryview(frames[0])[1:])
         finally:
             _reading.reset(token)
         reader.finish()
@@ -191,7 +192,10 @@ def _kinds(kind: type[Message]) -> Iterator[type[Message]]:
         yield from _kinds(each)
 
 
-_decoder = msgspec.msgpack.Decoder(Union[tuple(_kinds(Message))], dec_hook=_tensor)  # noqa: UP007
+@cache
+def _decoder() -> msgspec.msgpack.Decoder[Any]:
+    """Made when it is first needed, for every kind of message that has been imported by then."""
+    return msgspec.msgpack.Decoder(Union[tuple(_kinds(Message))], dec_hook=_tensor)  # noqa: UP007
 
 
 def _kind(value: Any) -> str:

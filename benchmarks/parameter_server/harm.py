@@ -1,0 +1,303 @@
+"""Runs with a parameter server in which processes are killed and stopped on purpose, and what came of each.
+
+The job's gradients count: ticket t is one sample, whose gradient is 1 at place t. With plain SGD the final weight t
+says how often the ticket was used, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.data.ledger import Ledger
+from polytempo.engines import run_served, served_run
+from polytempo.engines.fork import fork
+from polytempo.engines.run_served import Launcher
+from polytempo.engines.served_run import ServedRun
+from polytempo.engines.troupe import Troupe
+from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
+from polytempo.server.timing import Timing
+from polytempo.torch.result import parameters_sha256
+
+WORKERS, SHARDS, COPIES = 4, 2, 2
+GIVE_UP_S = 20.0
+_MOST_DELAY_S = 0.02
+"""A fault comes up to so long after its ticket was dealt: a worker makes several steps in this time."""
+
+# ----------------------------------------------------------------------------------------------------------- the job
+
+
+class Counts(nn.Module):
+    """A weight for each ticket, twice: each of two shards holds one half."""
+
+    def __init__(self, tickets: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(tickets)), nn.Parameter(torch.zeros(tickets))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(batch, tickets) -> (batch,)"""
+        return inputs @ self.first + inputs @ self.second
+
+
+def counting(tickets: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None, *, tested: bool = False) -> pt.Job:
+    """A job of so many tickets an epoch, whose weights count them down."""
+    samples = TensorDataset(torch.eye(tickets), torch.zeros(tickets))
+    return pt.Job(
+        model=partial(Counts, tickets),
+        data=lambda folder: pt.Data(samples, samples if tested else None),
+        loss=loss or (lambda output, target: output.sum()),
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1.0),
+        batch_size=1,
+        name="counting",
+    )
+
+
+def counted(tickets: int, epochs: int = 1) -> str:
+    """The hash of the weights that a run ends with in which each ticket was used once by each shard."""
+    model = Counts(tickets)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-epochs)
+    return parameters_sha256(model.parameters())
+
+
+# -------------------------------------------------------------------------------------------------------------- harm
+
+
+class Fault(NamedTuple):
+    """When `dealt` tickets were dealt, the process that is `what` ("worker", "head", "tail") `which` gets `signal`."""
+
+    dealt: int
+    what: str
+    which: int
+    signal: signal.Signals = signal.SIGKILL
+
+
+class Recovery:
+    """What came of a fault. Seconds from it; None: it did not come to that before the run's end."""
+
+    def __init__(self, fault: Fault, node: int, process: int, life: int, dealt: set[int]) -> None:
+        self.fault, self.node, self.process, self.life = fault, node, process, life
+        self._dealt_before = frozenset(dealt)
+        self._since_s = time.monotonic()
+        self.needed_s: float | None = None
+        """Until a push was acknowledged that needed the process: of a worker its own next, of a shard any."""
+        self.whole_s: float | None = None
+        """Until everybody was there again, and each copy had its state."""
+
+    def hear(self, ask: Ask) -> None:
+        """A worker says which tickets were acknowledged."""
+        mine = ask.worker == self.node and ask.incarnation > self.life
+        new = ask.done if self.fault.what == "worker" else set(ask.done) - self._dealt_before
+        if self.needed_s is None and new and (mine or self.fault.what != "worker"):
+            self.needed_s = time.monotonic() - self._since_s
+
+    def close(self) -> None:
+        """All is as it was."""
+        self.whole_s = time.monotonic() - self._since_s
+
+
+class Watching(Launcher):
+    """A launcher that does harm: one fault after the other, each when the run has recovered from the one before.
+
+    With one further copy of each shard that is what is promised: the loss of any one process.
+    """
+
+    def __init__(self, run: ServedRun, troupe: Troupe, faults: Sequence[Fault], seed: int) -> None:
+        super().__init__(run, troupe)
+        self.run, self.troupe = run, troupe
+        self.recoveries: list[Recovery] = []
+        self.dealt: set[int] = set()
+        self.acknowledged: set[int] = set()
+        self.ledger = Ledger(range(run.batches.num_samples + 1), len(run.cast.chains))
+        self.processes: set[int] = set()
+        self._faults = sorted(faults)
+        self._random = random.Random(seed)
+        self._due_s: float | None = None
+        self._lives = dict.fromkeys(run.cast.workers, 0)
+        self._full = {node for chain in run.cast.chains for node in chain}
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """As the launcher, and take notes."""
+        out = super().receive(now_s, source, message)
+        if isinstance(message, Beat) and message.incarnation:
+            self._full.add(source)
+        if isinstance(message, Ask):
+            self.acknowledged.update(message.done)
+            self._lives[message.worker] = message.incarnation
+            for recovery in self.recoveries:
+                recovery.hear(message)
+        return self._noted(out)
+
+    def tick(self, now_s: float) -> Outbox:
+        """As the launcher, and do the next harm when its time has come."""
+        out = self._noted(super().tick(now_s))
+        self.processes.update(process for role in self.troupe.running if (process := self.process(role.node)))
+        if self.is_whole and self.recoveries and self.recoveries[-1].whole_s is None:
+            self.recoveries[-1].close()
+        if self._due_s is not None and now_s >= self._due_s:
+            self._due_s = None
+            self.strike(self._faults.pop(0))
+        elif self._due_s is None and self._faults and len(self.dealt) >= self._faults[0].dealt and self.is_whole:
+            self._due_s = now_s + self._random.random() * _MOST_DELAY_S
+        return out
+
+    def wait_s(self, now_s: float) -> float:
+        """As the launcher, or until the next harm."""
+        wait_s = super().wait_s(now_s)
+        return wait_s if self._due_s is None else max(0.0, min(wait_s, self._due_s - now_s))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last victim is gone, all workers take part, and each chain has its copies with their states."""
+        coordinator = self.run.coordinator
+        copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
+        there = copies and len(coordinator.members) == len(self.run.cast.workers)
+        return there and all(self.process(recovery.node) != recovery.process for recovery in self.recoveries[-1:])
+
+    def process(self, node: int) -> int | None:
+        """The process on `node`."""
+        return self.troupe.process_of(node)
+
+    def strike(self, fault: Fault) -> None:
+        """Do the harm."""
+        node = fault.which
+        if fault.what != "worker":
+            node = self.run.coordinator.chains[fault.which][0 if fault.what == "head" else -1]
+        process = self.process(node)
+        assert process is not None, f"{fault}: it does not run"
+        self.recoveries.append(Recovery(fault, node, process, self._lives.get(node, 0), self.dealt))
+        os.kill(process, fault.signal)
+
+    def _noted(self, out: Outbox) -> Outbox:
+        for _, message in out:
+            for ticket in message.tickets if isinstance(message, Deal) else ():
+                self.dealt.add(ticket.number)
+                self.ledger.dealt(ticket.number)
+        return out
+
+
+Launch = Callable[[ServedRun, Troupe], Watching]
+
+
+class Story(NamedTuple):
+    """A run, and all that is known of it. `wrong`: what should not have been."""
+
+    result: pt.Result
+    launcher: Watching
+    wrong: list[str]
+
+
+def told(launch: Launch, job: pt.Job, **more: Any) -> Story:
+    """Perform a run that comes to its end, and judge it."""
+    launchers: list[Watching] = []
+
+    def launched(run: ServedRun, troupe: Troupe) -> Watching:
+        launchers.append(launch(run, troupe))
+        return launchers[-1]
+
+    with private_folder() as folder:
+        result = performed(launched, job, **more)
+        left = left_behind(folder, launchers[0].processes)
+    return Story(result, launchers[0], wrong_with(result, launchers[0]) + left)
+
+
+def performed(launch: Launch, job: pt.Job, *, timing: dict[str, float] | None = None, **options: Any) -> pt.Result:
+    """Run `job` with two shards, each with one further copy, under a launcher that does harm."""
+    strategy = pt.strategies.async_sgd(shards=SHARDS, replicas=COPIES - 1, rate=1.0)
+    with (
+        patch.object(run_served, "Launcher", launch),
+        patch.object(served_run, "Timing", partial(Timing, **(timing or {}))),
+    ):
+        return pt.run(job, strategy, **{"workers": WORKERS, "epochs": 1, **options})
+
+
+def wrong_with(result: pt.Result, launcher: Watching) -> list[str]:
+    """Tickets that were not used exactly once by each shard, and what contradicts it."""
+    run, ledger, wrong = launcher.run, launcher.ledger, list[str]()
+    tickets, epochs = run.batches.num_samples, round(result.epochs)
+    for shard, said in sorted(run.coordinator.statistics.items()):
+        used = {ticket for first, last in said.tickets for ticket in range(first, last + 1)}
+        for ticket in sorted(used):
+            ledger.applied(shard, ticket)
+        if launcher.acknowledged - used:
+            wrong.append(f"shard {shard} lost what was acknowledged: tickets {sorted(launcher.acknowledged - used)}")
+        if sum(said.staleness.values()) != len(used):
+            wrong.append(f"shard {shard} used {sum(said.staleness.values())} gradients of {len(used)} tickets")
+    wrong += [str(ledger.verdict(epoch)) for epoch in range(epochs) if not ledger.verdict(epoch).exact]
+    if result.parameters_sha256 != counted(tickets, epochs):
+        wrong.append("the weights do not count each ticket once")
+    return wrong
+
+
+# ----------------------------------------------------------------------------------------------- what is left behind
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Where private folders come into being meanwhile."""
+    with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
+        yield Path(folder)
+
+
+def left_behind(folder: Path, processes: set[int]) -> list[str]:
+    """Processes that run, files in `folder`, and shared memory that is named after one of the processes."""
+    left = [f"process {process} runs" for process in sorted(processes) if os.path.exists(f"/proc/{process}")]
+    left += [f"{path} is there" for path in folder.glob("polytempo-*")]
+    return left + [f"/dev/shm/{n} is there" for n in os.listdir("/dev/shm") if any(f"_{p}" in n for p in processes)]
+
+
+def orphaned(number: signal.Signals, dealt: int, tickets: int) -> tuple[float, list[str]]:
+    """Send signal `number` to a launcher when `dealt` tickets were dealt: seconds until all is gone, what is left."""
+    listening, speaking = os.pipe()
+
+    class Speaking(Watching):
+        def tick(self, now_s: float) -> Outbox:
+            out = super().tick(now_s)
+            if len(self.dealt) >= dealt:
+                os.write(speaking, json.dumps(sorted(self.processes)).encode() + b"\n")
+                signal.pause()
+            return out
+
+    with private_folder() as folder:
+        launcher = fork(lambda: _run_alone(Speaking, tickets))
+        os.close(speaking)
+        with os.fdopen(listening, "rb") as lines:
+            processes = set(json.loads(lines.readline()))
+        children = {int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()}
+        watched = [os.pidfd_open(process) for process in processes | children]
+        since_s = time.monotonic()
+        os.kill(launcher, number)
+        os.waitpid(launcher, 0)
+        for descriptor in watched:
+            wait([descriptor], GIVE_UP_S)
+            os.close(descriptor)
+        seconds = time.monotonic() - since_s
+        return seconds, left_behind(folder, running(processes | children))
+
+
+def running(processes: set[int]) -> set[int]:
+    """Those that have not ended: an orphan that nobody has collected yet has."""
+    return {p for p in processes if os.path.exists(f"/proc/{p}") and " Z " not in Path(f"/proc/{p}/stat").read_text()}
+
+
+def _run_alone(launch: Callable[..., Watching], tickets: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    performed(lambda run, troupe: launch(run, troupe, [], 0), counting(tickets))

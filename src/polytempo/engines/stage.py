@@ -1,0 +1,242 @@
+"""`Stage`: a recorded run with a parameter server once more, in the virtual world.
+
+    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order (`engines.gate`)
+                            ▲        │
+                            └── lives of workers   the programs of the run; one that was killed is not heard to its end
+
+Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
+is over when nobody can go on; that is where the records end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.cluster import Cluster, Link
+from polytempo.core import Deadlock, Port, Program, Strategy
+from polytempo.core.op import Take
+from polytempo.data.batches import Batches
+from polytempo.engines.cast import cast_of, dealer_of, dtype_of, reached, scheduled_steps
+from polytempo.engines.gate import CoordinatorDoor, Gate, Life, Play, ShardDoor, Stop
+from polytempo.engines.recorded import Recorded
+from polytempo.engines.recording import RunFacts
+from polytempo.engines.standing import LIVES, resumed
+from polytempo.server.client import Client
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.layout import part, shard_map
+from polytempo.server.loop import serve
+from polytempo.server.message import View
+from polytempo.server.node import Node
+from polytempo.server.record import Asking, Pulling, Pushing
+from polytempo.server.shard import Shard
+from polytempo.server.snapshot import read
+from polytempo.server.through import through
+from polytempo.server.timing import Timing
+from polytempo.server.update import can_be_native
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import parameters_sha256
+from polytempo.torch.served import Attendance, ComputeGradients, ServedCourse, gradients_of, work
+from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.worlds import VirtualWorld
+
+_NEVER = float("inf")
+_TIMING = Timing(retry_s=_NEVER, longest_retry_s=_NEVER, beat_s=1e18, lost_s=_NEVER, worker_lost_s=_NEVER)
+_INSTANT = Cluster(network=Link(0.0, _NEVER), memory=Link(0.0, _NEVER), flops_per_s=_NEVER, name="replay")
+
+
+class Stage:
+    """Everybody of one replay. `play.difference` and what the gates say tell how it went."""
+
+    def __init__(self, recorded: Recorded, job: Job, strategy: Strategy, data: Path | None, stop: Stop | None) -> None:
+        assert strategy.server is not None
+        facts = recorded.facts
+        self.facts, self.job, self.strategy = facts, job, strategy
+        self.options = options_of(facts, data)
+        self.service = strategy.server
+        self.data = job.data(self.options.data)
+        self.batches = Batches(
+            self.data.train,
+            size=facts.workers,
+            batch_size=self.options.batch_size or job.batch_size,
+            seed=self.options.seed,
+            deals=self.service.deals,
+        )
+        model, optimizer = self._replica()
+        self.dtype = dtype_of(model)
+        self.spans = shard_map(parameters_of(model, optimizer), self.service.shards)
+        lives = recorded.lives
+        silent = set(range(facts.workers)) - {worker for worker, _ in lives}
+        self.rank_of = {life: rank for rank, life in enumerate([*lives, *((worker, 0) for worker in silent)])}
+        first = len(self.rank_of)
+        self.chains = [(first + shard,) for shard in range(self.service.shards)]
+        self.coordinator_rank = first + self.service.shards
+        entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
+        taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | Pulling | Pushing))
+        self.play = Play(self.rank_of, taken, facts.workers, stop)
+        self.rows: list[dict[str, Any]] = []
+        self.finals: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self.losses: dict[Life, list[float]] = {life: [] for life in self.rank_of}
+        self.coordinator = self._coordinator(recorded)
+        self.doors = [self._door(recorded, shard) for shard in range(self.service.shards)]
+        self.gates = [
+            Gate(f"shard {n}", entries, door, self.play, 1 + recorded.begins[n])
+            for n, (door, entries) in enumerate(zip(self.doors, recorded.shards, strict=True))
+        ]
+        for door, gate in zip(self.doors, self.gates, strict=True):
+            door.gate = gate
+        entrance = CoordinatorDoor(self.coordinator, self.play)
+        self.gates.append(Gate("the coordinator", recorded.coordinator, entrance, self.play))
+
+    def perform(self) -> None:
+        """Play until nobody can go on."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.facts.threads)
+        try:
+            VirtualWorld(_INSTANT, self.coordinator_rank + 1, seed=self.options.seed).run(self._program)
+        except Deadlock as end:
+            if end.__cause__ is not None:  # not the end of the records: a machine has failed
+                raise end.__cause__ from end
+        finally:
+            torch.set_num_threads(threads)
+
+    # ------------------------------------------------------------------ machines
+
+    def _coordinator(self, recorded: Recorded) -> Coordinator:
+        facts = self.facts
+        dealer = dealer_of(self.service, self.batches, self.job, self.options, evaluates=self.data.test is not None)
+        if recorded.start is not None:
+            found = resumed(recorded.start, self.service.shards, {})
+            dealer.load(found.dealer, found.applied)
+            for first, last in found.applied[0]:
+                self.play.pushed.add(first, last)
+        return Coordinator(
+            self.coordinator_rank,
+            cast_of(self.service, facts.workers).workers,
+            self.chains,
+            dealer,
+            _TIMING,
+            incarnation=facts.generation * LIVES + 1,
+            on_row=self._on_row,
+        )
+
+    def _on_row(self, text: bytes) -> None:
+        row = json.loads(text)
+        self.rows.append(row)
+        if row["kind"] == "test" and reached(row, self.options):
+            self.coordinator.dealer.stop()
+
+    def _door(self, recorded: Recorded, number: int) -> ShardDoor:
+        """The shard as it was when the run began, or went on."""
+        model, optimizer = self._replica()
+        spans = self.spans[number]
+        service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
+        weights = part(flat_of(model, optimizer), spans).clone()
+        native = self.facts.native and can_be_native(self.dtype)
+        shard = Shard(number, parameters_of(model, optimizer), spans, weights, service, native=native)
+        if recorded.start is not None:
+            assert self.facts.snapshot is not None
+            saved = read(recorded.start, self.facts.snapshot, number)
+            shard.load(saved.state, saved.tensors)
+        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING)
+        node.receive(0.0, self.coordinator_rank, View(1, tuple(self.chains), ()))
+        return ShardDoor(node, self.play)
+
+    # ------------------------------------------------------------------ lives
+
+    async def _program(self, port: Port) -> None:
+        machine = port.rank - self.chains[0][0]
+        if machine >= 0:
+            await serve(port, self.gates[machine])
+        for life, rank in self.rank_of.items():
+            if rank == port.rank:
+                await self._live(port, life)
+
+    async def _live(self, port: Port, life: Life) -> None:
+        """One life, from when its first message was due to when its last one had come."""
+        await port.take(None)
+        worker, incarnation = life
+        model, optimizer = self._replica()
+        client = Client(
+            worker,
+            incarnation,
+            self.spans,
+            self.chains,
+            self.coordinator_rank,
+            _TIMING,
+            dtype=self.dtype,
+        )
+        course = ServedCourse(
+            job=self.job,
+            strategy=self.strategy,
+            model=model,
+            optimizer=optimizer,
+            data=self.data,
+            batches=self.batches,
+            compute_gradients=_noting(gradients_of(model, self.job, 0.0), self.losses[life]),
+            seed=self.options.seed,
+            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
+        )
+        others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
+        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # nobody talks to them
+        try:
+            attendance = await _until_cue(through(client, port, work(group, course, client)))
+        except Exception as error:  # the run had it too, or something differs: the gates tell
+            self.errors[written(life)] = f"{type(error).__name__}: {error}"
+            return
+        if attendance is not None:
+            self.finals[written(life)] = parameters_sha256(model.parameters())
+
+    def _replica(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(self.options.seed)
+        model = self.job.model()
+        return model, self.job.optimizer(model.parameters(), self.options.lr or self.job.lr)
+
+
+def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
+    """The run's options, as far as they matter; `data` may lie elsewhere now."""
+    given = dict(facts.options)
+    return RunOptions(**{**given, "data": data or given.get("data")})
+
+
+def written(life: Life) -> str:
+    """A life as it stands in files: "0.1"."""
+    return f"{life[0]}.{life[1]}"
+
+
+def _noting(compute: ComputeGradients, losses: list[float]) -> ComputeGradients:
+    """`compute`, with each loss noted."""
+
+    async def noting(port: Port, batch: Any) -> torch.Tensor:
+        loss = await compute(port, batch)
+        losses.append(float(loss))
+        return loss
+
+    return noting
+
+
+async def _until_cue(program: Program[Attendance]) -> Attendance | None:
+    """What `program` returns; None if it is told that nothing more of it is in the records."""
+    value: Any = None
+    error: Exception | None = None
+    try:
+        while True:
+            op = program.send(value) if error is None else program.throw(error)
+            value, error = None, None
+            try:
+                value = await op
+            except Exception as raised:  # at the program's await
+                error = raised
+            if isinstance(op, Take) and value is not None and isinstance(value[1], View):
+                program.close()
+                return None
+    except StopIteration as stop:
+        attendance: Attendance = stop.value
+        return attendance

@@ -1,0 +1,63 @@
+"""FlexRR: synchronous or bounded-staleness SGD in which workers that fall behind hand work to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polytempo.core import Strategy, spelled
+from polytempo.flexrr.reassignment import Reassignment
+from polytempo.server.covered import covered
+from polytempo.server.rate import rate_of
+from polytempo.server.service import served, service
+
+
+def flexrr(
+    helpers: int = 4,
+    behind: float = 0.2,
+    first_offer: float = 0.025,
+    later_offers: float = 0.05,
+    grain: float = 0.0125,
+    bound: int = 0,
+    shards: int = 1,
+    replicas: int = 0,
+) -> Strategy:
+    """Workers tell `helpers` others how far they are; who is well behind one gives it slices from its batch's end.
+
+    A worker that is more than `behind` of its batch behind a helper offers it `first_offer` of the batch, and each time
+    that this is begun `later_offers` more. A slice, what a worker does between two looks at its mail, is `grain` of a
+    batch, at least one sample. A helper's gradient counts as the helped worker's, so with `bound` = 0 the mean over
+    the step's samples is that of synchronous SGD, to rounding, whoever did what:
+
+        θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ      mᵢ = the samples behind gradient gᵢ
+
+    With `bound` > 0 workers may be so many steps apart, and every push is an update, as in `ssp`.
+
+    Cost: as `async_sgd`; each slice that is helped with is a push of its own. Batches are computed slice by slice, so
+    make slices of several samples: larger batches, or a larger `grain`. One of 8 workers at half speed lengthens a
+    step to 1.11 at best with 4 helpers, where others wait until 2.0.
+
+    Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML", SoCC 2016 (rapid
+    reassignment: 20 %, 2.5 %, 5 %). Deviations: see `flexrr.protocol`; there a server adds up a clock's updates as they
+    come, here a synchronous step is the mean over its samples.
+    """
+    parts = replace(
+        Reassignment(), helpers=helpers, behind=behind, first_offer=first_offer, later_offers=later_offers, grain=grain
+    )
+    rule = covered(parts.slices, bound)
+    served_by = service(
+        rule, shards=shards, replicas=replicas, deals="evenly", waits=True, rate=rate_of(None) if bound else None
+    )
+    return served(
+        spelled(
+            "flexrr",
+            helpers=helpers,
+            behind=behind,
+            first_offer=first_offer,
+            later_offers=later_offers,
+            grain=grain,
+            bound=bound,
+            shards=shards,
+            replicas=replicas,
+        ),
+        replace(served_by, reassigns=replace(parts, slack=bound)),
+    )

@@ -1,0 +1,242 @@
+"""A run with a parameter server goes on whoever is killed or stopped; what it cannot survive ends it, and says so.
+
+`benchmarks/parameter_server/harm.py` has the runs, whose weights say how often each ticket was used, and the launcher
+that does harm; `faults.py` beside it does a hundred times as much of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import polytempo as pt
+from polytempo.engines.crew import WorkerDied
+from polytempo.engines.served_run import ServedRun
+from polytempo.engines.troupe import Troupe
+from polytempo.server.coordinator import ShardLost
+from polytempo.server.message import Deal, Outbox
+
+pytestmark = pytest.mark.process
+
+SEED = random.SystemRandom().randrange(1_000_000)
+QUICK = {"beat_s": 0.1, "lost_s": 0.8, "worker_lost_s": 0.8}
+"""Instead of seconds: how soon a process that is silent is given up."""
+
+
+def _loaded() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / "parameter_server" / "harm.py"
+    spec = importlib.util.spec_from_file_location("harm", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harm = _loaded()
+Fault, Watching = harm.Fault, harm.Watching
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where private folders come into being in this test: afterwards, none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def faulty(*faults: Any, kind: type = Watching) -> Callable[[ServedRun, Troupe], Any]:
+    """A launcher that does this harm."""
+    return lambda run, troupe: kind(run, troupe, faults, SEED)
+
+
+class Striking(Watching):  # type: ignore[misc, valid-type]
+    """Kills the worker that is given a certain deal, at once."""
+
+    def __init__(self, run: ServedRun, troupe: Troupe, is_it: Callable[[Any, Deal], bool]) -> None:
+        super().__init__(run, troupe, (), SEED)
+        self._is_it = is_it
+
+    def _noted(self, out: Outbox) -> Outbox:
+        super()._noted(out)
+        for _, message in out:
+            if isinstance(message, Deal) and not self.recoveries and self._is_it(self, message):
+                self.strike(Fault(0, "worker", message.worker))
+        return out
+
+
+# --- what a run survives
+
+
+def test_every_process_may_be_killed_once_and_each_ticket_still_counts_once() -> None:
+    print(f"seed {SEED}")
+    plan = random.Random(SEED)
+    victims = [("worker", worker) for worker in range(4)]
+    victims += [(copy, shard) for copy in ("head", "tail") for shard in range(2)]
+    plan.shuffle(victims)
+    points = sorted(plan.randrange(400) for _ in victims)
+    story = harm.told(faulty(*(Fault(p, *v) for p, v in zip(points, victims, strict=True))), harm.counting(500))
+    assert story.wrong == []
+    assert [recovery.fault[1:3] for recovery in story.launcher.recoveries] == victims
+
+
+def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
+    faults = Fault(40, "head", 0, signal.SIGSTOP), Fault(80, "worker", 2, signal.SIGSTOP)
+    story = harm.told(faulty(*faults), harm.counting(200), timing=QUICK)
+    assert story.wrong == []
+    assert len(story.launcher.recoveries) == 2
+
+
+DEALS: dict[str, Callable[[Any, Deal], bool]] = {
+    "the first ticket": lambda launcher, deal: 0 in (ticket.number for ticket in deal.tickets),
+    "the last ticket": lambda launcher, deal: 89 in (ticket.number for ticket in deal.tickets),
+    "an evaluation": lambda launcher, deal: deal.order == "evaluate",
+    "the order to finish": lambda launcher, deal: deal.order == "finish",
+}
+
+
+@pytest.mark.parametrize("what", DEALS)
+def test_a_worker_may_be_killed_with(what: str) -> None:
+    job = harm.counting(30, tested=True)
+    story = harm.told(lambda run, troupe: Striking(run, troupe, DEALS[what]), job, epochs=3)
+    assert story.wrong == []
+    assert len(story.launcher.recoveries) == 1
+    assert story.result.loss == -2 * 3
+
+
+class Impatient(Watching):  # type: ignore[misc, valid-type]
+    """Kills a worker and both tails before anything was said, and stops another worker."""
+
+    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
+        super().__init__(run, troupe, (), SEED)
+        for fault in (
+            Fault(0, "worker", 1),
+            Fault(0, "worker", 3, signal.SIGSTOP),
+            Fault(0, "tail", 0),
+            Fault(0, "head", 1),
+        ):
+            self.strike(fault)
+
+
+def test_processes_may_die_and_stand_still_before_they_have_said_a_word() -> None:
+    story = harm.told(Impatient, harm.counting(60), timing=QUICK | {"starting_s": 1.0})
+    assert story.wrong == []
+    assert {role.incarnation for role, _ in story.launcher.troupe.ended if role.node in (1, 3)} == {1, 2}
+
+
+class Unwelcoming(Watching):  # type: ignore[misc, valid-type]
+    """Kills the first two processes that are started to hold another copy: one at once, one that waits for its state."""
+
+    def _copy(self, shard: int) -> None:
+        super()._copy(shard)
+        if self._restarts == 2:
+            self.troupe.kill(self._next_node - 1)
+
+    def _hear(self, event: tuple[str, int]) -> None:
+        super()._hear(event)
+        if event == ("copied", 0) and self._restarts == 3:
+            self.troupe.kill(self._next_node - 1)
+
+
+def test_a_new_copy_may_die_before_it_has_its_state() -> None:
+    story = harm.told(faulty(Fault(40, "tail", 0), kind=Unwelcoming), harm.counting(300))
+    assert story.wrong == []
+    assert story.launcher._restarts == 4 - 1
+
+
+# --- what ends a run
+
+
+def ended(error: type[BaseException], launch: Callable[[ServedRun, Troupe], Any], job: pt.Job, **more: Any) -> Any:
+    """The error with which the run ends; nothing of it may be left."""
+    launchers = []
+
+    def launched(run: ServedRun, troupe: Troupe) -> Any:
+        launchers.append(launch(run, troupe))
+        return launchers[0]
+
+    with pytest.raises(error) as raised:
+        harm.performed(launched, job, **more)
+    assert harm.left_behind(Path(tempfile.gettempdir()), launchers[0].processes) == []
+    return raised.value
+
+
+class Thorough(Watching):  # type: ignore[misc, valid-type]
+    """Kills all copies of a shard."""
+
+    def strike(self, fault: Any) -> None:
+        for node in self.run.coordinator.chains[fault.which]:
+            self.troupe.kill(node)
+
+
+def test_a_shard_whose_copies_all_die_ends_the_run() -> None:
+    error = ended(ShardLost, faulty(Fault(20, "", 1), kind=Thorough), harm.counting(400))
+    assert str(error) == "shard 1 is lost with every copy of it; resume from the last snapshot"
+
+
+class Cruel(Watching):  # type: ignore[misc, valid-type]
+    """Kills the only copy that has the state when the next one has just joined it."""
+
+    def _hear(self, event: tuple[str, int]) -> None:
+        super()._hear(event)
+        if event == ("copied", 0):
+            self.troupe.kill(self.run.coordinator.chains[0][0])
+
+
+def test_a_copy_that_never_got_the_state_cannot_replace_the_one_that_had_it() -> None:
+    ended(ShardLost, faulty(Fault(20, "head", 0), kind=Cruel), harm.counting(400))
+
+
+def test_an_error_in_a_worker_ends_the_run_and_is_shown() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if os.environ["POLYTEMPO_RANK"] == "2":
+            raise ArithmeticError("the loss is not a number")
+        return output.sum()
+
+    error = ended(WorkerDied, faulty(), harm.counting(400, loss))
+    assert str(error).startswith("worker-2 raised ArithmeticError (exit code 1); the run has ended. The last lines of")
+    assert (error.rank, error.last_lines[-1]) == (2, "ArithmeticError: the loss is not a number")
+
+
+def test_workers_are_not_started_again_for_ever() -> None:
+    faults = [Fault(20, "worker", 1), Fault(40, "worker", 1), Fault(60, "worker", 1)]
+    error = ended(pt.PolytempoError, faulty(*faults), harm.counting(800), restarts=2)
+    assert str(error) == (
+        "worker-1.3 was killed by SIGKILL, and 2 processes have been started again already; give more restarts if "
+        "that is to be expected"
+    )
+
+
+class Interrupted(Watching):  # type: ignore[misc, valid-type]
+    """The launcher, when somebody presses Ctrl-C."""
+
+    def strike(self, fault: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_all_processes() -> None:
+    ended(KeyboardInterrupt, faulty(Fault(50, "", 0), kind=Interrupted), harm.counting(400))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_outlives_a_launcher_that_is_killed() -> None:
+    _, left = harm.orphaned(signal.SIGKILL, 50, 400)
+    assert left == []
+
+
+def test_every_life_has_its_log(tmp_path: Path) -> None:
+    faults = Fault(20, "worker", 1), Fault(40, "head", 0)
+    assert harm.told(faulty(*faults), harm.counting(200), out=tmp_path).wrong == []
+    logs = sorted(path.stem for path in (tmp_path / "logs").iterdir())
+    copies = ["shard-0-node-4", "shard-0-node-5", "shard-0-node-9", "shard-1-node-6", "shard-1-node-7"]
+    assert logs == [*copies, "worker-0", "worker-1", "worker-1.2", "worker-2", "worker-3"]

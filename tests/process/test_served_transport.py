@@ -1,0 +1,95 @@
+"""The two ways between the processes of a parameter server: shared memory, and TCP encrypted with the run's keys."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import polytempo as pt
+from polytempo.engines.mail import PostOffice
+from polytempo.jobs import find
+from polytempo.server.message import Beat
+from polytempo.wire.shared import Arenas
+
+pytestmark = pytest.mark.process
+
+
+def left_behind() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("polytempo-*")}
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_run_learns_and_leaves_nothing(transport: str, tmp_path: Path) -> None:
+    before = left_behind()
+    result = pt.run(
+        find("digits"),
+        pt.strategies.async_sgd(shards=2, replicas=1),
+        workers=2,
+        epochs=3,
+        lr=0.02,
+        transport=transport,
+        out=tmp_path / "run",
+    )
+    assert result.accuracy is not None
+    assert result.accuracy > 0.8
+    assert result.server is not None
+    assert result.server["updates"] == 135
+    assert left_behind() == before
+    text = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"server_secret" not in text
+    assert not list((tmp_path / "run").rglob("keys"))
+
+
+def post_office(home: Path, transport: str) -> PostOffice:
+    home.mkdir(mode=0o700)
+    office = PostOffice(home, transport, Arenas(2, 1 << 20), 1 << 20)  # type: ignore[arg-type]
+    office.open()
+    return office
+
+
+def test_keys_are_in_a_file_of_their_owner_and_nowhere_else(tmp_path: Path) -> None:
+    post_office(tmp_path / "home", "tcp")
+    assert [(path.name, path.stat().st_mode & 0o777) for path in (tmp_path / "home").iterdir() if path.is_file()] == [
+        ("keys", 0o600)
+    ]
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Path) -> None:
+    office = post_office(tmp_path / "h", transport)
+    first, second = office.mailbox(0), office.mailbox(1)
+    try:
+        assert first.post(1, Beat(0, 1, 7))
+        taken = second.take(10.0)
+        assert taken is not None
+        assert taken[0] == 0
+        assert taken[1].epoch == 7
+        second.close()
+        second = office.mailbox(1)
+        seen = None
+        for _ in range(100):  # what was on its way to the former life may be lost
+            first.post(1, Beat(0, 1, 8))
+            seen = second.take(0.1)
+            if seen is not None:
+                break
+        assert seen is not None
+        assert seen[1].epoch == 8
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_node_that_is_not_there_yet_loses_its_mail(tmp_path: Path) -> None:
+    office = post_office(tmp_path / "h", "tcp")
+    mail = office.mailbox(0)
+    try:
+        assert not mail.post(5, Beat(0, 1, 1))
+    finally:
+        mail.close()
+
+
+def test_an_unknown_transport_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="transport must be one of shared, tcp, got 'udp'"):
+        PostOffice(tmp_path, "udp", Arenas(1, 1 << 20), 1)  # type: ignore[arg-type]
