@@ -31,7 +31,7 @@ STRATEGIES = [
     pt.strategies.async_sgd(shards=SHARDS, rate=1.0),
     pt.strategies.dc_asgd(shards=SHARDS),
     pt.strategies.staleness_aware(shards=SHARDS),
-    pt.strategies.downpour(shards=SHARDS),
+    pt.strategies.downpour(shards=SHARDS, lr=0.03),
     pt.strategies.easgd(shards=SHARDS),
 ]
 """The first is what the others are compared with."""

@@ -61,7 +61,7 @@ def counting(tickets: int, loss: Callable[[Tensor, Tensor], Tensor] | None = Non
     return pt.Job(
         model=partial(Counts, tickets),
         data=lambda folder: pt.Data(samples, samples if tested else None),
-        loss=loss or (lambda output, target: output.sum()),
+        loss=loss or (lambda output, target: output.mean()),
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=1.0),
         batch_size=1,
         name="counting",

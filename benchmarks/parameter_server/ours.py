@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from crew import Attend, Crew, Seat
 from torch import Tensor
 
-from crew import Attend, Crew, Seat
 from polytempo.core import Port, Program, Strategy
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.client import Client
@@ -71,8 +71,6 @@ class Mail:
             if time.monotonic() > until_s:
                 raise TimeoutError(f"node {node} has not come")
             time.sleep(0.01)
-
-
 
 
 def shard_of(numel: int, service: Service, empty: Callable[[int, torch.dtype], Tensor] | None = None) -> Shard:

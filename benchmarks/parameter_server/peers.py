@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from crew import Attend, Crew, Seat, Unavailable
 from torch import Tensor
 from torch.distributed import rpc
 
-from crew import Attend, Crew, Seat, Unavailable
 from polytempo.wire.shared import Arenas
 
 try:

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import polytempo as pt
 from crew import Crew, Unavailable, rounds_of
 from ours import SGD, Served, node_of, push_and_pull, shard_of
 from peers import PEERS
+from torch import Tensor
+
+import polytempo as pt
 from polytempo.bench.tables import markdown
 from polytempo.bench.turns import Figure, figure, ratio
 from polytempo.core import Port
@@ -37,7 +37,7 @@ SMALL, MANY = 16, 1000
 """`messages`: parameters and workers."""
 
 
-def _close_all(stack: ExitStack, makes: Sequence[Callable[[], Crew]]) -> list[Crew]:
+def _started(stack: ExitStack, makes: Sequence[Callable[[], Crew]]) -> list[Crew]:
     crews = []
     for make in makes:
         try:
@@ -62,13 +62,13 @@ def push_pull(rounds: int, turn_s: float) -> None:
     with ExitStack() as stack:
         makes = [_served("ours", "shared memory", 2, NUMEL)]
         makes += [lambda peer=peer: peer(NUMEL, 2) for peer in PEERS.values()]  # type: ignore[misc]
-        figures = rounds_of(_close_all(stack, makes), rounds, turn_s)
+        figures = rounds_of(_started(stack, makes), rounds, turn_s)
     ours = figures["ours"]
     rows = [
         (name, f"{1e3 * found.median:.1f} ms", *_both(found, ours), *_both(found, figures["limit"]))
         for name, found in figures.items()
     ]
-    columns = ("push and pull of 25 million f32, 2 workers", "time", "of ours", "quartiles", "of the limit", "quartiles")
+    columns = ("25 million f32, 2 workers", "push and pull", "of ours", "quartiles", "of the limit", "quartiles")
     print(markdown((columns, list(rows))))
 
 
@@ -76,8 +76,10 @@ def wire(rounds: int, turn_s: float) -> None:
     """(b) The same over TCP on loopback: payload bytes per second, pushed and pulled, of all workers together."""
     with ExitStack() as stack:
         kinds = [(kind, workers) for kind in ("tcp", "tcp, CURVE") for workers in (1, 2)]
-        makes = [_served(f"{kind}, {workers} workers", kind, workers, NUMEL) for kind, workers in kinds]
-        figures = rounds_of(_close_all(stack, makes), rounds, turn_s)
+        makes = [
+            _served(f"{kind}, {workers} worker{'s' * (workers > 1)}", kind, workers, NUMEL) for kind, workers in kinds
+        ]
+        figures = rounds_of(_started(stack, makes), rounds, turn_s)
     rows = []
     for (_, workers), (name, found) in zip(kinds, figures.items(), strict=True):
         rate = [2e-9 * 4 * NUMEL * workers / seconds for seconds in found.rounds]
@@ -94,33 +96,68 @@ def _both(a: Figure, b: Figure) -> tuple[str, str]:
 
 
 class Course:
-    """Four workers whose steps take `STEP_S` each, asleep. One of them may be slow. `leads` is what they saw."""
+    """Four workers whose steps take `STEP_S` each, asleep; that of worker 3 `slowed` times as long."""
 
-    def __init__(self, name: str, strategy: pt.Strategy, slowed: int, steps: int) -> None:
-        self.workers, self._slowed, self._steps = 4, slowed, steps
-        self._shared = Arenas(1, 1 << 20).empty(0, 16, torch.float64)
-        self.begun, self.finished, self.leads = (self._shared[i * 4 : i * 4 + 4] for i in range(3))
-        self._served = Served(name, 1000, self.workers, "shared memory", strategy)
+    WORKERS, SLOW = 4, 3
+
+    def __init__(self, name: str, strategy: pt.Strategy, slowed: int) -> None:
+        self.name, self._slowed = name, slowed
+        shared = Arenas(1, 1 << 20).empty(0, 3 * self.WORKERS, torch.float64)
+        self._finished, self._leads, self._rates = shared.split(self.WORKERS)
+        self._served = Served(name, 1000, self.WORKERS, "shared memory", strategy)
 
     def crew(self) -> Crew:
         """The processes."""
         return self._served.crew(self._turn)
 
-    async def _turn(self, port: Port, worker: int, gradient: Tensor, parameters: Tensor, calls: int) -> None:
-        """Until the fast ones have made `calls` times `steps` steps; a slow worker makes as many as it can."""
-        step_s = STEP_S * (self._slowed if worker == 3 else 1)
-        begin_s = time.monotonic()
-        while self._left(worker, calls, begin_s):
-            clock = int(self.finished[worker])
-            parameters.copy_(await port.pull(clock))
-            lead = clock - int(self.finished.min())
-            self.leads[worker] = max(self.leads[worker], lead)
-            time.sleep(step_s)
-            self.finished[worker] = clock + 1  # before anybody can know of it
-            await port.push(gradient, clock + 1)
+    @property
+    def rate(self) -> float:
+        """Steps per second of the three others, together, in the last turn."""
+        return float(self._rates[: self.SLOW].sum())
 
-    def _left(self, worker: int, calls: int, begin_s: float) -> bool:
-        raise NotImplementedError
+    @property
+    def lead(self) -> int:
+        """How many steps a worker that had read was ahead of the slowest, at most."""
+        return int(self._leads.max())
+
+    async def _turn(self, port: Port, worker: int, gradient: Tensor, calls: int) -> None:
+        """`calls` steps; a slow worker's turn is over when the others' are."""
+        first, begun = int(self._finished[worker]), time.perf_counter()
+        last = self._finished[: self.SLOW] + calls
+        is_slow = worker == self.SLOW and self._slowed > 1
+        while bool((self._finished[: self.SLOW] < last).any()) if is_slow else self._finished[worker] < first + calls:
+            clock = int(self._finished[worker])
+            await port.pull(clock)
+            self._leads[worker] = max(float(self._leads[worker]), clock - float(self._finished.min()))
+            time.sleep(STEP_S * (self._slowed if is_slow else 1))
+            self._finished[worker] = clock + 1  # before anybody can know of it
+            await port.push(gradient, clock + 1)
+        self._rates[worker] = calls / (time.perf_counter() - begun)
+
+
+def straggler(rounds: int, turn_s: float) -> None:
+    """(c) Four workers, one of them slowed: what the others do meanwhile, and how far they get ahead."""
+    all_well = Course("async_sgd, all well", pt.strategies.async_sgd(), 1)
+    free = Course("async_sgd, one slowed", pt.strategies.async_sgd(), SLOWED)
+    bound = Course(f"ssp(bound={BOUND}), one slowed", pt.strategies.ssp(BOUND), SLOWED)
+    courses = (all_well, free, bound)
+    rates: dict[str, list[float]] = {course.name: [] for course in courses}
+    steps = max(10, round(turn_s / STEP_S))
+    with ExitStack() as stack:
+        crews = _started(stack, [course.crew for course in courses])
+        for number in range(rounds):
+            order = list(zip(courses, crews, strict=True))
+            for course, crew in (*order[number % 3 :], *order[: number % 3]):
+                crew.turn(max(10, steps // SLOWED) if course is bound else steps)
+                rates[course.name].append(course.rate)
+        leads = [str(course.lead) for course in courses]
+    figures = {name: figure(found) for name, found in rates.items()}
+    rows = [
+        (name, f"{found.median:.0f}", *_both(found, figures[all_well.name]), lead)
+        for (name, found), lead in zip(figures.items(), leads, strict=True)
+    ]
+    columns = ("4 workers", "steps/s of three", "of all well", "quartiles", "most steps ahead of the slowest")
+    print(markdown((columns, list(rows))))
 
 
 # ------------------------------------------------------------------------------------------------- small messages
@@ -164,7 +201,7 @@ def _per_second(pulls: bool, turn_s: float) -> float:
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {part.__name__: part for part in (push_pull, wire, messages)}
+    parts = {part.__name__: part for part in (push_pull, wire, straggler, messages)}
     parser.add_argument("--quick", action="store_true", help="a rough look")
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     arguments = parser.parse_args()

@@ -33,6 +33,8 @@ class Row(NamedTuple):
     """The steps (from 1) after which all ranks hold equal parameters; None: never promised."""
     pushes_every: int = 1
     """With a parameter server: a worker pushes every so many steps."""
+    exact: bool = True
+    """What is said of `alone` holds to the bit, else to rounding."""
     drops: bool = False
     """Some gradients are not used."""
 
@@ -91,6 +93,12 @@ SERVED = [
     Row("staleness_aware", s.staleness_aware),
 ]
 """Those with a parameter server, which the harness of the others does not start."""
+
+HELPED = [
+    Row("flexrr", lambda: s.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), joined=True),
+    Row("flexrr", lambda: s.flexrr(shards=2), joined=True, exact=False),
+]
+"""Those whose workers do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
 
 
 def label(row: Row) -> str:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from laws.catalogue import ROUTES, ROWS, SERVED, Row, label
+from laws.catalogue import HELPED, ROUTES, ROWS, SERVED, Row, label
 from laws.definitions import delayed, diloco
 from laws.harness import HOST, Rank, Setting, plain_torch, run
 from polytempo import strategies
@@ -22,9 +22,9 @@ every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route._
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {row.name for row in [*ROWS, *SERVED]} == set(strategies.__all__)
+    assert {row.name for row in [*ROWS, *SERVED, *HELPED]} == set(strategies.__all__)
     assert {row.make().server is None for row in ROWS} == {True}
-    assert {row.make().server is None for row in SERVED} == {False}
+    assert {row.make().server is None for row in [*SERVED, *HELPED]} == {False}
 
 
 @every_row

@@ -33,6 +33,7 @@ RULES = [
     within(2),
     elastic(0.3),
     covered(2),
+    covered(2, bound=1),
 ]
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule.name))

@@ -30,6 +30,7 @@ from polytempo.server.message import COORDINATOR, Members, Message, Pull, Pulled
 from polytempo.server.modify import clip, compensate
 from polytempo.server.node import Node
 from polytempo.server.pieces import Piece, Split, split
+from polytempo.server.record import Pushing, entry_of
 from polytempo.server.shard import Shard
 from polytempo.server.tables import summed
 from polytempo.server.touched import TableRows
@@ -395,6 +396,13 @@ def test_touched_rows_cost_what_they_are() -> None:
 def test_a_node_charges_for_rows() -> None:
     node = Node(1, shard(), 9)
     assert node.flops(push(0, 1, words(1, 2))) == 4.0 * (10 + 8)
+
+
+def test_a_record_has_a_check_of_rows() -> None:
+    one, other = (entry_of(push(0, 1, words(1, value=value))) for value in (1.0, 1.0 + 1e-6))
+    assert isinstance(one, Pushing)
+    assert isinstance(other, Pushing)
+    assert one.check != other.check
 
 
 def test_rows_pass_the_wire() -> None:

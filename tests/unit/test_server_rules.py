@@ -320,44 +320,65 @@ def test_elastic_mixes() -> None:
     )
 
 
+CLOSING = 4
+"""Of batches in four slices: the numbers of batch b are 5 b … 5 b + 4."""
+
+
+def part(worker: int, *tickets: int, samples: int, clock: int = 1) -> Arrival:
+    return Arrival("push", worker, clock, 0, samples, tickets)
+
+
 def test_covered_counts_samples_whoever_computed_them() -> None:
-    """Worker 1 is slow and does 2 of its 8 samples; worker 0 does its own 8, then 6 of worker 1's."""
+    """Worker 1 is slow and does 2 of its 8 samples; worker 0 does two slices of it, then closes its own batch."""
     holds(
-        covered(16),
+        covered(4),
         2,
         [
-            (push(0, 1, samples=8), []),
+            (part(0, 5 + 3, samples=2), [Add(0, 2.0), Answer(0)]),
+            (part(0, 5 + 2, samples=4), [Add(0, 4.0), Answer(0)]),
+            (part(0, 0, 1, 2, 3, CLOSING, samples=8), []),
             (pull(0, 1), []),
-            (push(1, 1, samples=2), []),
-            (push(0, 1, samples=6), [Add(0, 8.0), Add(0, 6.0), Add(1, 2.0), Update(16.0), Answer(0), Answer(1)]),
-            (push(1, 2, 1, samples=16), [Add(1, 16.0), Update(16.0), Answer(1)]),
+            (part(1, 5, 5 + CLOSING, samples=2), [Add(0, 8.0), Add(1, 2.0), Update(16.0), Answer(0), Answer(1)]),
+            (pull(1, 1), answers(1)),
+            (push(1, 2, 1, samples=16), []),
+            (push(0, 2, 1, samples=8), [Add(0, 8.0), Add(1, 16.0), Update(24.0), Answer(0), Answer(1)]),
         ],
     )
 
 
-def test_covered_keeps_a_later_clock_for_the_next_step() -> None:
+def test_covered_parts_outlive_their_worker_and_count_in_the_step_under_way() -> None:
     holds(
         covered(4),
-        2,
+        3,
         [
-            (push(0, 1, samples=2), []),
-            (push(0, 2, samples=2), []),
-            (push(1, 1, samples=2), [Add(0, 2.0), Add(1, 2.0), Update(4.0), Answer(0), Answer(1)]),
-            (push(1, 2, samples=2), [Add(0, 2.0), Add(1, 2.0), Update(4.0), Answer(0), Answer(1)]),
+            (part(2, 0, samples=3), [Add(2, 3.0), Answer(2)]),
+            (part(0, 1, 2, 3, CLOSING, samples=1), []),
+            (left(2), []),
+            (part(1, 5, 6, 7, 8, 5 + CLOSING, samples=4), [Add(0), Add(1, 4.0), Update(8.0), Answer(0), Answer(1)]),
         ],
     )
 
 
-def test_covered_who_joins_may_push_what_one_who_left_did_not() -> None:
+def test_covered_makes_no_update_of_what_was_there_before() -> None:
+    """Both do batches of lost workers over again, and the shards had every slice."""
+    had = Arrival("had", 0, 1, 0, 8, (0,))
+    zero = [Add(0, 0.0), Add(1, 0.0), Answer(0), Answer(1)]
+    holds(covered(4), 2, [(had, []), (part(0, CLOSING, samples=0), []), (part(1, 5 + CLOSING, samples=0), zero)])
+
+
+def test_covered_with_a_bound_is_within_for_what_closes() -> None:
     holds(
-        covered(4),
+        covered(4, bound=1),
         2,
         [
-            (push(0, 1, samples=2), []),
-            (left(1), []),
-            (joined(2), []),
-            (pull(2), answers(2)),
-            (push(2, 9, samples=2), [Add(0, 2.0), Add(2, 2.0), Update(4.0), Answer(0), Answer(2)]),
+            (pull(0), answers(0)),
+            (part(0, 5 + 3, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (part(0, 0, CLOSING, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (pull(0, 1), answers(0)),
+            (part(0, 10, 10 + CLOSING, samples=2, clock=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (pull(0, 2), []),
+            (part(1, 5 + 2, samples=2), [Add(1, 1.0), Update(), Answer(1)]),
+            (part(1, 5, 5 + CLOSING, samples=2), [Add(1, 1.0), Update(), Answer(1), Answer(0)]),
         ],
     )
 
@@ -402,7 +423,7 @@ def test_compensate_adds_the_square_of_the_gradient_times_the_way_of_the_weights
         (lambda: first(0), "n >= 1 gradients, got 0"),
         (lambda: within(-1), "bound >= 0 steps, got -1"),
         (lambda: elastic(1.0), "0 < alpha < 1, got 1.0"),
-        (lambda: covered(0), "samples >= 1 a step, got 0"),
+        (lambda: covered(0), "slices >= 1 and bound >= 0, got slices=0 and bound=0"),
         (lambda: power(-1), "p >= 0, got -1"),
         (lambda: exponential(-1), "rate >= 0, got -1"),
         (lambda: cutoff(-1), "limit >= 0 updates, got -1"),

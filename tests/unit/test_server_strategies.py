@@ -44,6 +44,12 @@ ROWS = [
         optimizer=UpdateRule("sgd"),
         steps_locally=True,
     ),
+    Row(
+        "flexrr(helpers=4, behind=0.2, first_offer=0.025, later_offers=0.05, grain=0.0125, bound=0, shards=1, "
+        "replicas=0)",
+        "covered(slices=80, bound=0)",
+        deals="evenly",
+    ),
     Row("backup_workers(backups=1, shards=1, replicas=0)", "all_but(backups=1)", deals="freely"),
     Row(
         "dc_asgd(strength=0.04, shards=1, replicas=0, rate=None)",
@@ -90,6 +96,7 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
         "staleness_aware(n=4)",
         "easgd(period=10, alpha=0.1)",
         "backup_workers(backups=2, replicas=2)",
+        "flexrr(helpers=2, grain=0.025, bound=3)",
         "dc_asgd(strength=2.0)",
     ],
 )
@@ -162,6 +169,9 @@ def _rule(strategy: Strategy) -> str:
         ("softsync(scale=linear)", "scale must be one of constant, inverse, got 'linear'"),
         ("staleness_aware(n=0)", "n >= 1, got 0"),
         ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
+        ("flexrr(bound=-1)", "slices >= 1 and bound >= 0, got slices=80 and bound=-1"),
+        ("flexrr(first_offer=0.01)", "needs grain <= first_offer <= later_offers"),
+        ("flexrr(behind=0)", r"parts must be in \(0, 1\]"),
         ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
         ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),
         ("easgd(beta=0)", "0 < beta < 1, got 0"),

@@ -1,23 +1,22 @@
-"""FlexRR under a virtual clock: what reassignment gains, what it costs, and that every sample counts once."""
+"""FlexRR under a virtual clock: what reassignment gains, what it costs, and that every sample counts once.
+
+Training by it is in `test_flexrr_training`.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
-from torch import Tensor
 
 from polytempo.cluster import Cluster, Link, slow_host
 from polytempo.core import Port
-from polytempo.core.rule import Add, Arrival, Situation, Update
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice
 from polytempo.flexrr.step import Work, covered_step
-from polytempo.server.covered import covered
 from polytempo.worlds import VirtualWorld
 from virtual.flexrr_world import Delays, Scene, World
 
@@ -133,41 +132,3 @@ def test_the_peers_alone_execute_every_slice_once_while_nobody_loses_patience(de
         assert Counter(piece for piece, _ in world.executed.elements()) == Counter(world.shares), f"seed {seed}"
         reassigned += sum(alone for _, alone in world.executed)
     assert reassigned > 50
-
-
-# ------------------------------------------------------------------------------------------------- the same weights
-
-
-def test_the_weights_are_those_of_a_run_without_reassignment() -> None:
-    """BSP, averaged by samples: the rule `covered` over what was pushed by whom, against whole-batch steps."""
-    scene = Scene(ONE_SLOW, clocks=3, samples=40)
-    reassigned = World(scene, FLEXRR).run()
-    assert len(reassigned.applied) > len(World(scene, None).run().applied)
-    torch.testing.assert_close(trained(reassigned), trained(World(scene, None).run()), rtol=1e-12, atol=1e-12)
-
-
-def trained(world: World) -> Tensor:
-    """A linear model after the pushes of a run, by the server's own rule."""
-    random = torch.Generator().manual_seed(3)
-    size, samples = len(world.scene.speeds), world.scene.samples
-    x = torch.randn(world.scene.clocks, size, samples, 4, dtype=torch.float64, generator=random)
-    y = torch.randn(world.scene.clocks, size, samples, dtype=torch.float64, generator=random)
-    theta, total = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    rule = covered(size * samples)
-    state, waiting, version = rule.init(), defaultdict[int, deque[Tensor]](deque), 0
-    for worker, pieces in world.applied:
-        clock, count = pieces[0].clock, sum(piece.samples for piece in pieces)
-        gradient = torch.zeros(4, dtype=torch.float64)
-        for piece in pieces:
-            rows, target = (part[clock, piece.helpee, piece.begin : piece.end] for part in (x, y))
-            gradient += (rows @ theta - target) @ rows / count
-        waiting[worker].append(gradient)
-        arrival = Arrival("push", worker, clock + 1, version, count)
-        state, actions = rule.receive(state, arrival, Situation(version, tuple(range(size))))
-        for action in actions:
-            if isinstance(action, Add):
-                total += action.factor * waiting[action.worker].popleft()
-            elif isinstance(action, Update):
-                theta, total, version = theta - 0.1 * total / action.divisor, torch.zeros_like(total), version + 1
-    assert version == world.scene.clocks
-    return theta

@@ -269,9 +269,6 @@ def test_what_a_shard_cannot_hold_or_apply_is_refused() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match=r"one vector, and this model has torch.float32 on cpu, torch.float64 on cpu"):
         parameters_of(mixed, SGD(mixed.parameters(), lr=0.1))
-    table = nn.Embedding(4, 2, sparse=True)
-    with pytest.raises(ValueError, match="weight has sparse gradients"):
-        parameters_of(table, SGD(table.parameters(), lr=0.1))
 
 
 def test_a_simulation_with_a_server_refuses_what_it_would_ignore() -> None:

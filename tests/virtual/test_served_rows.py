@@ -73,7 +73,7 @@ def job(
         data=lambda folder: data,
         loss=nn.functional.cross_entropy,
         optimizer=optimizer or sgd,
-        lr=0.2,
+        lr=0.5,
         batch_size=16,
         epochs=4,
         correct=most_likely,
@@ -150,21 +150,22 @@ def test_tables_by_rows_are_tables_as_a_whole_under_a_synchronous_schedule() -> 
 @pytest.mark.parametrize("every", [(3, 2), (2, 5)], ids=["pushes seldom", "pulls seldom"])
 def test_what_a_worker_changed_by_itself_goes_when_it_fetches(every: tuple[int, int], overlap: bool) -> None:
     """Local steps change rows that the server has not changed yet. A fetch brings none of them, but must undo them."""
-    strategy = strategies.downpour(*every, shards=2, optimizer="adagrad", lr=0.05, overlap=overlap)
+    strategy = strategies.downpour(*every, shards=2, optimizer="sgd", lr=0.3, overlap=overlap)
     by_rows, whole = trained(job(), strategy, steps=23), trained(job(dense), strategy, steps=23)
     torch.testing.assert_close(by_rows, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_that_is_dense_after_all_counts_by_its_rows() -> None:
-    """A table that is also used as a whole: here in a penalty on some of it."""
+    """A table of which a loss also uses some rows by themselves."""
 
-    class Penalized(Bag):
+    class Scaled(Bag):
         def forward(self, words: Tensor) -> Tensor:
             found: Tensor = super().forward(words)
-            return found + self.first.weight[:3].square().sum()
+            return found * self.first.weight[:3].square().mean()
 
-    expected = simulate(job(lambda: Penalized(sparse=False)), strategies.async_sgd(), 1, steps=6).parameters_sha256
-    assert simulate(job(Penalized), strategies.async_sgd(shards=2), 1, steps=6).parameters_sha256 == expected
+    strategy = strategies.async_sgd(shards=2)
+    whole = trained(job(lambda: Scaled(sparse=False)), strategy, steps=6)
+    torch.testing.assert_close(trained(job(Scaled), strategy, steps=6), whole, rtol=1e-5, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- it learns
@@ -176,8 +177,6 @@ def test_a_gradient_that_is_dense_after_all_counts_by_its_rows() -> None:
         strategies.async_sgd(shards=3),
         strategies.downpour(push_every=3, pull_every=2, lr=0.05, shards=2),
         strategies.softsync(n=1, shards=2),
-        strategies.ssp(bound=1),
-        strategies.backup_workers(backups=1),
     ],
     ids=str,
 )
@@ -207,6 +206,7 @@ def test_a_copy_that_takes_over_has_the_tables() -> None:
     made = job()
     cluster = replace(ethernet(), faults=(Crash(rank=1, at_s=2e-3),))  # ranks 1 and 2 hold shard 0
     result = simulate(made, strategies.async_sgd(replicas=1), 1, cluster, steps=20)
+    assert result.seconds > 2e-3
     assert result.parameters_sha256 == serial(made, 20)
 
 
@@ -225,6 +225,7 @@ def test_a_copy_that_takes_over_has_the_tables() -> None:
             strategies.easgd(),
             "easgd.* exchanges parameters, and of first.weight, which has sparse",
         ),
+        (sgd, strategies.flexrr(), "workers that help each other push slices' gradients as whole vectors"),
         (sgd, strategies.dc_asgd(), "compensate.* needs the weights that each gradient was computed on"),
     ],
 )

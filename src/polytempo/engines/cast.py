@@ -26,6 +26,8 @@ class Cast(NamedTuple):
     chains: tuple[tuple[int, ...], ...]
     """For each shard the nodes of its copies."""
     coordinator: int
+    spares: tuple[tuple[int, ...], ...] = ()
+    """The same for shards that come later."""
 
     @property
     def num_servers(self) -> int:
@@ -37,13 +39,13 @@ class Cast(NamedTuple):
         return next(shard for shard, chain in enumerate(self.chains) if node in chain)
 
 
-def cast_of(service: Service, workers: int) -> Cast:
-    """Numbers for everybody."""
-    copies = 1 + service.replicas
+def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
+    """Numbers for everybody; `added` shards come later."""
+    copies, shards = 1 + service.replicas, service.shards
     chains = tuple(
-        tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(service.shards)
+        tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(shards + added)
     )
-    return Cast(tuple(range(workers)), chains, workers + service.shards * copies)
+    return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
 
 
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, evaluates: bool) -> Dealer:

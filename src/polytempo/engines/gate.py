@@ -137,7 +137,8 @@ class Play:
     def add_square(self, entry: Pushing, push: Push) -> None:
         """Add one shard's part to the norm of a gradient."""
         key = (entry.worker, entry.incarnation), entry.clock, entry.tickets
-        self.squares[key] += float(torch.linalg.vector_norm(push.gradient, dtype=torch.float64)) ** 2
+        for part in (push.gradient, *(rows.values for rows in push.rows)):
+            self.squares[key] += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
 
     def has_pushed(self, entry: Pushing, version: int) -> None:
         """Shard 0 has taken a push in; stop if that is where to."""

@@ -33,6 +33,7 @@ from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.node import Node
+from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
 from polytempo.server.shard import Shard
 from polytempo.server.snapshot import read
@@ -99,7 +100,8 @@ class ServedRun:
         self.timing = Timing(deadline_s=options.timeout_s)
         self.most_lives = self.cast.coordinator + options.restarts + 1
         vectors = workers + _SPARE_BUFFERS
-        self.arenas = Arenas(self.most_lives, vectors * self.weights.nbytes + _SPARE_BYTES)
+        dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
+        self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
         self.mail = PostOffice(home, options.transport, self.arenas, 4 * self.weights.nbytes)
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None

@@ -22,15 +22,17 @@ from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import Shard as DataShard
 from polytempo.engines.cast import Cast, cast_of, dealer_of, dtype_of, reached, samples_behind, scheduled_steps
+from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.shown import reported, show_rows
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.layout import part, shard_map
-from polytempo.server.loop import Machine, serve
+from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
 from polytempo.server.node import Node
+from polytempo.server.reshape import Reshaper
 from polytempo.server.shard import Shard
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
@@ -84,7 +86,7 @@ class _Run:
         assert strategy.server is not None
         self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
         self.native = native
-        self.cast = cast_of(self.service, workers)
+        self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
         self.data = job.data(options.data)
         batch_size = options.batch_size or job.batch_size
         self.batches = Batches(
@@ -111,7 +113,17 @@ class _Run:
         self.courses = [self._course() for _ in self.cast.workers]
         self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
         self.coordinator = Coordinator(
-            self.cast.coordinator, self.cast.workers, self.cast.chains, self.dealer, self.timing, on_row=self._on_row
+            self.cast.coordinator,
+            self.cast.workers,
+            self.cast.chains,
+            self.dealer,
+            self.timing,
+            on_row=self._on_row,
+            on_event=lambda event: self.reshapes.hear(event),
+            reshaper=Reshaper(self.parameters, self.spans),
+        )
+        self.reshapes = Reshapes(
+            self.coordinator, options.reshape, self.cast.spares, lambda shard, nodes: None  # they are there already
         )
         self.nodes = self._nodes(model)
         self.tested: dict[str, Any] | None = None
@@ -123,8 +135,12 @@ class _Run:
         try:
             if port.rank in self.cast.workers:
                 return await self._work(port)
-            machine: Machine = self.nodes.get(port.rank) or _Launcher(self.coordinator, self.world, self.cast)
-            await serve(port, machine)
+            if port.rank in self.nodes:
+                await serve(port, self.nodes[port.rank])
+                return None
+            await serve(port, _Launcher(self.coordinator, self.world, self.cast, self.reshapes))
+            for node in self.nodes.values():  # also those that were never needed, or are not any more
+                node.finished = True
         except Exception:
             self.coordinator.finished = True
             for node in self.nodes.values():
@@ -168,9 +184,9 @@ class _Run:
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         view = View(1, self.cast.chains, ())
         nodes = {}
-        for number, chain in enumerate(self.cast.chains):
+        for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):
             for node in chain:
-                spans = self.spans[number]
+                spans = self.spans[number] if number < len(self.spans) else ()
                 shard = Shard(number, self.parameters, spans, part(flat, spans), service, native=self.native)
                 nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
                 nodes[node].receive(0.0, self.cast.coordinator, view)
@@ -241,8 +257,8 @@ class _Run:
 class _Launcher:
     """The coordinator with the eyes of the launcher that it lives in: whose process has ended is lost at once."""
 
-    def __init__(self, coordinator: Coordinator, world: VirtualWorld, cast: Cast) -> None:
-        self._coordinator, self._world, self._cast = coordinator, world, cast
+    def __init__(self, coordinator: Coordinator, world: VirtualWorld, cast: Cast, reshapes: Reshapes) -> None:
+        self._coordinator, self._world, self._cast, self._reshapes = coordinator, world, cast, reshapes
         self._noticed: set[int] = set()
 
     @property
@@ -257,11 +273,12 @@ class _Launcher:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator's answer."""
-        return self._losses(now_s) + self._coordinator.receive(now_s, source, message)
+        out = self._losses(now_s) + self._coordinator.receive(now_s, source, message)
+        return out + self._reshapes.look(now_s)
 
     def tick(self, now_s: float) -> Outbox:
         """What the coordinator does as time passes."""
-        return self._losses(now_s) + self._coordinator.tick(now_s)
+        return self._losses(now_s) + self._coordinator.tick(now_s) + self._reshapes.look(now_s)
 
     def wait_s(self, now_s: float) -> float:
         """As long as the coordinator waits, or until a death is known."""

@@ -172,6 +172,7 @@ class Stage:
             self.coordinator_rank,
             _TIMING,
             dtype=self.dtype,
+            parameters=parameters_of(model, optimizer),
         )
         course = ServedCourse(
             job=self.job,

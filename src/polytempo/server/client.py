@@ -80,7 +80,8 @@ class Client:
         self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
         self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
         self._pulled = self._empty(numel, dtype)
-        self._asked = [Requests(worker, incarnation, chain[0], self.timing) for chain in chains]
+        heads = [chain[0] if chain else coordinator for chain in chains]  # one without a copy is gone, and never asked
+        self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
         self.layout = 0
         """The layout (`View.layout`) that `shards` is of."""
         self._live: Sequence[int] = range(len(shards))

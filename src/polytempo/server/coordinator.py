@@ -428,10 +428,10 @@ class Coordinator:
         return out
 
     def _reshaped(self, now_s: float) -> Outbox:
-        drained = self.reshaper.end().drained
+        drained, gone = self.reshaper.end().drained, ()
         if drained >= 0:
-            self.chains[drained], self._known[drained] = (), maxsize
-        out = self._new_epoch(now_s)
+            gone, self.chains[drained], self._known[drained] = self.chains[drained], (), maxsize
+        out = self._new_epoch(now_s) + [(node, self.view) for node in gone]  # else they ask for it, with their next beat
         if not self.reshaper.busy:
             self.dealer.resume()
         self._on_event(("reshaped", self.reshaper.layout))

@@ -285,6 +285,8 @@ class Node:
                 self._log.clear()
                 self._held.clear()
             return []
+        if self.blank:
+            self._beat_at_s = now_s  # if it heads the chain without a state, the coordinator must know at once
         if self.is_head and before and before[0] != self.node:
             self._silent_until = self.index
         self._meet_successor(() if missed else before)

@@ -11,8 +11,8 @@ entries is all that a repetition needs: gradients and weights come out the same,
 the rule answered at once. So is a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call
 of its life. Nor does an early end, for it follows from a row of metrics, which comes again in a repetition.
 
-Lines are buffered and leave the process every so often; what has left survives the process. A torn last line (the
-process died while it wrote) is dropped when the record is read, and said.
+Each line leaves the process at once, or every so often if asked to; what has left survives the process. A torn last
+line (the process died while it wrote) is dropped when the record is read, and said.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pushing(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     tickets: tuple[int, ...]
     version: int
     check: int = 0
-    """`check_of` the gradient."""
+    """`check_of` the gradient, its rows included."""
 
 
 class Pulling(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
@@ -140,7 +140,7 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     who = (request.worker, request.incarnation, request.sequence)
     match request:
         case Push():
-            check = check_of(request.gradient)
+            check = check_of(request.gradient, *(rows.values for rows in request.rows))
             return Pushing(*who, request.clock, request.basis, request.samples, request.tickets, version, check)
         case Pull():
             return Pulling(*who, request.clock, request.basis, version)
@@ -157,10 +157,14 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     )
 
 
-def check_of(gradient: Tensor) -> int:
-    """A checksum of some 256 of a gradient's elements: rounding that differs somewhere differs nearly everywhere."""
-    flat = gradient.detach().view(-1)
-    return crc32(flat[:: flat.numel() // _CHECKED_ELEMENTS + 1].contiguous().view(torch.uint8).numpy().tobytes())
+def check_of(*gradients: Tensor) -> int:
+    """A checksum of some 256 elements of each: rounding that differs somewhere differs nearly everywhere."""
+    check = 0
+    for gradient in gradients:
+        flat = gradient.detach().view(-1)
+        some = flat[:: flat.numel() // _CHECKED_ELEMENTS + 1].contiguous()
+        check = crc32(some.view(torch.uint8).numpy().tobytes(), check)
+    return check
 
 
 @final
@@ -170,7 +174,8 @@ class Recorder:
     with Recorder(folder / "shard-0.jsonl", "shard 0") as recorder:
         recorder.append(entry_of(push, version=7), now_s)
 
-    Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered. What leaves
+    Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered; at once, a
+    line costs some microseconds, and a record is whole where everybody but its process was killed. What leaves
     survives the process' death, not the machine's: a record is for looking back, and is not waited for. It ends at
     `max_bytes`, while the run goes on.
     """
@@ -179,7 +184,7 @@ class Recorder:
         self,
         path: Path,
         machine: str,
-        flush_every_s: float = 0.25,
+        flush_every_s: float = 0.0,
         *,
         node: int = 0,
         first: int = 1,

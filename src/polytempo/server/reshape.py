@@ -57,24 +57,29 @@ class Reshaper:
         """One shard more is wanted, whose copies are on `nodes`; it begins when all of them have been heard of."""
         if not nodes:
             raise ValueError("a shard needs a node for its copy")
-        self._wanted.append(Change(with_shard_added(self.parameters, self._last()), nodes=tuple(nodes)))
+        self._check()
+        self._wanted.append(Change(with_shard_added(self.parameters, self.last), nodes=tuple(nodes)))
         self._absent.update(nodes)
 
     def drain(self, shard: int) -> None:
         """Shard `shard` is wanted no more."""
-        last = self._last()
+        self._check()
+        last = self.last
         if not 0 <= shard < len(last) or not last[shard]:
             holders = [number for number, spans in enumerate(last) if spans]
             raise ValueError(f"shard {shard} holds nothing that others could take over; those that do are {holders}")
         self._wanted.append(Change(with_shard_drained(self.parameters, last, shard), drained=shard))
 
-    def _last(self) -> tuple[Spans, ...]:
-        """What the shards will hold when all that is wanted is done."""
+    def _check(self) -> None:
         if not self.spans:
             raise ValueError("this coordinator was not told its shards' ranges; give parameters=… and spans=…")
         tables = [parameter.name for parameter in self.parameters if parameter.row_width]
         if tables:
             raise ValueError(f"tables with sparse gradients do not move, and {tables[0]} is one; use sparse=False")
+
+    @property
+    def last(self) -> tuple[Spans, ...]:
+        """What the shards will hold when all that is wanted is done."""
         present = self.spans if self._change is None else self._change.target
         return self._wanted[-1].target if self._wanted else present
 

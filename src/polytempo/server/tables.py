@@ -57,6 +57,10 @@ def serves_rows(service: Service) -> None:
     """Raise ValueError where a shard with tables could not do what `service` asks of it."""
     if service.optimizer is not None:
         takes_rows(service.optimizer)
+    if service.reassigns is not None:
+        raise ValueError(
+            "workers that help each other push slices' gradients as whole vectors; make the embedding with sparse=False"
+        )
     for modifier in service.modifiers:
         if modifier.needs_basis:
             raise ValueError(

@@ -35,6 +35,9 @@ class RunOptions:
     """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts."""
     restarts: int = 20
     """With a parameter server: how many processes may be started in place of others that were killed."""
+    reshape: Mapping[int, int] = field(default_factory=dict)
+    """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
+    Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
 
     def __post_init__(self) -> None:
         """Refuse what no run could use. Folders may be given as text."""
@@ -50,6 +53,10 @@ class RunOptions:
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
+        if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
+            raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
+        if self.reshape and self.resume:
+            raise ValueError("a run with reshape leaves no snapshots to resume from; leave one of them out")
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
             raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")

@@ -26,6 +26,7 @@ from polytempo.wire.address import checked
 from polytempo.wire.frames import Frame, Limits, Malformed, References, decode, encode
 from polytempo.wire.guard import Guard
 from polytempo.wire.keys import Keys
+from polytempo.wire.memory import keep_memory
 
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
@@ -82,6 +83,8 @@ class Mailbox:
         self._high_water, self._num_nodes = high_water, num_nodes
         self._local = checked(address, keys is not None)
         self._peers: dict[int, _Peer] = {}
+        if not self._local:
+            keep_memory()
         self._context = zmq.Context()
         self._guard: Guard | None = None
         self._file: Path | None = None

@@ -1,0 +1,91 @@
+"""`Reshapes`: after which epochs a run goes on with how many shards. The same in both worlds.
+
+    epoch 0 … e   all tickets done, nobody holds anything ──▶ start copies, add_shard / drain_shard ──▶ epoch e+1 …
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.message import Outbox
+from polytempo.server.reshape import Reshaper
+
+Chain = tuple[int, ...]
+
+
+def num_added(shards: int, wanted: Mapping[int, int]) -> int:
+    """How many shards come in the course of a run that begins with `shards`."""
+    counts = [shards, *(number for _, number in sorted(wanted.items()))]
+    return sum(max(0, after - before) for before, after in pairwise(counts))
+
+
+class Reshapes:
+    """`wanted`: epochs done -> shards from then on. `spares`: the nodes for the copies of each shard that comes.
+
+    `start(shard, nodes)` starts the processes of a shard's copies.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        wanted: Mapping[int, int],
+        spares: Sequence[Chain],
+        start: Callable[[int, Chain], None],
+    ) -> None:
+        self._coordinator, self._start = coordinator, start
+        self._spares = deque(spares)
+        self._ahead = deque(sorted(wanted.items()))
+        self._check()
+        self._pause()
+
+    def look(self, now_s: float) -> Outbox:
+        """Begin a change as soon as the epoch before it is done."""
+        coordinator, reshaper = self._coordinator, self._coordinator.reshaper
+        if not self._ahead or reshaper.busy or not coordinator.dealer.quiet:
+            return []
+        _, number = self._ahead.popleft()
+        holders = _holders(reshaper)
+        out: Outbox = []
+        for shard in range(len(reshaper.spans), len(reshaper.spans) + number - len(holders)):
+            nodes = self._spares.popleft()
+            self._start(shard, nodes)
+            out += coordinator.add_shard(now_s, nodes)
+        for shard in reversed(holders[number:]):
+            out += coordinator.drain_shard(now_s, shard)
+        if number == len(holders):
+            coordinator.dealer.resume()
+            self._pause()
+        return out
+
+    def hear(self, event: tuple[str, int]) -> None:
+        """The coordinator's events: when a change is done, wait for the next one's epoch."""
+        if event[0] == "reshaped" and not self._coordinator.reshaper.busy:
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._ahead:
+            dealer = self._coordinator.dealer
+            dealer.pause(at=self._ahead[0][0] * dealer.batches_per_epoch)
+
+    def _check(self) -> None:
+        """Refuse before the first step what could only fail later."""
+        dealer, reshaper = self._coordinator.dealer, self._coordinator.reshaper
+        trial = Reshaper(reshaper.parameters, reshaper.spans)
+        for epoch, number in self._ahead:
+            if epoch * dealer.batches_per_epoch >= dealer.num_tickets:
+                raise ValueError(
+                    f"reshape says {number} shards after epoch {epoch}, but the run ends after "
+                    f"{dealer.num_tickets / dealer.batches_per_epoch:g} epochs; give earlier epochs"
+                )
+            holders = [shard for shard, spans in enumerate(trial.last) if spans]
+            for _ in range(number - len(holders)):
+                trial.add((-1,))
+            for shard in reversed(holders[number:]):
+                trial.drain(shard)
+
+
+def _holders(reshaper: Reshaper) -> list[int]:
+    return [shard for shard, spans in enumerate(reshaper.spans) if spans]

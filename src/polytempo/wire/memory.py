@@ -1,0 +1,27 @@
+"""`keep_memory`: memory of large messages that have been read is used again, not given back to the system.
+
+ZeroMQ asks `malloc` for room for each message. Above 32 MiB glibc always asks the system for it, and every page of it
+is then zeroed at its first touch: half of the time that a large tensor takes over TCP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of mallopt(3)
+_MOST_KEPT_BYTES = (1 << 31) - 1
+
+
+@cache
+def keep_memory() -> bool:
+    """From now on this process serves large allocations from one heap, and keeps up to 2 GiB of it at its end.
+
+    False where the C library cannot (musl): then everything works, more slowly. Cost: the process stays as large as it
+    was at its largest.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: _MOST_KEPT_BYTES}
+    return all(bool(mallopt(option, value)) for option, value in settings.items())

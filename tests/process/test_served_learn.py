@@ -1,0 +1,43 @@
+"""Every strategy with a parameter server learns on real processes, with the learning rate that a job has anyway."""
+
+from __future__ import annotations
+
+import pytest
+
+from polytempo import strategies
+from polytempo.core import Strategy
+from polytempo.engines.run import run
+from polytempo.jobs import find
+
+pytestmark = pytest.mark.process
+
+WORKERS, EPOCHS, SAMPLES = 4, 8, 8 * 1437
+STRATEGIES = [
+    strategies.async_sgd(shards=2),
+    strategies.backup_workers(backups=1, shards=2),
+    strategies.dc_asgd(shards=2),
+    strategies.downpour(shards=2, lr=0.03),
+    strategies.easgd(shards=2),
+    strategies.softsync(shards=2),
+    strategies.ssp(shards=2),
+    strategies.staleness_aware(shards=2),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_four_workers_learn_digits(strategy: Strategy) -> None:
+    """Synchronous SGD gets 97.5 % from as many samples. What is beneath 94 % is no bad luck: three seeds of each
+    strategy gave 96.6 to 98.6 %."""
+    result = run(find("digits"), strategy, workers=WORKERS, epochs=EPOCHS, timeout_s=60)
+    assert result.samples == SAMPLES
+    assert result.accuracy is not None
+    assert result.accuracy >= 0.94
+    assert result.server is not None
+    assert sum(worker["samples"] for worker in result.server["workers"]) == SAMPLES
+    assert result.server["refused"] == 0
+
+
+def test_these_are_all() -> None:
+    served = {name for name in strategies.__all__ if getattr(strategies, name)().server is not None}
+    elsewhere = {"flexrr"}  # in test_flexrr_run
+    assert {str(strategy).partition("(")[0] for strategy in STRATEGIES} | elsewhere == served
