@@ -1,9 +1,10 @@
 """How well strategies with a parameter server learn: real processes, against synchronous SGD on as many samples.
 
-    python benchmarks/parameter_server/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3]
+    python benchmarks/parameter_server/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3] [--epochs N]
 
-Everybody has the job's own learning rate, batches, epochs and schedule, and a server of two shards. The rows are
-medians over the seeds. MNIST is looked for where `POLYTEMPO_DATA` says, or in `shared/data` beside the repository.
+Everybody has the job's own learning rate (Downpour's server has 0.01 for Adagrad), batches, epochs and schedule, and
+the servers have two shards. The rows are medians over the seeds. MNIST is looked for where `POLYTEMPO_DATA` says, or
+in `shared/data` beside the repository.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polytempo as pt
 from polytempo.bench.tables import markdown
@@ -31,7 +33,7 @@ STRATEGIES = [
     pt.strategies.async_sgd(shards=SHARDS, rate=1.0),
     pt.strategies.dc_asgd(shards=SHARDS),
     pt.strategies.staleness_aware(shards=SHARDS),
-    pt.strategies.downpour(shards=SHARDS, lr=0.03),
+    pt.strategies.downpour(shards=SHARDS, lr=0.01),
     pt.strategies.easgd(shards=SHARDS),
 ]
 """The first is what the others are compared with."""
@@ -55,9 +57,10 @@ def data_of(job: str) -> Path | None:
     return Path(os.environ.get("POLYTEMPO_DATA", shared)) / "mnist"
 
 
-def measured(job: str, strategy: Strategy, workers: int, seeds: int) -> list[Result]:
+def measured(job: str, strategy: Strategy, workers: int, seeds: int, epochs: float | None) -> list[Result]:
     """A run for each seed."""
-    return [pt.run(find(job), strategy, workers=workers, seed=seed, data=data_of(job)) for seed in range(seeds)]
+    options: dict[str, Any] = {"workers": workers, "epochs": epochs, "data": data_of(job)}
+    return [pt.run(find(job), strategy, seed=seed, **options) for seed in range(seeds)]
 
 
 def accuracy_of(runs: Sequence[Result]) -> float:
@@ -65,7 +68,7 @@ def accuracy_of(runs: Sequence[Result]) -> float:
     return statistics.median(run.accuracy or 0.0 for run in runs)
 
 
-def row(runs: Sequence[Result], reference: float) -> list[str]:
+def row(runs: Sequence[Result], reference: float) -> Sequence[str]:
     """A strategy's cells."""
     accuracy = accuracy_of(runs)
     stale = [run.server["staleness"] for run in runs if run.server is not None]
@@ -88,11 +91,13 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=["digits", "mnist"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=float, help="instead of the job's own")
     given = parser.parse_args()
     for job in given.jobs:
-        rows, reference = [], None
+        rows: list[Sequence[str]] = []
+        reference: float | None = None
         for strategy in STRATEGIES:
-            runs = measured(job, strategy, given.workers, given.seeds)
+            runs = measured(job, strategy, given.workers, given.seeds, given.epochs)
             reference = accuracy_of(runs) if reference is None else reference
             rows.append(row(runs, reference))
             print(f"{job}: {' | '.join(rows[-1])}", flush=True)

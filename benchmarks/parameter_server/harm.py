@@ -154,7 +154,7 @@ class Watching(Launcher):
         if self._due_s is not None and now_s >= self._due_s:
             self._due_s = None
             self.strike(self._faults.pop(0))
-        elif self._due_s is None and self._faults and len(self.dealt) >= self._faults[0].dealt and self.is_whole:
+        elif self._due_s is None and self._faults and len(self.dealt) >= self._faults[0].dealt and self._goes_on:
             self._due_s = now_s + self._random.random() * _MOST_DELAY_S
         return out
 
@@ -170,6 +170,11 @@ class Watching(Launcher):
         copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
         there = copies and len(coordinator.members) == len(self.run.cast.workers)
         return there and all(self.process(recovery.node) != recovery.process for recovery in self.recoveries[-1:])
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the run has recovered from the last fault in every respect."""
+        return self.is_whole and all(recovery.needed_s is not None for recovery in self.recoveries[-1:])
 
     def process(self, node: int) -> int | None:
         """The process on `node`."""

@@ -58,7 +58,7 @@ def _served(name: str, wire: Any, workers: int, numel: int) -> Callable[[], Crew
 
 
 def push_pull(rounds: int, turn_s: float) -> None:
-    """(a) Two workers and one shard on this host: ours, the limit, and the others."""
+    """Two workers and one shard on this host: ours, the limit, and the others."""
     with ExitStack() as stack:
         makes = [_served("ours", "shared memory", 2, NUMEL)]
         makes += [lambda peer=peer: peer(NUMEL, 2) for peer in PEERS.values()]  # type: ignore[misc]
@@ -73,12 +73,10 @@ def push_pull(rounds: int, turn_s: float) -> None:
 
 
 def wire(rounds: int, turn_s: float) -> None:
-    """(b) The same over TCP on loopback: payload bytes per second, pushed and pulled, of all workers together."""
+    """The same over TCP on loopback: payload bytes per second, pushed and pulled, of all workers together."""
     with ExitStack() as stack:
         kinds = [(kind, workers) for kind in ("tcp", "tcp, CURVE") for workers in (1, 2)]
-        makes = [
-            _served(f"{kind}, {workers} worker{'s' * (workers > 1)}", kind, workers, NUMEL) for kind, workers in kinds
-        ]
+        makes = [_served(f"{kind}, {workers} workers", kind, workers, NUMEL) for kind, workers in kinds]
         figures = rounds_of(_started(stack, makes), rounds, turn_s)
     rows = []
     for (_, workers), (name, found) in zip(kinds, figures.items(), strict=True):
@@ -102,6 +100,8 @@ class Course:
 
     def __init__(self, name: str, strategy: pt.Strategy, slowed: int) -> None:
         self.name, self._slowed = name, slowed
+        self._due = 0
+        """Steps that were asked for, as each worker's process counts them."""
         shared = Arenas(1, 1 << 20).empty(0, 3 * self.WORKERS, torch.float64)
         self._finished, self._leads, self._rates = shared.split(self.WORKERS)
         self._served = Served(name, 1000, self.WORKERS, "shared memory", strategy)
@@ -122,10 +122,10 @@ class Course:
 
     async def _turn(self, port: Port, worker: int, gradient: Tensor, calls: int) -> None:
         """`calls` steps; a slow worker's turn is over when the others' are."""
-        first, begun = int(self._finished[worker]), time.perf_counter()
-        last = self._finished[: self.SLOW] + calls
-        is_slow = worker == self.SLOW and self._slowed > 1
-        while bool((self._finished[: self.SLOW] < last).any()) if is_slow else self._finished[worker] < first + calls:
+        self._due += calls
+        begun, is_slow = time.perf_counter(), worker == self.SLOW and self._slowed > 1
+        goal = self._finished[: self.SLOW] if is_slow else self._finished[worker : worker + 1]
+        while float(goal.min()) < self._due:
             clock = int(self._finished[worker])
             await port.pull(clock)
             self._leads[worker] = max(float(self._leads[worker]), clock - float(self._finished.min()))
@@ -136,7 +136,7 @@ class Course:
 
 
 def straggler(rounds: int, turn_s: float) -> None:
-    """(c) Four workers, one of them slowed: what the others do meanwhile, and how far they get ahead."""
+    """Four workers, one of them slowed: what the others do meanwhile, and how far they get ahead."""
     all_well = Course("async_sgd, all well", pt.strategies.async_sgd(), 1)
     free = Course("async_sgd, one slowed", pt.strategies.async_sgd(), SLOWED)
     bound = Course(f"ssp(bound={BOUND}), one slowed", pt.strategies.ssp(BOUND), SLOWED)
@@ -164,7 +164,7 @@ def straggler(rounds: int, turn_s: float) -> None:
 
 
 def messages(rounds: int, turn_s: float) -> None:
-    """(d) Small messages through the server's code in one process: no sockets, no frames, 1,000 workers."""
+    """Small messages through the server's code in one process: no sockets, no frames, 1,000 workers."""
     pushes, pairs = [], []
     for _ in range(rounds):
         pushes.append(_per_second(False, turn_s))
@@ -177,7 +177,7 @@ def messages(rounds: int, turn_s: float) -> None:
 
 
 def _per_second(pulls: bool, turn_s: float) -> float:
-    """Pushes (each with a pull behind it) that a node takes in a second."""
+    """Pushes (each with a pull behind it) that a node takes in a second of its process's own time."""
     node = node_of(shard_of(SMALL, Service(on_arrival(), SGD)), MANY)
     repeats = max(1, int(turn_s * 20_000 / MANY))
     requests: list[Message] = []
@@ -189,10 +189,10 @@ def _per_second(pulls: bool, turn_s: float) -> float:
             if pulls:
                 requests.append(Pull(worker, 1, first + 1, repeat, -1))
     answered = 0
-    begun = time.perf_counter()
+    begun = time.process_time()
     for request in requests:
         answered += len(node.receive(0.0, request.worker, request))  # type: ignore[attr-defined]
-    seconds = time.perf_counter() - begun
+    seconds = time.process_time() - begun
     assert answered == len(requests), "on arrival everything is answered at once"
     assert node.shard.version == repeats * MANY, "every push was an update"
     return repeats * MANY / seconds

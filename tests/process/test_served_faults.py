@@ -23,7 +23,7 @@ import polytempo as pt
 from polytempo.engines.crew import WorkerDied
 from polytempo.engines.served_run import ServedRun
 from polytempo.engines.troupe import Troupe
-from polytempo.server.coordinator import ShardLost
+from polytempo.server.lost import ShardLost
 from polytempo.server.message import Deal, Outbox
 
 pytestmark = pytest.mark.process

@@ -129,8 +129,8 @@ def simulate(
 def replay(
     run: p.Run,
     until: p.Stop = None,
-    inspect: p.Inspect = False,
-    shard: p.Shard = 0,
+    inspect: p.Inspect = None,
+    shard: p.Shard = None,
     job: p.ItsJob = None,
     data: p.Data = None,
     json: p.Json = None,
@@ -142,7 +142,7 @@ def replay(
     with exit_code():
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
-        command(run, until, job, data, shard, inspect=inspect, as_json=bool(json))
+        command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
 
 
 @app.command()

@@ -65,8 +65,8 @@ Stop = Annotated[
         "0), ticket=T (that batch has been), version=V (shard 0 has been updated V times).",
     ),
 ]
-Inspect = Annotated[bool, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
-Shard = Annotated[int, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
+Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
+Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
 ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
 ]

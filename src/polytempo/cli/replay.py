@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -17,7 +18,7 @@ from polytempo.engines.replay import replay as replayed_of
 from polytempo.torch.job import Job
 
 _SHOWN = 20
-_COLUMNS = ("entry", "worker", "tickets", "basis", "version", "stale", "loss", "norm", "what became of it")
+_COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "loss", "norm", "what became of it")
 _MOST_TICKETS = 4
 
 
@@ -31,11 +32,11 @@ def replay(
         raise ValueError(f"--shard {shard}: the run had {facts.shards} shards, numbered from 0")
     with notes_on_stderr():
         done = replayed_of(run, _job(job or facts.origin), strategy_from(facts.strategy), stop=stop, data=data)
+    pushes = [push for push in done.pushes if push.shard == shard]
     if as_json:
-        pushes = done.pushes if inspect else done.pushes[-_SHOWN:]
-        show_json(done.as_json() | {"pushes": [push._asdict() for push in pushes]})
+        show_json(replace(done, pushes=pushes if inspect else pushes[-_SHOWN:]).as_json())
     else:
-        _show(done, stop, [push for push in done.pushes if push.shard == shard], facts.shards, inspect=inspect)
+        _show(done, stop, pushes, facts.shards, inspect=inspect)
     if not done.same:
         raise typer.Exit(1)
 
@@ -63,20 +64,21 @@ def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards:
         of = "" if shards == 1 else f" of shard {pushes[0].shard if pushes else 0}"
         shown = pushes if inspect else pushes[-_SHOWN:]
         print(f"{'all' if len(shown) == len(pushes) else f'the last {len(shown)} of'} {len(pushes)} pushes{of}:")
-        show_table(_COLUMNS, [_row(push) for push in shown])
+        show_table(_COLUMNS, [_row(push, done.workers) for push in shown])
     for life, error in done.errors.items():
         print(f"worker {life.partition('.')[0]} (life {life.partition('.')[2]}) ended by {error}")
     for line in _verdict(done, stop):
         print(line)
 
 
-def _row(push: PushSeen) -> tuple[str, ...]:
+def _row(push: PushSeen, workers: int) -> tuple[str, ...]:
     tickets = ", ".join(map(str, push.tickets[:_MOST_TICKETS])) + (", …" if len(push.tickets) > _MOST_TICKETS else "")
     worker = str(push.worker) if push.life == 1 else f"{push.worker} (life {push.life})"
     became = f"{push.verdict}: {push.reason}" if push.reason else push.verdict
     loss = "-" if push.loss is None else f"{push.loss:.4g}"
     numbers = str(push.basis), str(push.version), str(push.staleness)
-    return str(push.entry), worker, tickets or "-", *numbers, loss, f"{push.norm:.3g}", became
+    step = str(max(push.tickets) // workers + 1) if push.tickets else "-"  # as the metrics count
+    return str(push.entry), worker, step, tickets or "-", *numbers, loss, f"{push.norm:.3g}", became
 
 
 def _verdict(done: Replayed, stop: Stop | None) -> list[str]:

@@ -21,6 +21,7 @@ from polytempo.engines import janitor
 from polytempo.engines.crew import died, how
 from polytempo.engines.fork import held_signals
 from polytempo.engines.local import threads_per_worker
+from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.troupe import Role, Troupe
@@ -115,6 +116,7 @@ class Launcher:
         self._restarts = 0
         self._silent: set[int] = set()
         self._look_at_s = 0.0
+        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.cast.spares, self._shard)
         run.on_event = self._hear
 
     @property
@@ -181,7 +183,12 @@ class Launcher:
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)
-        return out
+        return out + self._reshapes.look(now_s)
+
+    def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
+        """Start the copies of a shard that comes."""
+        for node in nodes:
+            self._troupe.start("copy", node, shard=shard)
 
     def _again(self, role: Role, reason: str) -> None:
         """Start a worker's next life."""
@@ -209,6 +216,7 @@ class Launcher:
 
     def _hear(self, event: tuple[str, int]) -> None:
         """Whoever the coordinator gives up must not go on by itself: a process that only stood still, say."""
+        self._reshapes.hear(event)
         what, node = event
         if what == "silent":
             self._silent.add(node)

@@ -24,6 +24,7 @@ from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, 
 from polytempo.engines.crew import Worker
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now
+from polytempo.engines.reshaping import num_added
 from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
@@ -33,6 +34,7 @@ from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.node import Node
+from polytempo.server.reshape import Reshaper
 from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
 from polytempo.server.shard import Shard
@@ -81,7 +83,7 @@ class ServedRun:
         self.home = home
         self._zero_s = time.monotonic()
         self.out = None if options.out is None else options.out.absolute()
-        self.cast = cast_of(self.service, workers)
+        self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
         self.data = job.data(options.data)
         self.batches = Batches(
             self.data.train,
@@ -102,7 +104,7 @@ class ServedRun:
         vectors = workers + _SPARE_BUFFERS
         dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
         self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
-        self.mail = PostOffice(home, options.transport, self.arenas, 4 * self.weights.nbytes)
+        self.mail = PostOffice(home, options.transport, self.arenas, (2 * workers + 8) * self.weights.nbytes)
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
@@ -118,6 +120,7 @@ class ServedRun:
             on_row=self._on_row,
             on_event=lambda event: self.on_event(event),
             on_entry=lambda entry: self.on_entry(entry),
+            reshaper=Reshaper(self.parameters, self.spans),
         )
         self.recording: Recording | None = None
         self.saves: Saves | None = None
@@ -161,6 +164,9 @@ class ServedRun:
         checkpoint = self.out / "checkpoint"
         if self.standing is None:
             discard(checkpoint)
+        if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
+            yield
+            return
         native = can_be_native(self.weights.dtype)
         facts = facts_now(self.job, self.strategy, len(self.cast.workers), self.options, native, threads)
         self.recording = Recording(self.out, facts, self.standing)
@@ -229,7 +235,7 @@ class ServedRun:
             role.node,
             role.incarnation,
             self.spans,
-            self.coordinator.chains,
+            self.coordinator.chains[: len(self.spans)],  # of shards that have come since, the first view tells
             self.cast.coordinator,
             self.timing,
             empty=empty,
@@ -262,7 +268,8 @@ class ServedRun:
         }
 
     def _copy(self, role: Role) -> Mapping[str, Any]:
-        spans = self.spans[role.shard]
+        present = self.coordinator.reshaper.spans
+        spans = present[role.shard] if role.shard < len(present) else ()
         shard = Shard(
             role.shard,
             self.parameters,

@@ -70,7 +70,8 @@ class Stage:
         )
         model, optimizer = self._replica()
         self.dtype = dtype_of(model)
-        self.spans = shard_map(parameters_of(model, optimizer), self.service.shards)
+        self.parameters = parameters_of(model, optimizer, strategy)
+        self.spans = shard_map(self.parameters, self.service.shards)
         lives = recorded.lives
         silent = set(range(facts.workers)) - {worker for worker, _ in lives}
         self.rank_of = {life: rank for rank, life in enumerate([*lives, *((worker, 0) for worker in silent)])}
@@ -140,7 +141,7 @@ class Stage:
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         weights = part(flat_of(model, optimizer), spans).clone()
         native = self.facts.native and can_be_native(self.dtype)
-        shard = Shard(number, parameters_of(model, optimizer), spans, weights, service, native=native)
+        shard = Shard(number, self.parameters, spans, weights, service, native=native)
         if recorded.start is not None:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)
@@ -172,7 +173,7 @@ class Stage:
             self.coordinator_rank,
             _TIMING,
             dtype=self.dtype,
-            parameters=parameters_of(model, optimizer),
+            parameters=self.parameters,
         )
         course = ServedCourse(
             job=self.job,

@@ -10,12 +10,11 @@ If the launcher dies, the run ends; so the coordinator has no copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from sys import maxsize
 
 from msgspec.structs import replace
 
-from polytempo.core.errors import PolytempoError
 from polytempo.server.dealer import Dealer
+from polytempo.server.lost import ShardLost
 from polytempo.server.message import (
     COORDINATOR,
     Ask,
@@ -34,17 +33,9 @@ from polytempo.server.message import (
 )
 from polytempo.server.record import Entry, Lost, Noting, Saving, entry_of
 from polytempo.server.requests import Requests
-from polytempo.server.reshape import Reshaper
+from polytempo.server.reshape import Reshaper, Shards
+from polytempo.server.silence import Silence
 from polytempo.server.timing import Timing
-
-
-class ShardLost(PolytempoError):
-    """Every copy of a shard is gone, and with them its part of the parameters."""
-
-    def __init__(self, shard: int, replicas: int) -> None:
-        self.shard = shard
-        remedy = "resume from the last snapshot" if replicas else "use replicas=1, or resume from the last snapshot"
-        super().__init__(f"shard {shard} is lost with every copy of it; {remedy}")
 
 
 class Coordinator:
@@ -88,14 +79,14 @@ class Coordinator:
         """The same, of workers that were started again."""
         self._recruits: dict[int, int] = {}
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
-        self._heard_s: dict[int, float] = {}
-        self._incarnation = incarnation
+        self._silence = Silence(self.timing)
         self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
         self._changes = 0
         self._known = [0] * len(chains)
         """How many changes of membership each shard has taken in."""
+        self._shards = Shards(self.chains, self._asked, self._known)
         self._told_of: tuple[dict[int, int], tuple[int, ...]] = {}, ()
         """The members, and who of them rests, as the shards were told last."""
         self._admitted: dict[int, int] = {}
@@ -111,7 +102,6 @@ class Coordinator:
         self._finishing: dict[int, int] = {}
         """Workers that were told to finish, with the number of the call that this answered."""
         self._ending = False
-        self._ticked_s: float | None = None
         self._announced_s = 0.0
         self._on_row = on_row or (lambda row: None)
         self._on_event = on_event or (lambda event: None)
@@ -144,14 +134,12 @@ class Coordinator:
         if self._ending or self.reshaper.moving:
             return []
         on_the_way = list(self._recruits.values())
-        return [
-            s for s, chain in enumerate(self.chains) if len(chain) + on_the_way.count(s) < self._copies and len(chain)
-        ]
+        return [s for s, chain in enumerate(self.chains) if chain and len(chain) + on_the_way.count(s) < self._copies]
 
     def lose(self, now_s: float, node: int) -> Outbox:
         """`node` is gone for good: its process has ended, or it has been silent for too long. Raises `ShardLost`."""
         self._on_entry(Lost(node))
-        self._heard_s.pop(node, None)
+        self._silence.forget(node)
         self._recruits.pop(node, None)
         self._returning.discard(node)
         out: Outbox = []
@@ -182,7 +170,7 @@ class Coordinator:
         if self.reshaper.moving:
             return []
         self._on_entry(Saving(0, 0, number))
-        for asked in self._live:
+        for _, asked in self._shards.live:
             asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
         return self._outbox(now_s)
 
@@ -202,7 +190,7 @@ class Coordinator:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message; what is to be sent because of it."""
-        self._heard_s[source] = now_s
+        self._silence.heard(now_s, source)
         self.reshaper.heard(source)
         out: Outbox = []
         match message:
@@ -217,12 +205,10 @@ class Coordinator:
     def tick(self, now_s: float) -> Outbox:
         """What time asks for: to notice who is silent, and to send again what was not answered."""
         out: Outbox = []
-        self._forgive(now_s)
         for node in self._silent(now_s):
             self._on_event(("silent", node))
             out += self.lose(now_s, node)
-        for asked in self._asked:
-            out += [(asked.head, request) for request in asked.late(now_s)]
+        out += self._shards.late(now_s)
         if now_s - self._announced_s >= self.timing.beat_s:
             out += self._announce(now_s)
         return out + self._outbox(now_s) + self._deals(now_s) + self._end(now_s) + self._reshape(now_s)
@@ -244,31 +230,15 @@ class Coordinator:
             self.chains[shard] = (*self.chains[shard], source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
-        if not beat.incarnation and beat.epoch == self.epoch:
-            self._need_whole(source)
+        headed = None if beat.incarnation or beat.epoch != self.epoch else self._shards.headed_by(source)
+        if headed is not None:  # a copy without a state: the last whole one died before it had handed it on
+            raise ShardLost(headed, self._copies - 1)
         return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
-
-    def _need_whole(self, blank: int) -> None:
-        """A copy without a state must not head its chain: the last whole one died before it had handed it on."""
-        for shard, chain in enumerate(self.chains):
-            if chain[:1] == (blank,):
-                raise ShardLost(shard, self._copies - 1)
-
-    def _forgive(self, now_s: float) -> None:
-        """Where the coordinator itself stood still, it was not the others who were silent."""
-        gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
-        self._ticked_s = now_s
-        if gap_s > 2 * self.timing.beat_s:
-            self._heard_s = {node: heard_s + gap_s for node, heard_s in self._heard_s.items()}
 
     def _silent(self, now_s: float) -> list[int]:
         copies = {node for chain in self.chains for node in chain}
         starting = self._expected | self._returning | set(self._recruits) | self.reshaper.absent
-        for node in copies | starting:
-            self._heard_s.setdefault(node, now_s + (self.timing.starting_s if node in copies else 0.0))
-        limits = dict.fromkeys(starting, self.timing.starting_s) | dict.fromkeys(copies, self.timing.lost_s)
-        limits |= dict.fromkeys(self.members, self.timing.worker_lost_s)
-        return [node for node, limit_s in limits.items() if now_s - self._heard_s.get(node, now_s) > limit_s]
+        return self._silence.look(now_s, copies, self.members, starting)
 
     def _tell_members(self, now_s: float) -> Outbox:
         """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
@@ -285,9 +255,7 @@ class Coordinator:
             if worker not in resting
         }
         members = tuple(sorted(self.members.items()))
-        for shard, asked in enumerate(self._asked):
-            if not self.chains[shard]:
-                continue
+        for shard, asked in self._shards.live:
             request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
             self._told[shard, request.sequence] = self._changes
         return self._outbox(now_s)
@@ -302,11 +270,7 @@ class Coordinator:
 
     def _new_epoch(self, now_s: float) -> Outbox:
         self.epoch += 1
-        out = self._announce(now_s)
-        for asked, chain in zip(self._asked, self.chains, strict=True):
-            if chain and asked.head != chain[0]:
-                out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
-        return out
+        return self._announce(now_s) + self._shards.redirected(now_s)
 
     def _announce(self, now_s: float) -> Outbox:
         """The view, to everybody: now and then even without news, for a message may be lost."""
@@ -373,7 +337,7 @@ class Coordinator:
             return []
         if not self._ending:
             self._ending = True
-            for asked in self._live:
+            for _, asked in self._shards.live:
                 asked.add(Inquire)
         if self.finished or self.members or len(self.statistics) < len(self.chains):
             return self._outbox(now_s)
@@ -410,48 +374,26 @@ class Coordinator:
 
     def _reshape(self, now_s: float) -> Outbox:
         """Go on with what is wanted, as far as that is possible now."""
-        reshaper, out = self.reshaper, list[tuple[int, Message]]()
-        if reshaper.ready and self._is_still:
-            chain = reshaper.begin().nodes
-            if chain:
-                self.chains.append(chain)
-                self._asked.append(Requests(COORDINATOR, self._incarnation, chain[0], self.timing))
-                self._known.append(self._changes)
-                out += self._new_epoch(now_s)
-        while reshaper.moving and not self._asks:
-            orders = reshaper.next()
-            if orders is None:
-                return out + self._reshaped(now_s)
-            for shard, build in orders:
-                self._asked[shard].add(build)
-            out += self._outbox(now_s)
-        return out
-
-    def _reshaped(self, now_s: float) -> Outbox:
-        drained, gone = self.reshaper.end().drained, ()
-        if drained >= 0:
-            gone, self.chains[drained], self._known[drained] = self.chains[drained], (), maxsize
-        out = self._new_epoch(now_s) + [(node, self.view) for node in gone]  # else they ask for it, with their next beat
-        if not self.reshaper.busy:
+        reshaper, layout = self.reshaper, self.reshaper.layout
+        if not reshaper.busy:
+            return []
+        told = reshaper.go_on(self._is_still, self._shards)
+        out = self._outbox(now_s)
+        if told is not None:
+            out += self._new_epoch(now_s)
+            out += [(node, self.view) for node in told]  # should it be lost, they ask for it with their next beat
+        if layout == reshaper.layout:
+            return out if told is None else out + self._reshape(now_s)
+        if not reshaper.busy:
             self.dealer.resume()
-        self._on_event(("reshaped", self.reshaper.layout))
+        self._on_event(("reshaped", reshaper.layout))
         return out + self._reshape(now_s) + self._deals(now_s)
 
     @property
     def _is_still(self) -> bool:
         """Whether nobody has anything under way: no worker, and not the coordinator itself."""
         busy = self._expected or self._recruits or self._leaving or self._waiting or self._unsaid or self._ending
-        return self.dealer.quiet and not busy and not self._asks and min(self._known) == self._changes
-
-    @property
-    def _asks(self) -> bool:
-        """Whether a shard has not answered yet."""
-        return any(asked.unanswered for asked in self._asked)
-
-    @property
-    def _live(self) -> list[Requests]:
-        """What is asked of the shards that have not been drained."""
-        return [asked for asked, chain in zip(self._asked, self.chains, strict=True) if chain]
+        return self.dealer.quiet and not busy and not self._shards.busy and min(self._known) == self._changes
 
     def _outbox(self, now_s: float) -> Outbox:
         return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]

@@ -34,6 +34,10 @@ class Requests:
         self._patience_s = timing.retry_s
         self._oldest_s = 0.0
 
+    def beside(self, head: int) -> Requests:
+        """The same asker's requests to another shard, whose first copy is on node `head`."""
+        return Requests(self.worker, self.incarnation, head, self._timing)
+
     @property
     def unanswered(self) -> int:
         """How many requests have no answer yet."""

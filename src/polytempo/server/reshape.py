@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from sys import maxsize
 from typing import NamedTuple
 
 from polytempo.server.layout import Parameter, Spans, with_shard_added, with_shard_drained
-from polytempo.server.message import Inquire, Lend, Lent, Request, Reshape
+from polytempo.server.message import Inquire, Lend, Lent, Outbox, Request, Reshape
 from polytempo.server.moving import common, covers
+from polytempo.server.requests import Requests
 
 Build = Callable[[int, int, int], Request]
 """(worker, incarnation, sequence) -> a request with these."""
@@ -36,6 +38,39 @@ class Change(NamedTuple):
     target: tuple[Spans, ...]
     nodes: tuple[int, ...] = ()
     drained: int = -1
+
+
+class Shards(NamedTuple):
+    """The shards as the coordinator sees them, by number: its own lists, which change as shards come and go."""
+
+    chains: list[tuple[int, ...]]
+    """() for one that was drained."""
+    asked: list[Requests]
+    known: list[int]
+    """How many changes of membership each has taken in."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one has not answered yet."""
+        return any(asked.unanswered for asked in self.asked)
+
+    @property
+    def live(self) -> list[tuple[int, Requests]]:
+        """What is asked of those that have not been drained, by number."""
+        return [(shard, self.asked[shard]) for shard, chain in enumerate(self.chains) if chain]
+
+    def headed_by(self, node: int) -> int | None:
+        """The shard whose first copy is on `node`; None if none is."""
+        return next((shard for shard, chain in enumerate(self.chains) if chain[:1] == (node,)), None)
+
+    def late(self, now_s: float) -> Outbox:
+        """What is to be sent again."""
+        return [(asked.head, request) for asked in self.asked for request in asked.late(now_s)]
+
+    def redirected(self, now_s: float) -> Outbox:
+        """What is to be sent again because another copy is asked now."""
+        moved = [(self.chains[shard][0], asked) for shard, asked in self.live if asked.head != self.chains[shard][0]]
+        return [(head, request) for head, asked in moved for request in asked.ask(head, now_s)]
 
 
 class Reshaper:
@@ -119,28 +154,39 @@ class Reshaper:
 
     # ------------------------------------------------------------------ what is done
 
-    def begin(self) -> Change:
-        """Begin the next change. The coordinator makes the new shard's chain known before it gives any orders."""
-        assert self.ready
-        change = self._change = self._wanted.popleft()
-        self._course = self._orders(change)
-        return change
-
-    def next(self) -> Orders | None:
-        """What to ask the shards when they have answered all before; None when the change is done."""
-        return next(self._course, None)
-
     def take(self, reply: Lent) -> None:
         """A piece has come."""
         if self.moving:
             self._lent.append(reply)
 
-    def end(self) -> Change:
+    def go_on(self, is_still: bool, shards: Shards) -> tuple[int, ...] | None:
+        """Begin, go on, or end, as far as that is possible. None, or: the view has changed, and these must hear of it
+        though they are not in it any more."""
+        if self.ready and is_still:
+            change = self._change = self._wanted.popleft()
+            self._course = self._orders(change)
+            if change.nodes:  # known by its chain before anything is asked of it
+                shards.chains.append(change.nodes)
+                shards.asked.append(shards.asked[0].beside(change.nodes[0]))
+                shards.known.append(min(shards.known))
+            return ()
+        while self._change is not None and not shards.busy:
+            orders = next(self._course, None)
+            if orders is None:
+                return self._end(self._change, shards)
+            for shard, build in orders:
+                shards.asked[shard].add(build)
+        return None
+
+    def _end(self, change: Change, shards: Shards) -> tuple[int, ...]:
         """The change is done: its layout is the present one."""
-        assert self._change is not None
-        change, self._change, self._lent = self._change, None, []
+        self._change, self._lent = None, []
         self.spans, self.layout = change.target, self.layout + 1
-        return change
+        if change.drained < 0:
+            return ()
+        gone, shards.chains[change.drained] = shards.chains[change.drained], ()
+        shards.known[change.drained] = maxsize
+        return gone
 
     def _orders(self, change: Change) -> Iterator[Orders]:
         after, drained = change.target, change.drained

@@ -24,9 +24,10 @@ def downpour(
 
     The server applies each sum as it arrives, by `optimizer`: "adagrad" (η = γ/√Σ Δw² for each parameter, the sum kept
     in its shard and over the present gradient too), "sgd", "adam", "adamw", or "job", the job's own. `lr` is the
-    server's γ; without it, the worker's present learning rate. One worker alone takes the first `warm_start` steps.
-    With `overlap` pushes and fetches go on while the worker computes: a fetch that was asked for after one step is used
-    after the next.
+    server's γ; without it, the worker's present learning rate, which is often too much for Adagrad: 0.01 to 0.03 suits
+    small networks. "sgd" applies whole sums that are many updates old, and with 5 steps a push bears only a small γ.
+    One worker alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the
+    worker computes: a fetch that was asked for after one step is used after the next.
 
     Cost: a gradient each `push_every` steps and the parameters each `pull_every`; a worker keeps up to two sums.
 
