@@ -2,7 +2,7 @@
 
     python benchmarks/parameter_server/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3] [--epochs N]
 
-Everybody has the job's own learning rate (Downpour's server has 0.01 for Adagrad), batches, epochs and schedule, and
+Everybody has the job's own learning rate (Downpour's Adagrad has its own), batches, epochs and schedule, and
 the servers have two shards. The rows are medians over the seeds. MNIST is looked for where `POLYTEMPO_DATA` says, or
 in `shared/data` beside the repository.
 """
@@ -33,7 +33,7 @@ STRATEGIES = [
     pt.strategies.async_sgd(shards=SHARDS, rate=1.0),
     pt.strategies.dc_asgd(shards=SHARDS),
     pt.strategies.staleness_aware(shards=SHARDS),
-    pt.strategies.downpour(shards=SHARDS, lr=0.01),
+    *[pt.strategies.downpour(shards=SHARDS, lr=lr) for lr in (0.01, 0.02)],
     pt.strategies.easgd(shards=SHARDS),
 ]
 """The first is what the others are compared with."""

@@ -214,7 +214,7 @@ def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
 
 def test_a_run_whose_launcher_is_killed_is_replayed_as_far_as_it_went(tmp_path: Path) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if os.getppid() == launcher and torch.initial_seed() % 1 == 0 and seen() >= 20:
+        if launcher and seen() >= 20:
             os.kill(launcher, signal.SIGKILL)
         value: Tensor = nn.functional.cross_entropy(output, target)
         return value

@@ -247,5 +247,3 @@ def test_a_pause_deals_what_was_begun_and_nothing_else() -> None:
     assert dealer.quiet
     dealer.resume()
     assert [deal.tickets[0].number for deal in dealer.due()] == [3, 4, 5]
-
-

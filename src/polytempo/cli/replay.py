@@ -56,7 +56,7 @@ def _job(origin: str | None) -> Job:
 
 
 def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards: int, *, inspect: bool) -> None:
-    resumed = f", resumed {done.generation} times" if done.generation else ""
+    resumed = f", from its resume number {done.generation} on" if done.generation else ""
     print(f"{done.run}: {done.strategy} on {done.job}, {done.workers} workers{resumed}")
     for note in done.notes:
         print(f"note: {note}")

@@ -34,9 +34,10 @@ from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.node import Node
-from polytempo.server.reshape import Reshaper
+from polytempo.server.outgoing import Outgoing
 from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
+from polytempo.server.reshape import Reshaper
 from polytempo.server.shard import Shard
 from polytempo.server.snapshot import read
 from polytempo.server.through import through
@@ -239,6 +240,7 @@ class ServedRun:
             self.cast.coordinator,
             self.timing,
             empty=empty,
+            outgoing=Outgoing(empty, lambda tensor: self.arenas.reference(tensor) is not None),
             dtype=self.weights.dtype,
             parameters=self.parameters,
         )

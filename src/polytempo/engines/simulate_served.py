@@ -123,7 +123,10 @@ class _Run:
             reshaper=Reshaper(self.parameters, self.spans),
         )
         self.reshapes = Reshapes(
-            self.coordinator, options.reshape, self.cast.spares, lambda shard, nodes: None  # they are there already
+            self.coordinator,
+            options.reshape,
+            self.cast.spares,
+            lambda shard, nodes: None,  # they are there already
         )
         self.nodes = self._nodes(model)
         self.tested: dict[str, Any] | None = None

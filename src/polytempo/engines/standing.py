@@ -16,6 +16,7 @@ import re
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing
     names = LocalDisk().names(folder)
     numbers = sorted((int(m[1]) for name in names if (m := _NAME.fullmatch(name)) and not m[2]), reverse=True)
     for number in numbers[:1]:
-        _check(read_standing(folder, number), facts)  # before the number of shards matters
+        with suppress(SnapshotError):
+            _check(read_standing(folder, number), facts)  # before the number of shards matters
     before = None
     while (found := newest_whole(folder, num_shards, before=before)) is not None:
         try:

@@ -16,6 +16,11 @@ Empty = Callable[[int, torch.dtype], Tensor]
 """`(numel, dtype) -> tensor`: new memory, of an arena perhaps. What it has given is never given back."""
 
 
+def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this process alone."""
+    return torch.empty(numel, dtype=dtype)
+
+
 class Buffers:
     """Tensors of one length by number, each with a count of those that hold it."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.layout import Parameter, Spans, part, place_
 from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
+from polytempo.server.outgoing import Outgoing
 from polytempo.server.pieces import split
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
@@ -46,7 +47,8 @@ class Client:
 
     `versions[s]` is the version of shard s that the worker's parameters come from. Everything that is sent comes out of
     `outbox`; everything that arrives goes into `receive`. `parameters` are needed where some of them are tables: these
-    are no part of the flat vectors, but travel by touched rows, in by `accrue` and out by `pulled_rows`.
+    are no part of the flat vectors, but travel by touched rows, in by `accrue` and out by `pulled_rows`. `outgoing`
+    lends what is pushed from memory that the shards read in place.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Client:
         timing: Timing | None = None,
         *,
         empty: Callable[[int, torch.dtype], Tensor] | None = None,
+        outgoing: Outgoing | None = None,
         dtype: torch.dtype = torch.float32,
         parameters: Sequence[Parameter] = (),
     ) -> None:
@@ -78,6 +81,7 @@ class Client:
         """How many pushes to single shards were not used."""
         numel = sum(span.numel for spans in self.shards for span in spans)
         self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
+        self._outgoing = outgoing
         self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
         self._pulled = self._empty(numel, dtype)
         heads = [chain[0] if chain else coordinator for chain in chains]  # one without a copy is gone, and never asked
@@ -123,6 +127,8 @@ class Client:
     def push(self, flat: Tensor, clock: int, samples: int = 0) -> Pending:
         """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`."""
         pending = Pending(f"push of step {clock}", set(self._live))
+        if self._outgoing is not None:
+            flat = self._outgoing.lend(flat, pending)
         tickets, count = tuple(self._tickets), samples or self._samples
         batches = tuple(self._batches)
         self._tickets, self._batches, self._samples = [], [], 0
@@ -214,9 +220,11 @@ class Client:
         pending.waits_for.discard(reply.shard)
         if pending.done:
             self._done += self._pushed_batches.pop(pending, ())
+            if self._outgoing is not None:
+                self._outgoing.take_back(pending)
 
     def _refused(self, reply: Stranger, pending: Pending | None, now_s: float) -> None:
-        """A head that was deposed and has not heard of it knows no new workers, so the first refusals are not believed."""
+        """A head that was deposed and has not heard of it knows no new workers: the first refusals are not believed."""
         waited_s = self._asked[reply.shard].waited_s(now_s)
         if pending is not None and reply.incarnation == self.incarnation and waited_s > self.timing.lost_s:
             raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")

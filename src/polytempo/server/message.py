@@ -192,7 +192,11 @@ class Lent(Reply, frozen=True, eq=False):
 
     spans: Spans
     likeness: bytes
-    """All that a new shard has in common with this one (`server.moving`)."""
+    """What a new shard has in common with this one (`server.moving.Likeness`)."""
+    version: int
+    steps: int
+    """The optimizer's."""
+    lrs: tuple[float, ...]
     weights: Tensor
     """Flat: the elements of `spans`, one after the other; so are the others."""
     first: Tensor | None = None

@@ -1,13 +1,13 @@
 """How elements of a shard move to another one, with all that the optimizer remembers of them, bit by bit.
 
-    shard 0   [ a a a a │ b b ]  ── Lend(b) ─▶ Lent: weights, moments, sum of b ─┐
-    shard 2   [ ]                ◀─ Reshape(b, pieces) ──────────────────────────┘
-    shard 0   [ a a a a ]        ◀─ Reshape(a): only now does it let go of b
+shard 0   [ a a a a │ b b ]  ── Lend(b) ─▶ Lent: weights, moments, sum of b ─┐
+shard 2   [ ]                ◀─ Reshape(b, pieces) ──────────────────────────┘
+shard 0   [ a a a a ]        ◀─ Reshape(a): only now does it let go of b
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from polytempo.core.ranges import Range
 from polytempo.server.layout import Span, Spans, numel_of
-from polytempo.server.message import Lent
+from polytempo.server.message import Lend, Lent
 from polytempo.server.weights import Weights
 
 
 class Likeness(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard that takes over elements of another must know of it, beside their tensors."""
+    """What a new shard has in common with one whose elements it takes over."""
 
-    version: int
-    steps: int
-    """Of the optimizer."""
-    lrs: tuple[float, ...]
     rule: Any
     members: dict[int, int]
     workers: tuple[int, ...]
     tickets: tuple[Range, ...]
+
+    @property
+    def parts(self) -> tuple[Any, dict[int, int], tuple[int, ...], tuple[Range, ...]]:
+        """All of it."""
+        return self.rule, self.members, self.workers, self.tickets
 
     def encode(self) -> bytes:
         """As bytes."""
@@ -45,15 +46,6 @@ def likeness_of(lent: Lent) -> Likeness:
         raise ValueError(f"shard {lent.shard} lends what is no shard's: {error}") from error
 
 
-class Part(NamedTuple):
-    """The tensors of some elements, each flat."""
-
-    weights: Tensor
-    first: Tensor | None
-    second: Tensor | None
-    total: Tensor | None
-
-
 def common(one: Spans, other: Spans) -> Spans:
     """The elements that are in both."""
     return tuple(Span(begin, end) for begin, end, _, _ in _overlaps(one, other))
@@ -64,39 +56,67 @@ def covers(spans: Spans, wanted: Spans) -> bool:
     return numel_of(common(spans, wanted)) == numel_of(wanted)
 
 
-def part_of(weights: Weights, own: Spans, wanted: Spans) -> Part:
-    """The elements `wanted`, as views where they are one range of the shard's own vector, which holds `own`."""
-    total = weights.total if weights.summed else None
-    return Part(*(_taken(t, own, wanted) for t in (weights.present, *weights.moments, total)))  # type: ignore[arg-type]
+def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness) -> Lent:
+    """What is asked for of `weights`, a shard's own vector that holds `own`: views where it is one range of that."""
+    present, first, second, total = (_taken(tensor, own, request.spans) for tensor in _tensors(weights))
+    assert present is not None, "every shard has weights"
+    return Lent(
+        *(shard, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
+        version=weights.version,
+        steps=weights.steps,
+        lrs=weights.lrs,
+        weights=present,
+        first=first,
+        second=second,
+        total=total,
+    )
 
 
-def moved(
-    old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent], make: Callable[[Tensor], Weights]
-) -> Weights:
+class Rest(NamedTuple):
+    """All that belongs to moved weights beside their values."""
+
+    first: Tensor | None
+    second: Tensor | None
+    total: Tensor | None
+    version: int
+    steps: int
+    lrs: tuple[float, ...]
+
+    def put_(self, weights: Weights) -> None:
+        """Into new weights."""
+        for target, moment in zip(weights.moments, self[:2], strict=True):
+            if target is not None and moment is not None:
+                target.copy_(moment)
+        if self.total is not None:
+            weights.total, weights.summed = self.total, True
+        weights.version, weights.steps, weights.lrs = self.version, self.steps, self.lrs
+
+
+def moved(old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent]) -> tuple[Tensor, Rest]:
     """The weights of a shard that held `own` and holds `spans` now, the new ones from `pieces`.
 
     Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others.
     Errors: ValueError where an element of `spans` comes from nowhere.
     """
-    sources = [(own, part_of(old, own, own)), *((p.spans, Part(p.weights, p.first, p.second, p.total)) for p in pieces)]
+    sources = [(own, _tensors(old)), *((p.spans, (p.weights, p.first, p.second, p.total)) for p in pieces)]
     found = sum(numel_of(common(spans, there)) for there, _ in sources)
     if found != numel_of(spans):
         raise ValueError(f"a shard is to hold {numel_of(spans)} elements, and {found} are here")
-    values = torch.empty(numel_of(spans), dtype=old.dtype)
-    for there, tensors in sources:
-        _put_(values, spans, tensors.weights, there)
-    new = make(values)
-    if any(tensors.total is not None for _, tensors in sources):
-        new.total, new.summed = torch.zeros_like(new.present), True
-    for there, tensors in sources:
-        for target, source in zip((*new.moments, new.total), tensors[1:], strict=True):
-            if target is not None and source is not None:
-                _put_(target, spans, source, there)
-    likenesses = [likeness_of(piece) for piece in pieces]
-    new.version = max([old.version, *(likeness.version for likeness in likenesses)])
-    new.steps = max([old.steps, *(likeness.steps for likeness in likenesses)])
-    new.lrs = old.lrs or next((likeness.lrs for likeness in likenesses), ())
-    return new
+    gathered: list[Tensor | None] = []
+    for kind in range(4):
+        parts = [(there, tensor) for there, tensors in sources if (tensor := tensors[kind]) is not None]
+        out = torch.zeros(numel_of(spans), dtype=old.dtype) if parts else None
+        for there, tensor in parts:
+            _put_(out, spans, tensor, there)
+        gathered.append(out)
+    values, first, second, total = gathered
+    assert values is not None, "every shard has weights"
+    version, steps = max([old.version, *(p.version for p in pieces)]), max([old.steps, *(p.steps for p in pieces)])
+    return values, Rest(first, second, total, version, steps, old.lrs or next((p.lrs for p in pieces), ()))
+
+
+def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
+    return weights.present, *weights.moments, weights.total if weights.summed else None
 
 
 def _taken(vector: Tensor | None, own: Spans, wanted: Spans) -> Tensor | None:
@@ -106,7 +126,8 @@ def _taken(vector: Tensor | None, own: Spans, wanted: Spans) -> Tensor | None:
     return cuts[0] if len(cuts) == 1 else torch.cat(cuts) if cuts else vector[:0]
 
 
-def _put_(out: Tensor, spans: Spans, values: Tensor, there: Spans) -> None:
+def _put_(out: Tensor | None, spans: Spans, values: Tensor, there: Spans) -> None:
+    assert out is not None
     for begin, end, at, place in _overlaps(spans, there):
         out[at : at + end - begin] = values[place : place + end - begin]
 

@@ -17,20 +17,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-import torch
 from torch import Tensor
 
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
-from polytempo.server.admission import Admission
-from polytempo.server.buffers import Empty
-from polytempo.server.layout import Parameter, Spans, segments
+from polytempo.server.buffers import Empty, plain_empty
+from polytempo.server.holding import Holder
+from polytempo.server.layout import Parameter, Spans
 from polytempo.server.message import (
     Entry,
     Inquire,
     Lend,
-    Lent,
     Members,
     Noted,
     Pull,
@@ -42,17 +39,11 @@ from polytempo.server.message import (
     Reshape,
     Statistics,
 )
-from polytempo.server.moving import Likeness, covers, likeness_of, moved, part_of
-from polytempo.server.state import State, Waiting, decode, encode
+from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
+from polytempo.server.state import State, Waiting, decode, encode, renumbered
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
-from polytempo.server.update import Moments, Optimizer, Term, can_be_native
-from polytempo.server.weights import Weights
-
-
-def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this process alone."""
-    return torch.empty(numel, dtype=dtype)
+from polytempo.server.update import Moments, Term, can_be_native
 
 
 class Shard:
@@ -85,10 +76,9 @@ class Shard:
         self.repeated = 0
         """Requests that came again, as this copy saw it; no part of the state."""
         self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
-        self._needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
-        self._empty = empty
-        self._parameters, self._spans = parameters, spans
-        self._weights = self._hold(weights)
+        self._holder = Holder(parameters, service, empty, native=self.native, tables=self._tables)
+        self._spans, self._empty = spans, empty
+        self._weights, self._admission = self._holder.hold(spans, weights)
         self._rule = service.rule.init()
         self._members: dict[int, int] = {}
         self._workers: tuple[int, ...] = ()
@@ -120,7 +110,7 @@ class Shard:
             if isinstance(request, Inquire):
                 return Look("repeated", (self._statistics(request),))
             if isinstance(request, Lend) and covers(self._spans, request.spans):
-                return Look("repeated", (self._lent(request),))
+                return Look("repeated", (lent(request, self.number, self._weights, self._spans, self._likeness),))
         return look
 
     def apply(self, entry: Entry) -> list[Reply]:
@@ -141,7 +131,7 @@ class Shard:
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
-            replies.append(self._lent(entry))
+            replies.append(lent(entry, self.number, self._weights, self._spans, self._likeness))
         else:
             if isinstance(entry, Members):
                 self._meet(dict(entry.members), frozenset(entry.resting), replies)
@@ -169,7 +159,7 @@ class Shard:
             "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
         )
         waiting.rows = push.rows
-        if not reason and self._needs_basis:
+        if not reason and self._holder.needs_basis:
             waiting.read = self._weights.read_by(push.worker, push.basis)
             if waiting.read < 0:
                 reason = f"worker {push.worker}: version {push.basis} of the weights is gone; pull before you push"
@@ -245,45 +235,23 @@ class Shard:
             tickets=self._tickets.tuples,
         )
 
-    # ------------------------------------------------------------------ other elements than before
-
-    def _hold(self, values: Tensor) -> Weights:
-        """What a shard of `_spans` needs that begins with these weights."""
-        assert self.service.optimizer is not None, "seen to when this was made"
-        where = segments(self._parameters, self._spans)
-        optimizer = Optimizer(self.service.optimizer, where, values.dtype, native=self.native)
-        weights = Weights(values, optimizer, self._empty, keeps_reads=self._needs_basis)
-        self._admission = Admission(
-            self._parameters, self._spans, values, optimizer, weights.look, tables=self._tables
-        )
-        return weights
-
-    def _lent(self, request: Lend) -> Lent:
-        weights = self._weights
-        likeness = Likeness(
-            *(weights.version, weights.steps, weights.lrs, self._rule, self._members, self._workers),
-            self._tickets.tuples,
-        )
-        return Lent(
-            *(self.number, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
-            *part_of(weights, self._spans, request.spans),
-        )
+    @property
+    def _likeness(self) -> Likeness:
+        return Likeness(self._rule, self._members, self._workers, self._tickets.tuples)
 
     def _reshape(self, entry: Reshape) -> None:
         """Hold other elements. Nobody has anything under way, and what was lent has been read."""
         for worker in list(self._weights.leases):
             self._table.settle(worker, self._weights.settle(worker))
-        if not self._spans:
-            self._begin_as(likeness_of(entry.pieces[0]))
-        before, self._spans = self._spans, entry.spans
-        self._weights = moved(self._weights, before, entry.spans, entry.pieces, self._hold)
-
-    def _begin_as(self, likeness: Likeness) -> None:
-        """A new shard knows what those know whose elements it takes over, but nobody has asked it anything yet."""
-        self._rule, self._members, self._workers = likeness.rule, dict(likeness.members), likeness.workers
-        self._tickets = Ranges(likeness.tickets)
-        for worker, incarnation in self._members.items():
-            self._table.admit(worker, incarnation)
+        if not self._spans:  # a new shard knows what those know whose elements it takes over; nobody has asked it yet
+            self._rule, self._members, self._workers, tickets = likeness_of(entry.pieces[0]).parts
+            self._tickets = Ranges(tickets)
+            for worker, incarnation in self._members.items():
+                self._table.admit(worker, incarnation)
+        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
+        self._spans = entry.spans
+        self._weights, self._admission = self._holder.hold(entry.spans, values)
+        rest.put_(self._weights)
 
     # ------------------------------------------------------------------ the rule and its actions
 
@@ -380,19 +348,8 @@ class Shard:
 
     def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
         """The whole state, gradients that wait and what is lent included, in memory of its own."""
-        weights, numbers = self._weights, dict[int, int]()
-
-        def renamed(number: int) -> int:
-            return -1 if number < 0 else numbers.setdefault(number, len(numbers))
-
-        renamed(weights.current)
-        leases = {w: [(s, renamed(n)) for s, n in leases] for w, leases in sorted(weights.leases.items())}
-        reads = {w: (version, renamed(n)) for w, (version, n) in sorted(weights.reads.items())}
-        waiting = {
-            w: [msgspec.structs.replace(x, read=renamed(x.read), difference=renamed(x.difference)) for x in queue]
-            for w, queue in sorted(self._waiting.items())
-            if queue
-        }
+        weights = self._weights
+        numbers, leases, reads, waiting = renumbered(weights.current, weights.leases, weights.reads, self._waiting)
         state = State(
             buffers=[weights.buffers.tensors[number] for number in numbers],
             first=weights.moments.first,

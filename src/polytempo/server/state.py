@@ -78,6 +78,29 @@ class State(msgspec.Struct, array_like=True, eq=False):
         return [number for number in (*lent, *read, *waiting) if number >= 0]
 
 
+Leases = dict[int, list[tuple[int, int]]]
+Reads = dict[int, tuple[int, int]]
+Queues = dict[int, list[Waiting]]
+
+
+def renumbered(current: int, leases: Leases, reads: Reads, waiting: Queues) -> tuple[list[int], Leases, Reads, Queues]:
+    """The buffers that are held, the present weights first, and who holds them, by place in that list."""
+    numbers: dict[int, int] = {}
+
+    def place(number: int) -> int:
+        return -1 if number < 0 else numbers.setdefault(number, len(numbers))
+
+    place(current)
+    lent = {w: [(sequence, place(n)) for sequence, n in each] for w, each in sorted(leases.items())}
+    read = {w: (version, place(n)) for w, (version, n) in sorted(reads.items())}
+    queues = {
+        w: [msgspec.structs.replace(one, read=place(one.read), difference=place(one.difference)) for one in queue]
+        for w, queue in sorted(waiting.items())
+        if queue
+    }
+    return list(numbers), lent, read, queues
+
+
 class _Envelope(msgspec.Struct, array_like=True):
     num_kept: int
     """So many of the tensors, the first ones, are the shard's own flat vectors; the others gradients, and rows."""

@@ -1,0 +1,32 @@
+"""`Holder`: makes what a shard needs that holds certain elements: their weights, and the checks of pushes to them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from polytempo.core.rule import Service
+from polytempo.server.admission import Admission
+from polytempo.server.buffers import Empty
+from polytempo.server.layout import Parameter, Spans, segments
+from polytempo.server.tables import Tables
+from polytempo.server.update import Optimizer
+from polytempo.server.weights import Weights
+
+
+class Holder:
+    """For a shard of `parameters` that serves as `service` says. `tables`: what it holds of those."""
+
+    def __init__(
+        self, parameters: tuple[Parameter, ...], service: Service, empty: Empty, *, native: bool, tables: Tables | None
+    ) -> None:
+        self._parameters, self._service, self._empty = parameters, service, empty
+        self._native, self._tables = native, tables
+        self.needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
+
+    def hold(self, spans: Spans, values: Tensor) -> tuple[Weights, Admission]:
+        """The elements of `spans`, which begin as `values`, before the first update."""
+        assert self._service.optimizer is not None, "the shard has seen to it"
+        where = segments(self._parameters, spans)
+        optimizer = Optimizer(self._service.optimizer, where, values.dtype, native=self._native)
+        weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis)
+        return weights, Admission(self._parameters, spans, values, optimizer, weights.look, tables=self._tables)
