@@ -97,7 +97,9 @@ def check_pushes(replayed: Replayed, result: pt.Result) -> None:
     staleness = [push.staleness for push in replayed.pushes if push.verdict == "applied"]
     histogram = result.server["staleness"]["histogram"]
     assert [[tau, staleness.count(tau)] for tau in sorted(set(staleness))] == histogram
-    tickets = sorted(t for push in replayed.pushes if push.shard == 0 and push.verdict == "applied" for t in push.tickets)
+    tickets = sorted(
+        t for push in replayed.pushes if push.shard == 0 and push.verdict == "applied" for t in push.tickets
+    )
     assert tickets == list(range(36 * result.workers))
     assert all(push.loss is not None and push.norm > 0 for push in replayed.pushes)
 
@@ -114,11 +116,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "job = pt.Job(model=lambda: nn.Linear(3, 1), data=lambda folder: pt.Data(TensorDataset(x, x.sum(1, True))),\n"
         "    loss=nn.functional.mse_loss, optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr), batch_size=4)\n"
     )
-    done = CliRunner().invoke(
-        app,
-        ["train", str(folder / "sums.py:job"), "--strategy", "async_sgd", "--steps", "10", "--threads", "1"]
-        + ["--out", str(folder / "run")],
-    )
+    options = ["--strategy", "async_sgd", "--steps", "10", "--threads", "1", "--out", str(folder / "run")]
+    done = CliRunner().invoke(app, ["train", str(folder / "sums.py:job"), *options])
     assert done.exit_code == 0, done.output
     return folder / "run"
 
@@ -142,7 +141,7 @@ def test_the_command_stops_where_it_is_told_to_and_shows_who_pushed_what(recorde
     assert code == 0
     lines = output.splitlines()
     assert lines[-1].startswith("stopped at step 4; the same as recorded so far")
-    assert lines[2].split() == "entry worker step tickets basis version stale loss norm what became of it".split()
+    assert " ".join(lines[2].split()) == "entry worker step tickets basis version stale loss norm what became of it"
     _, output = commanded(recorded, "--until", "version=5", "--inspect", "--json")
     told = json.loads(output)
     assert [push["version"] for push in told["pushes"]] == [0, 1, 2, 3, 4]

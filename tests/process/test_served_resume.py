@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,14 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.replay import replay
 from polytempo.engines.standing import read_standing, standing_path
-from polytempo.server.snapshot import complete, files_of, newest_whole
+from polytempo.server.snapshot import complete, newest_whole
 from polytempo.torch.result import parameters_sha256
 
 pytestmark = pytest.mark.process
 
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 3, 2, 2
+EVERY, ENOUGH = 10, 20
+"""Steps between snapshots, and batches after which a worker may wait for one: both together then made as many steps."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -69,29 +72,42 @@ def counted(epochs: int) -> str:
     return parameters_sha256(torch.full((TICKETS,), -float(epochs)) for _ in range(2))
 
 
-def killed(out: Path, number: int, how: Strategy) -> None:
-    """Kill the launcher of a run, and with it everybody, once snapshot `number` is whole."""
-    launcher = 0
+def killed(out: Path, number: int, how: Strategy, *, resume: bool = False) -> None:
+    """Kill the launcher of a run, and with it everybody, once snapshot `number` is whole.
+
+    Workers that have seen enough batches for it wait, so that the run stays far from its end.
+    """
+    launcher, calls = 0, 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if launcher and complete(out / "checkpoint", number, SHARDS):
+        nonlocal calls
+        calls += 1
+        while calls > ENOUGH and not complete(out / "checkpoint", number, SHARDS):
+            time.sleep(0.001)
+        if calls > ENOUGH:
             os.kill(launcher, signal.SIGKILL)
         return output.mean()
 
     child = os.fork()
     if not child:
         launcher = os.getpid()
-        pt.run(counting(loss), how, WORKERS, epochs=1000, checkpoint_every=10, threads=1, out=out)
+        options: dict[str, Any] = {
+            "epochs": EPOCHS,
+            "checkpoint_every": EVERY,
+            "resume": resume,
+            "threads": 1,
+            "out": out,
+        }
+        pt.run(counting(loss), how, WORKERS, **options)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 @pytest.mark.parametrize("how", [strategy(), strategy(replicas=1)], ids=str)
 def test_every_ticket_counts_once_over_both_runs(how: Strategy, tmp_path: Path) -> None:
-    killed(tmp_path, 2, how)
+    killed(tmp_path, 1, how)
     number = newest_whole(tmp_path / "checkpoint", SHARDS)
     assert number is not None
-    assert number >= 2
     step = read_standing(tmp_path / "checkpoint", number).step
     result = pt.run(
         *(counting(), how, WORKERS), epochs=EPOCHS, resume=True, checkpoint_every=50, threads=1, out=tmp_path
@@ -101,7 +117,7 @@ def test_every_ticket_counts_once_over_both_runs(how: Strategy, tmp_path: Path) 
     assert result.loss == -2.0 * EPOCHS, "the weights that are tested count the first run's tickets, too"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {row["step"] <= step for row in rows} == {True, False}, "metrics of both runs"
-    assert rows[-1]["step"] == TICKETS * EPOCHS // WORKERS
+    assert rows[-1]["kind"] == "test"
     replayed = replay(tmp_path, counting(), how)
     assert (replayed.difference, replayed.generation) == (None, 1)
     assert replayed.parameters_sha256 == result.parameters_sha256
@@ -109,33 +125,16 @@ def test_every_ticket_counts_once_over_both_runs(how: Strategy, tmp_path: Path) 
 
 def test_a_run_may_be_killed_again_and_again(tmp_path: Path) -> None:
     killed(tmp_path, 1, strategy())
-    for number in (4, 8):
-        resume_and_kill(tmp_path, number)
+    for _ in range(2):
+        killed(tmp_path, 1 + (newest_whole(tmp_path / "checkpoint", SHARDS) or 0), strategy(), resume=True)
     result = pt.run(counting(), strategy(), WORKERS + 1, epochs=EPOCHS, resume=True, threads=1, out=tmp_path)
     assert result.parameters_sha256 == counted(EPOCHS), "and with another number of workers"
-
-
-def resume_and_kill(out: Path, number: int) -> None:
-    """Go on, and kill everybody once snapshot `number` is whole."""
-    launcher = 0
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        if launcher and complete(out / "checkpoint", number, SHARDS):
-            os.kill(launcher, signal.SIGKILL)
-        return output.mean()
-
-    child = os.fork()
-    if not child:
-        launcher = os.getpid()
-        pt.run(counting(loss), strategy(), WORKERS, epochs=1000, checkpoint_every=10, resume=True, threads=1, out=out)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
     first = pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
     assert first.parameters_sha256 == counted(1)
-    with pytest.raises(ValueError, match=f"has done its {TICKETS} batches already; resume it with more epochs or steps"):
+    with pytest.raises(ValueError, match=f"has done its {TICKETS} batches already; resume it with more"):
         pt.run(counting(), strategy(), WORKERS, epochs=1, resume=True, out=tmp_path)
     second = pt.run(counting(), strategy(), WORKERS, epochs=2, resume=True, threads=1, out=tmp_path)
     assert second.parameters_sha256 == counted(2)
@@ -143,27 +142,29 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
 
 
 def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:
-    killed(tmp_path, 3, strategy())
     checkpoint = tmp_path / "checkpoint"
+    killed(tmp_path, 1, strategy())
+    killed(tmp_path, 1 + (newest_whole(checkpoint, SHARDS) or 0), strategy(), resume=True)
     newest = newest_whole(checkpoint, SHARDS)
     assert newest is not None
     standing_path(checkpoint, newest).write_bytes(b"{}")
     result = pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, resume=True, threads=1, out=tmp_path)
     assert result.parameters_sha256 == counted(EPOCHS)
-    for path in files_of(checkpoint, newest_whole(checkpoint, SHARDS) or 0, SHARDS):
-        path.unlink()
+    record = json.loads((tmp_path / "record" / "0001" / "run.json").read_bytes())
+    assert record["snapshot"] == newest - 1
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no whole snapshot in .* to resume from"):
+    with pytest.raises(ValueError, match="there is no whole snapshot in "):
         pt.run(counting(), strategy(), WORKERS, resume=True, out=tmp_path)
     pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
-    for job, how, options, words in [
+    wrong: list[tuple[pt.Job, Strategy, dict[str, Any], str]] = [
         (counting(), strategy(shards=3), {}, "had strategy 'async_sgd.shards=2.*and this one has 'async_sgd.shards=3"),
         (counting(), strategy(), {"seed": 4}, "had seed 0, and this one has 4"),
         (counting(), strategy(), {"batch_size": 2}, "had batch size 1, and this one has 2"),
         (counting(tickets=60), strategy(), {}, "had samples 120, and this one has 60"),
-    ]:
+    ]
+    for job, how, options, words in wrong:
         with pytest.raises(ValueError, match=words):
             pt.run(job, how, WORKERS, epochs=2, resume=True, out=tmp_path, **options)
 

@@ -15,6 +15,7 @@ from polytempo.server.client import Client, Pending
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.dealer import Dealer
 from polytempo.server.layout import Parameter, numel_of, shard_map
+from polytempo.server.lost import ShardLost
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
 from polytempo.server.node import Node
 from polytempo.server.on_arrival import on_arrival
@@ -211,7 +212,7 @@ def test_a_shard_that_never_comes_up_ends_the_run() -> None:
     net.run(lambda: net.done > 10)
     net.send(HUB, net.hub.add_shard(net.now_s, (20,)))
     net.run(lambda: net.dealer.quiet)
-    with pytest.raises(Exception, match="shard 2 is lost"):
+    with pytest.raises(ShardLost, match="shard 2 is lost"):
         net.run(lambda: False)
 
 

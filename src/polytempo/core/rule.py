@@ -23,9 +23,9 @@ class Arrival(NamedTuple):
     """A request that has reached a shard, as its rule sees it.
 
     kind "push": a gradient, which from now on waits at the shard under (worker) until it is added or dropped.
-    kind "had": a push that is dropped, and answered, because its tickets are applied already: its steps are done all the
-    same. kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more
-    (what waited of it is gone already when the rule hears of "left").
+    kind "had": a push that is dropped, and answered, because its tickets are applied already: its steps are done, too.
+    kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more (what
+    waited of it is gone already when the rule hears of "left").
     """
 
     kind: Literal["push", "had", "pull", "joined", "left"]
