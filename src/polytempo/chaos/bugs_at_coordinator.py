@@ -45,7 +45,7 @@ def loss_not_told() -> Patches:
     tell = Coordinator._tell_members
 
     def wrong(self: Coordinator, now_s: float) -> Outbox:
-        told = self._told_of[0]
+        told = self._who._told
         return [] if set(told) > set(self.members) else tell(self, now_s)
 
     return [(Coordinator, "_tell_members", wrong)]
@@ -56,9 +56,9 @@ def dealt_before_admitted() -> Patches:
     deals = Coordinator._deals
 
     def wrong(self: Coordinator, now_s: float) -> Outbox:
-        known, self._known = self._known, [self._changes + 1] * len(self._known)
+        knows, self._who.knows = self._who.knows, lambda worker: worker in self.members  # type: ignore[method-assign]
         out = deals(self, now_s)
-        self._known = known
+        self._who.knows = knows  # type: ignore[method-assign]
         return out
 
     return [(Coordinator, "_deals", wrong)]

@@ -17,6 +17,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, n
 def bits_now() -> dict[str, str]:
     """What rounding may depend on, on this machine."""
     return {
+        "polytempo": version("polytempo"),
         "torch": str(torch.__version__),
         "processor": platform.machine(),
         "torch's instruction set": torch.backends.cpu.get_cpu_capability(),

@@ -170,6 +170,8 @@ class Launcher:
 
     def _look(self, now_s: float) -> Outbox:
         out: Outbox = []
+        if self.finished:
+            return out  # processes end now because they shall
         for role, process in self._troupe.look():
             if process.failure is not None or (process.exit_code or 0) > 0:
                 error = died([process], self._run.most_lives, who=str(role))

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from polytempo.server.dealer import Dealer
 from polytempo.server.lost import ShardLost
+from polytempo.server.membership import Membership
 from polytempo.server.message import (
     COORDINATOR,
     Ask,
@@ -67,8 +68,6 @@ class Coordinator:
         self.timing = timing or Timing()
         self.epoch = 1
         self.chains = [tuple(chain) for chain in chains]
-        self.members: dict[int, int] = {}
-        """The workers that take part, with their incarnations."""
         self.statistics: dict[int, Statistics] = {}
         """What each shard said of itself at the end."""
         self.finished = False
@@ -81,22 +80,16 @@ class Coordinator:
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
         self._silence = Silence(self.timing)
         self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
+        self._who = Membership(len(chains), waits=dealer.rests)
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
-        self._changes = 0
-        self._known = [0] * len(chains)
-        """How many changes of membership each shard has taken in."""
-        self._shards = Shards(self.chains, self._asked, self._known)
-        self._told_of: tuple[dict[int, int], tuple[int, ...]] = {}, ()
-        """The members, and who of them rests, as the shards were told last."""
-        self._admitted: dict[int, int] = {}
-        """Worker -> the change that made it a member; it is dealt to when every shard knows of that."""
-        self._leaving: dict[int, int] = {}
-        """Lost workers -> the change that says so; their tickets are theirs until every shard knows of that."""
+        self._shards = Shards(self.chains, self._asked, self._who.known)
         self._waiting: dict[int, Ask] = {}
         """Calls for work that the dealer has not heard of."""
         self._unsaid: dict[int, Deal] = {}
         """Answers to workers that the shards do not all know yet."""
+        self._said: dict[int, tuple[int, int]] = {}
+        """Worker -> the incarnation and number of its last call that was answered."""
         self._heard_of: dict[int, tuple[int, int]] = {}
         """Worker -> its last incarnation, and the number of its last call."""
         self._finishing: dict[int, int] = {}
@@ -116,6 +109,11 @@ class Coordinator:
     def expect(self, worker: int) -> None:
         """A process was started as the next life of `worker`; nobody waits for it, but it must come in time."""
         self._returning.add(worker)
+
+    @property
+    def members(self) -> dict[int, int]:
+        """The workers that take part, with their incarnations."""
+        return self._who.members
 
     @property
     def view(self) -> View:
@@ -152,7 +150,9 @@ class Coordinator:
             self._waiting.pop(node, None)
             self._unsaid.pop(node, None)
             out += self._tell_members(now_s)
-            self._leaving[node] = self._changes + self.reshaper.moving  # then they will be told when that is done
+            self._who.leaving[node] = (
+                self._who.changes + self.reshaper.moving
+            )  # then they will be told when that is done
         if (never_begun := self.reshaper.lose(node)) is not None:
             raise ShardLost(never_begun, self._copies - 1)
         for shard, chain in enumerate(self.chains):
@@ -242,31 +242,23 @@ class Coordinator:
 
     def _tell_members(self, now_s: float) -> Outbox:
         """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
-        resting = tuple(worker for worker in self.dealer.resting if worker in self.members)
-        told = dict(self.members), resting
-        if told == self._told_of or self._ending or self._expected or self.reshaper.moving:
+        if self._ending or self._expected or self.reshaper.moving:
             return []
-        self._changes += 1
-        before, slept = self._told_of
-        self._told_of = told
-        self._admitted = {
-            worker: self._admitted[worker] if before.get(worker) == life and worker not in slept else self._changes
-            for worker, life in self.members.items()
-            if worker not in resting
-        }
-        members = tuple(sorted(self.members.items()))
+        facts = self._who.change(self.dealer.resting, self._in_hand)
+        self.dealer.hold_back(self._who.closing)
+        if facts is None:
+            return []
+        members, resting = facts
         for shard, asked in self._shards.live:
             request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
-            self._told[shard, request.sequence] = self._changes
+            self._told[shard, request.sequence] = self._who.changes
         return self._outbox(now_s)
 
-    def _part(self) -> None:
-        """Deal again what the lost held, once no shard takes it from them any more: a batch must not count twice."""
-        ready = min(self._known)
-        for worker, change in list(self._leaving.items()):
-            if change <= ready:
-                del self._leaving[worker]
-                self.dealer.lose(worker)
+    def _in_hand(self) -> set[int]:
+        """The workers that know of a ticket of theirs that is not done."""
+        unsaid = {ticket.number for deal in self._unsaid.values() for ticket in deal.tickets}
+        holders = self.dealer.holders().items()
+        return {worker for ticket, worker in holders if ticket not in unsaid and worker in self.members}
 
     def _new_epoch(self, now_s: float) -> Outbox:
         self.epoch += 1
@@ -285,7 +277,7 @@ class Coordinator:
         present = self.members.get(ask.worker)
         if present is None and (self._ending or ask.worker in self._finishing):
             return self._end(now_s) or ([(ask.worker, self.view)] if self.finished else [])  # too late to take part
-        if ask.worker in self._leaving:
+        if ask.worker in self._who.leaving:
             return []  # its former life is not over everywhere; it will call again
         if present is None and ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]:
             return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # it was thought dead
@@ -315,19 +307,22 @@ class Coordinator:
         """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
         if self._expected or self.reshaper.moving:
             return []  # the first deal is made when all that were started are here
+        out: Outbox = []
         for worker, ask in self._waiting.items():  # what cannot be answered yet, the dealer remembers
             deal = self.dealer.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
-            if deal is not None:
+            if deal is not None and self._said.get(worker) == (ask.incarnation, ask.sequence):
+                out.append((worker, replace(deal, layout=self.reshaper.layout)))  # once more
+            elif deal is not None:
                 self._unsaid[worker] = deal
         self._waiting.clear()
         self._unsaid.update((deal.worker, deal) for deal in self.dealer.due())
-        out = self._tell_members(now_s)
-        ready = min(self._known)
+        out += self._tell_members(now_s)
         for worker, deal in list(self._unsaid.items()):
             if deal.order == "finish":
                 self._finishing[worker] = deal.sequence
-            elif self._admitted.get(worker, ready + 1) > ready:
+            elif not self._who.knows(worker) or (self._who.closing and deal.order == "train"):
                 continue
+            self._said[worker] = deal.incarnation, deal.sequence
             out.append((worker, replace(self._unsaid.pop(worker), layout=self.reshaper.layout)))
         return out
 
@@ -358,8 +353,8 @@ class Coordinator:
             return []
         change = self._told.pop((reply.shard, reply.sequence), None)
         if change is not None:
-            self._known[reply.shard] = max(self._known[reply.shard], change)  # answers may overtake each other
-            self._part()
+            for worker in self._who.note(reply.shard, change):
+                self.dealer.lose(worker)
         if isinstance(reply, Statistics):
             self.statistics[reply.shard] = reply
         if isinstance(reply, Lent):
@@ -392,8 +387,8 @@ class Coordinator:
     @property
     def _is_still(self) -> bool:
         """Whether nobody has anything under way: no worker, and not the coordinator itself."""
-        busy = self._expected or self._recruits or self._leaving or self._waiting or self._unsaid or self._ending
-        return self.dealer.quiet and not busy and not self._shards.busy and min(self._known) == self._changes
+        busy = self._expected or self._recruits or self._who.leaving or self._waiting or self._unsaid or self._ending
+        return self.dealer.quiet and not busy and not self._shards.busy and self._who.is_settled
 
     def _outbox(self, now_s: float) -> Outbox:
         return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]

@@ -126,7 +126,8 @@ class Dealer:
         self._stretch = 0
         self._evaluator: int | None = None
         self._stopped = False
-        self._rests = rests
+        self.rests = rests
+        self._holds_back = False
         self._uneven = False
         self._changed = False  # whether an ask that waits may have an answer now
         self._step = workers if deals == "evenly" else 1
@@ -203,6 +204,11 @@ class Dealer:
         self._barrier = None
         self._changed = True
 
+    def hold_back(self, on: bool) -> None:
+        """Whether workers must finish what they hold before they get more."""
+        if on != self._holds_back:
+            self._holds_back, self._changed = on, True
+
     def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
         before = self._is_done, self._is_warm
         for number in done:
@@ -232,6 +238,8 @@ class Dealer:
                 self._evaluator = worker
                 return "evaluate", ()
             return None
+        if self._holds_back and life.held:
+            return "wait", ()
         if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
             ticket = self._next_ticket(worker)
             if ticket is not None:
@@ -311,7 +319,7 @@ class Dealer:
 
         Empty where tickets are dealt evenly and nobody was lost, and where they are dealt freely without `rests`.
         """
-        can_rest = self._uneven if self.deals == "evenly" else self._rests
+        can_rest = self._uneven if self.deals == "evenly" else self.rests
         if not can_rest or self._done.covers(0, self._limit - 1):
             return ()
         return tuple(self._waiting())
