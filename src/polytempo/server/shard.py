@@ -82,6 +82,7 @@ class Shard:
         self._rule = service.rule.init()
         self._members: dict[int, int] = {}
         self._workers: tuple[int, ...] = ()
+        self._resting: frozenset[int] = frozenset()
         self._table = Table(number)
         self._waiting: dict[int, list[Waiting]] = {}
         self._tickets = Ranges()
@@ -105,6 +106,8 @@ class Shard:
     def look(self, request: Request) -> Look:
         """Whether `request` is new, and the answer if it is not. Only what is new belongs into the log."""
         look = self._table.look(request)
+        if look.kind == "new" and request.worker in self._resting:
+            return Look("ahead")  # it rests, so the change that says otherwise is still on its way
         if look.kind == "repeated":
             self.repeated += 1
             if isinstance(request, Inquire):
@@ -185,10 +188,7 @@ class Shard:
         replies.append(reply)
 
     def _wait_for(self, worker: int, waiting: Waiting) -> None:
-        queue = self._waiting.get(worker)
-        if queue is None:
-            queue = self._waiting[worker] = []
-        queue.append(waiting)
+        self._waiting.setdefault(worker, []).append(waiting)
 
     def _meet(self, members: dict[int, int], resting: frozenset[int], replies: list[Reply]) -> None:
         """First those go who are no members any more, or rest, then the others come, each for itself."""
@@ -206,6 +206,7 @@ class Shard:
         for worker in [worker for worker in self._members if worker not in resting and worker not in self._workers]:
             self._workers = tuple(sorted((*self._workers, worker)))
             self._hear(Arrival("joined", worker), replies)
+        self._resting = resting
 
     def _hear_left(self, worker: int, replies: list[Reply]) -> None:
         """The rule counts `worker` no more, if it did."""
@@ -393,6 +394,7 @@ class Shard:
             weights.buffers.hold(number)
         self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
         self._members, self._workers = state.members, state.workers
+        self._resting = frozenset(state.members) - frozenset(state.workers)
         self._table, self._tickets = Table(self.number, state.known), Ranges(state.tickets)
         waits = (one for queue in state.waiting.values() for one in queue if one.gradient is not None)
         self._here = {ticket for one in waits for ticket in one.tickets}

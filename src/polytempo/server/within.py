@@ -15,7 +15,7 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
     a worker runs on. bound = 0: all wait for all, though each gradient is an update of its own.
 
     Clocks are compared from where a worker began: when it joins it stands where the slowest other member stands,
-    whatever number its first pull has. So who joins, or comes back, holds nobody up for the steps that it missed.
+    whatever number its first request has. So who joins, or comes back, holds nobody up for the steps that it missed.
 
     Workers that push every k-th step only need bound >= k - 1; else all wait for gradients that nobody sends.
 
@@ -35,8 +35,9 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
         if arrival.kind in ("joined", "left"):
             slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
             clocks = {m: clocks.get(m, slowest) for m in situation.members}
-        if arrival.kind in ("pull", "push", "had") and worker not in offsets:  # a push first: it counts from 0
-            offsets = {**offsets, worker: clocks[worker] - (arrival.clock if arrival.kind == "pull" else 0)}
+        if arrival.kind in ("pull", "push", "had") and worker not in offsets:
+            finished = arrival.clock - (arrival.kind != "pull")  # a push is of a step that is only now finished
+            offsets = {**offsets, worker: clocks[worker] - finished}
         if arrival.kind == "pull":
             pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
         if arrival.kind in ("push", "had"):
