@@ -57,6 +57,8 @@ _MAX_TRACED = 20_000
 _SPARE_BUFFERS = 12
 """So many vectors as large as the parameters fit into an arena, beside one for each worker."""
 _SPARE_BYTES = 64 << 20
+_SLOWLY_BYTES_PER_S = 100e6
+"""A copy is not thought dead for touching its parameters at this rate."""
 _FAREWELL_S = 0.2
 """How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
 
@@ -100,7 +102,8 @@ class ServedRun:
         self.weights = flat_of(model, optimizer)
         if self.service.optimizer is None:
             self.service = replace(self.service, optimizer=update_rule_of(optimizer))
-        self.timing = Timing(deadline_s=options.timeout_s)
+        busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
+        self.timing = Timing(lost_s=Timing.lost_s + busy_s, deadline_s=options.timeout_s)
         self.most_lives = self.cast.coordinator + options.restarts + 1
         vectors = workers + _SPARE_BUFFERS
         dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize

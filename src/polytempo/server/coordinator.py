@@ -78,6 +78,8 @@ class Coordinator:
         """The same, of workers that were started again."""
         self._recruits: dict[int, int] = {}
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
+        self._blank: set[int] = set()
+        """Copies that have not been handed their shard's state yet."""
         self._silence = Silence(self.timing)
         self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
         self._who = Membership(len(chains), waits=dealer.rests)
@@ -205,9 +207,9 @@ class Coordinator:
     def tick(self, now_s: float) -> Outbox:
         """What time asks for: to notice who is silent, and to send again what was not answered."""
         out: Outbox = []
-        for node in self._silent(now_s):
-            self._on_event(("silent", node))
-            out += self.lose(now_s, node)
+        while silent := self._silent(now_s):  # one at a time: the last copy of a shard is not given up
+            self._on_event(("silent", silent[0]))
+            out += self.lose(now_s, silent[0])
         out += self._shards.late(now_s)
         if now_s - self._announced_s >= self.timing.beat_s:
             out += self._announce(now_s)
@@ -228,15 +230,19 @@ class Coordinator:
         if source in self._recruits:
             shard = self._recruits.pop(source)
             self.chains[shard] = (*self.chains[shard], source)
+            self._blank.add(source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
+        if beat.incarnation:
+            self._blank.discard(source)
         headed = None if beat.incarnation or beat.epoch != self.epoch else self._shards.headed_by(source)
         if headed is not None:  # a copy without a state: the last whole one died before it had handed it on
             raise ShardLost(headed, self._copies - 1)
         return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
 
     def _silent(self, now_s: float) -> list[int]:
-        copies = {node for chain in self.chains for node in chain}
+        """Who is given up. Not the last copy with a state: it may be busy, and nobody could take its place."""
+        copies = {node for chain in self.chains for node in chain if set(chain) - self._blank - {node}}
         starting = self._expected | self._returning | set(self._recruits) | self.reshaper.absent
         return self._silence.look(now_s, copies, self.members, starting)
 

@@ -51,9 +51,8 @@ class Shard:
 
     `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
     place). `native`: the optimizer by the kernel or by torch ops (`server.update`); by default the kernel where there
-    is one. All shards of a run, their copies and its replays must agree on it. Memory beside moments and sum: one
-    buffer of weights for each worker that holds an older version, and at most two more; elastic averaging lends one
-    more to each worker.
+    is one. All shards of a run, their copies and its replays must agree on it. Memory beside moments and sum: a buffer
+    of weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.
     """
 
     def __init__(
