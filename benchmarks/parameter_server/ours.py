@@ -44,7 +44,7 @@ class Mail:
     def __init__(self, node: int, home: Path, wire: Wire, arenas: Arenas, keys: Keys | None) -> None:
         local = wire == "shared memory"
         address = f"ipc://{home}/n{node}" if local else "tcp://127.0.0.1:*"
-        self._mailbox = Mailbox(node, address, keys, references=arenas if local else None)
+        self._mailbox = Mailbox(node, address, keys, references=arenas if local else None, keeps_memory=not local)
         self._home, self._known = home, set[int]()
         written = home / f"{node}.new"
         written.write_text(self._mailbox.address, encoding="ascii")

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from laws.catalogue import ROWS, Row, label
-from polytempo import collectives, strategies
-from polytempo.cluster import one_host
+from laws.catalogue import HELPED, ROWS, SERVED, Row, label
+from polytempo import collectives, run, strategies
+from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.simulate import simulate
+from polytempo.engines.simulate_served import simulate_served
 from polytempo.engines.worker import Seat
 from polytempo.jobs import find
+from polytempo.torch.options import RunOptions
 from polytempo.torch.trainer import Trainer
 
 pytestmark = pytest.mark.process
@@ -38,9 +40,13 @@ def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[
 
 
 def test_every_strategy_is_here() -> None:
-    """But those that write to one copy of the weights: the processes' own pace decides what they reach."""
+    """But those that write to one copy of the weights: the processes' own pace decides what they reach.
+
+    Those with a parameter server have processes of their own: below.
+    """
     one_copy = {row.name for row in ROWS if row.make().one_copy is not None}
-    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy
+    served = {row.name for row in [*SERVED, *HELPED] if row.make().server is not None}
+    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy - served
 
 
 @pytest.mark.parametrize("row", OWN_ROUTES, ids=label)
@@ -50,6 +56,15 @@ def test_both_worlds_reach_the_same_bits(row: Row) -> None:
     for rank in real:
         for figure in ("parameters_sha256", "loss", "accuracy", "steps", "samples", "bytes_sent_per_rank"):
             assert rank[figure] == virtual[figure], figure
+
+
+def test_a_parameter_server_that_waits_for_all_reaches_the_same_bits() -> None:
+    """The only ones whose pushes are the same whoever comes first."""
+    strategy, options = strategies.backup_workers(backups=0, shards=2), RunOptions(steps=4, threads=1)
+    real = run(find("digits"), strategy, 3, steps=4, threads=1)
+    virtual = simulate_served(find("digits"), strategy, 3, ethernet(), options, native=True)
+    assert (real.steps, real.samples) == (virtual.steps, virtual.samples)
+    assert real.parameters_sha256 == virtual.parameters_sha256
 
 
 def test_a_delegated_route_agrees_to_rounding() -> None:

@@ -165,9 +165,15 @@ ENDINGS: dict[str, Ending] = {
     "kill": (kill, None, "SIGKILL", "was killed by SIGKILL", "| before"),
     "exit": (lambda: os._exit(3), 3, None, "ended without a result (exit code 3)", "| before"),
     "exit 0": (lambda: os._exit(0), 0, None, "ended without a result (exit code 0)", "| before"),
-    "sys.exit": (lambda: sys.exit(4), 4, None, "raised SystemExit (exit code 4)", "| SystemExit: 4"),
+    "sys.exit": (lambda: sys.exit(4), 4, None, "raised SystemExit: 4 (exit code 4)", "| SystemExit: 4"),
     "segfault": (segfault, None, "SIGSEGV", "was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
-    "raise": (raise_error, 1, None, "raised ArithmeticError (exit code 1)", "| ArithmeticError: the loss is not"),
+    "raise": (
+        raise_error,
+        1,
+        None,
+        "raised ArithmeticError: the loss is not a number (exit code 1)",
+        "| ArithmeticError: the loss is not",
+    ),
 }
 
 
@@ -217,7 +223,7 @@ def test_the_cause_is_named_before_those_who_lost_a_peer() -> None:
     os.close(listening)
     os.close(speaking)
     assert (died.value.rank, died.value.signal) == (1, "SIGKILL")
-    assert str(died.value).endswith("Also: rank 0 raised PeerLost (exit code 1)")
+    assert str(died.value).endswith(f"Also: rank 0 raised PeerLost: {PeerLost(0, 7, 'all_reduce', 1)} (exit code 1)")
 
 
 @pytest.mark.parametrize(("result", "error"), [({1, 2}, "TypeError"), ("x" * (64 << 20), "ValueError")])

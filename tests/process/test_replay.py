@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused(recorded: Path, tmp_path: Path) -> None:
         ([str(tmp_path / "none")], "there is no such folder"),
         ([str(tmp_path)], "has no record of messages"),
         ([str(recorded), "--until", "epoch=2"], "must be written step=K"),
-        ([str(recorded), "--until", "step=0"], "stops at step=K"),
+        ([str(recorded), "--until", "step=0"], "must be written step=K or version=K with K >= 1"),
         ([str(recorded), "--shard", "1"], "the run had 1 shards, numbered from 0"),
         ([str(recorded), "--job", "digits"], "the run was of job 'job', not 'digits'"),
     ]:

@@ -88,6 +88,9 @@ def test_every_process_may_be_killed_once_and_each_ticket_still_counts_once() ->
     story = harm.told(faulty(*(Fault(p, *v) for p, v in zip(points, victims, strict=True))), harm.counting(1000))
     assert story.wrong == []
     assert [recovery.fault[1:3] for recovery in story.launcher.recoveries] == victims
+    told = {event["who"]: (event["how"], event["then"]) for event in story.result.server["events"]}
+    assert {f"worker-{worker}" for worker in range(4)} <= set(told)
+    assert told["worker-0"] == ("was killed by SIGKILL", "started again")
 
 
 def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
@@ -95,6 +98,11 @@ def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
     story = harm.told(faulty(*faults), harm.counting(400), timing=QUICK)
     assert story.wrong == []
     assert len(story.launcher.recoveries) == 2
+    told = {event["who"]: event for event in story.result.server["events"]}
+    assert told["shard-0-node-4"]["how"].startswith("was silent for ")
+    assert told["shard-0-node-4"]["then"] == "shard 0: the next copy took over"
+    assert told["worker-2"]["how"].startswith("was silent for ")
+    assert story.result.server["restarts"] == story.launcher.restarts >= 1
 
 
 DEALS: dict[str, Callable[[Any, Deal], bool]] = {
@@ -204,7 +212,9 @@ def test_an_error_in_a_worker_ends_the_run_and_is_shown() -> None:
         return output.sum()
 
     error = ended(WorkerDied, faulty(), harm.counting(400, loss))
-    assert str(error).startswith("worker-2 raised ArithmeticError (exit code 1); the run has ended. The last lines of")
+    assert str(error).startswith(
+        "worker-2 raised ArithmeticError: the loss is not a number (exit code 1); the run has ended. The last lines of"
+    )
     assert (error.rank, error.last_lines[-1]) == (2, "ArithmeticError: the loss is not a number")
 
 

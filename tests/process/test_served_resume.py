@@ -155,7 +155,7 @@ def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no whole snapshot in "):
+    with pytest.raises(ValueError, match=r"there is no whole snapshot in .*, or check --out"):
         pt.run(counting(), strategy(), WORKERS, resume=True, out=tmp_path)
     pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
     wrong: list[tuple[pt.Job, Strategy, dict[str, Any], str]] = [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import polytempo as pt
-from polytempo.engines.mail import PostOffice
+from polytempo.engines.mail import NodeMail, PostOffice
 from polytempo.jobs import find
-from polytempo.server.message import Beat
+from polytempo.server.message import Beat, Message
 from polytempo.wire.shared import Arenas
+from polytempo.wire.zeromq import Mailbox
 
 pytestmark = pytest.mark.process
 
@@ -20,8 +23,16 @@ def left_behind() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("polytempo-*")}
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """An element for each time that this process would have been told to keep its memory."""
+    calls: list[bool] = []
+    monkeypatch.setattr("polytempo.wire.zeromq.keep_memory", lambda: calls.append(True))
+    return calls
+
+
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_a_run_learns_and_leaves_nothing(transport: str, tmp_path: Path) -> None:
+def test_a_run_learns_and_leaves_nothing(transport: str, tmp_path: Path, kept: list[bool]) -> None:
     before = left_behind()
     result = pt.run(
         find("digits"),
@@ -37,6 +48,7 @@ def test_a_run_learns_and_leaves_nothing(transport: str, tmp_path: Path) -> None
     assert result.server is not None
     assert result.server["updates"] == 135
     assert left_behind() == before
+    assert not kept  # the coordinator was in this process
     text = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert b"server_secret" not in text
     assert not list((tmp_path / "run").rglob("keys"))
@@ -79,6 +91,46 @@ def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Pa
     finally:
         first.close()
         second.close()
+
+
+@pytest.mark.parametrize(("own_process", "times"), [(False, 0), (True, 1)])
+def test_memory_is_kept_only_by_a_process_that_is_a_node_alone(
+    own_process: bool, times: int, tmp_path: Path, kept: list[bool]
+) -> None:
+    post_office(tmp_path / "h", "tcp").mailbox(0, own_process=own_process).close()
+    assert len(kept) == times
+
+
+class Connections(Mailbox):
+    """Connects to nobody, and remembers where it was to."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, str]] = []
+
+    def connect(self, node: int, address: str) -> None:
+        self.made.append((node, address))
+
+    def post(self, to: int, message: Message) -> bool:
+        return True
+
+
+def test_addresses_are_looked_at_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr("polytempo.engines.mail.time", SimpleNamespace(monotonic=lambda: now.s))
+    file, line = tmp_path / "n1.address", Connections()
+    mail = NodeMail(0, tmp_path, line, by_file=True)
+    posted = []
+    for life, (at_s, moves) in enumerate([(100.0, False), (100.001, True), (100.002, True), (100.03, True)]):
+        now.s = at_s
+        if moves:
+            file.write_text(f"life {life}")
+            os.utime(file, (life, life))
+        posted.append(mail.post(1, Beat(0, 1, 1)))
+    assert posted == [False, True, True, True]  # a node that was not there is found at once
+    assert line.made == [(1, "life 1")]
+    now.s = 100.06
+    assert mail.post(1, Beat(0, 1, 1))
+    assert line.made == [(1, "life 1"), (1, "life 3")]
 
 
 def test_a_node_that_is_not_there_yet_loses_its_mail(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from polytempo.server.message import Beat, Message, Pulled
-from polytempo.wire.frames import Limits, encode
+from polytempo.wire.frames import Frame, Limits, encode
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.zeromq import Mailbox
 
@@ -292,6 +292,30 @@ def test_what_is_too_large_is_not_let_in(box: Open) -> None:
     b.connect(0, a.address)
     b.post(0, Pulled(0, 0, 0, 1, 1, torch.zeros(100_000)))
     assert number(retried(b, 0, beat(1), a)) == 1
+
+
+def test_many_parts_that_are_too_large_together_are_refused_and_not_held(box: Open) -> None:
+    a, b = box(0, LOOPBACK, None, limits=Limits(total_bytes=100_000)), box(1)
+    most: list[int] = []
+    opened = a._opened
+
+    def watched(parts: list[Frame]) -> tuple[int, Message] | None:
+        most.append(sum(map(len, parts)))
+        return opened(parts)
+
+    a._opened = watched  # type: ignore[method-assign]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.routing_id = b"3"
+        dealer.connect(a.address)
+        dealer.send_multipart([bytes(50_000)] * 3)
+        dealer.send_multipart([bytes(50_000)] * 2 + [b"", b"x"])
+        dealer.send_multipart([bytes(frame) for frame in encode(beat(3))])
+        assert number(a.take(WAIT_S)) == 3
+    assert a.counts.malformed == 2
+    assert most[:2] == [1, 1]  # the sender's number
+    b.connect(0, a.address)
+    b.post(0, beat(1))
+    assert number(a.take(WAIT_S)) == 1
 
 
 # ------------------------------------------------------------------------------------------------- replay and splice

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from polytempo.cli.replay import parse_stop
+from polytempo.cli.replay import counted, parse_stop
 from polytempo.engines.gate import CUE, Gate, Life, Play, Stop, as_recorded, difference_of
 from polytempo.server.message import (
     COORDINATOR,
@@ -172,9 +172,44 @@ def test_the_first_difference_is_named_and_ends_the_replay() -> None:
     assert gate.passed == 0
 
 
+@pytest.mark.parametrize(
+    ("stop", "begins"),
+    [
+        (Stop("step", 33), "step 34"),
+        (Stop("ticket", 5), "ticket 67"),
+        (Stop("version", 66), "version 67"),
+        (Stop("step", 34), None),
+        (Stop("ticket", 67), None),
+        (Stop("version", 67), None),
+    ],
+)
+def test_a_resumed_record_has_no_place_to_stop_before_its_begin(stop: Stop, begins: str | None) -> None:
+    """Two workers; the snapshot has the tickets 0 … 66, so 33 whole steps and a half."""
+    resumed = play(stop)
+    resumed.pushed.add(0, 66)
+    if begins is None:
+        resumed.check_stop(66)
+    else:
+        with pytest.raises(ValueError, match=f"its record begins at {begins}: .* give {begins.replace(' ', '=')} or"):
+            resumed.check_stop(66)
+
+
+@pytest.mark.parametrize("stop", [Stop("step", 1), Stop("ticket", 0), Stop("version", 1), None])
+def test_a_record_from_the_run_s_begin_has_every_stop(stop: Stop | None) -> None:
+    play(stop).check_stop(0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "pushes", "words"),
+    [(0, 0, "no pushes"), (1, 1, "the only push"), (7, 7, "all 7 pushes"), (20, 36, "the last 20 of 36 pushes")],
+)
+def test_how_pushes_are_counted(shown: int, pushes: int, words: str) -> None:
+    assert counted(shown, pushes) == words
+
+
 def test_how_a_stop_is_written() -> None:
     assert parse_stop("step=12") == Stop("step", 12)
     assert parse_stop(" version = 3") == Stop("version", 3)
-    for text in ("step", "step=", "step=-1", "step=1.5", "epoch=3", "=3", "step=³"):
-        with pytest.raises(ValueError, match="must be written step=K"):
+    for text in ("step", "step=", "step=-1", "step=-4", "step=0", "version=0", "step=1.5", "epoch=3", "=3", "step=³"):
+        with pytest.raises(ValueError, match="must be written step=K or version=K with K >= 1"):
             parse_stop(text)

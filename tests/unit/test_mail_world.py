@@ -150,6 +150,28 @@ def test_errors_are_raised_where_they_are_awaited() -> None:
         own.drive(fails_at_once())
 
 
+class Full(Letters):
+    """A mailbox that refuses to send."""
+
+    def post(self, to: int, message: Any) -> bool:
+        raise ValueError("the protocol lacks that dtype")
+
+
+@pytest.mark.parametrize("takes", [True, False], ids=["before it waits", "at its end"])
+def test_an_error_that_nobody_awaits_is_raised(takes: bool) -> None:
+    own = MailWorld(0, Full("never taken"), (0, 0))
+
+    async def program() -> None:
+        await own.port.start(own.port.post(Beat(0, 0, 0), 1))
+        if takes:
+            await own.port.take()
+            raise AssertionError("went on")
+
+    with pytest.raises(ValueError, match="lacks that dtype"):
+        own.drive(program())
+    assert own.unseen == {}
+
+
 async def fails_at_once() -> None:
     raise KeyError
 

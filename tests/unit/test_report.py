@@ -236,6 +236,12 @@ def test_curves_draw_what_was_measured() -> None:
     assert (list(loss.x), list(loss.y)) == ([1.0, 2.0], [2.0, 0.5]), "the training loss, not the test loss"
 
 
+def test_rows_of_several_workers_are_drawn_in_order() -> None:
+    run = record()
+    shuffled = curves([run._replace(metrics=run.metrics[::-1])], "loss", "seconds").data[0]
+    assert (list(shuffled.x), list(shuffled.y)) == ([1.0, 2.0], [2.0, 0.5])
+
+
 def test_curves_leave_out_what_is_not_finite_or_absent() -> None:
     run = record()
     run.metrics[0]["loss"] = None
@@ -379,6 +385,25 @@ def test_a_page_without_metrics_trace_or_accuracy_says_so() -> None:
     assert "These runs left no metrics." in page([run._replace(metrics=[])], title="t")
     assert "These runs left no trace." in page([run._replace(events=[])], title="t")
     assert "This job measures no accuracy." in page([run._replace(metrics=run.metrics[::2])], title="t")
+
+
+def served(events: list[dict[str, Any]]) -> RunRecord:
+    staleness = {"mean": 1.0, "p50": 1, "p99": 1, "histogram": [[1, 8]]}
+    counts = {"shards": 1, "replicas": 1, "updates": 8, "dropped": 0, "refused": 0}
+    return record("async_sgd", server={**counts, "staleness": staleness, "workers": [], "events": events})
+
+
+def test_the_page_says_which_processes_died() -> None:
+    event = {"who": "worker-1", "how": "was killed by SIGKILL", "at_s": 2.314, "then": "started again"}
+    cells = "<td>worker-1</td><td>was killed by SIGKILL</td><td>2.3</td><td>started again</td>"
+    assert cells in page([served([event])], title="t")
+    assert "What happened to processes" not in page([served([])], title="t")
+
+
+def test_only_runs_with_a_server_are_in_the_legend_of_staleness() -> None:
+    written = page([record(), served([])], title="t")
+    legend = written[written.index('id="staleness"') :].partition("</ul>")[0]
+    assert re.findall(r'data-run="(\d)"', legend) == ["1"]
 
 
 def test_simulated_runs_are_named_so() -> None:

@@ -156,6 +156,7 @@ def _rule(strategy: Strategy) -> str:
     ("written", "says"),
     [
         *[(f"{name}(shards=0)", "at least 1 shard, got shards=0") for name in NAMES],
+        *[(f"{name}(shards=65)", "at most 64 shards, each a process, got shards=65") for name in NAMES],
         *[(f"{name}(replicas=3)", "0 to 2 further copies, got replicas=3") for name in NAMES],
         *[(f"{name}(rate=0)", "above 0, got 0") for name in ("async_sgd", "dc_asgd", "softsync", "ssp")],
         ("async_sgd(replicas=-1)", "0 to 2 further copies, got replicas=-1"),
@@ -171,6 +172,7 @@ def _rule(strategy: Strategy) -> str:
         ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
         ("flexrr(bound=-1)", "slices >= 1 and bound >= 0, got slices=80 and bound=-1"),
         ("flexrr(first_offer=0.01)", "needs grain <= first_offer <= later_offers"),
+        ("flexrr(helpers=0)", r"helpers >= 1, got 0; for the same steps without help use backup_workers\(backups=0\)"),
         ("flexrr(behind=0)", r"parts must be in \(0, 1\]"),
         ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
         ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),

@@ -63,6 +63,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(WHOLE, WHOLE, max_size=3)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return st.builds(hint, **{name: values_of(each) for name, each in hints(hint).items()})
+    if isinstance(hint, type) and issubclass(hint, tuple):  # a NamedTuple
+        return st.builds(hint, **{name: values_of(each) for name, each in get_type_hints(hint).items()})
     plain = {
         int: WHOLE,
         str: st.text(max_size=9),
@@ -87,7 +89,7 @@ def same(a: Any, b: Any) -> bool:
         fields = a.__struct_fields__
         return type(a) is type(b) and all(same(getattr(a, name), getattr(b, name)) for name in fields)
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool(a == b)
 
 
@@ -204,6 +206,31 @@ def test_what_is_wrong_is_named(what: str) -> None:
     frames, reason = WRONG[what]
     with pytest.raises(Malformed, match=f"(?i){reason}"):
         decode(frames, LIMITS)
+
+
+class Shared:
+    """One arena that holds whatever is asked for, all ones."""
+
+    def reference(self, tensor: Tensor) -> tuple[int, int]:
+        return 0, 0
+
+    def resolve(self, arena: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(("code", "dtype"), list(enumerate(DTYPES)))
+def test_all_but_bools_may_be_referred_to(code: int, dtype: torch.dtype) -> None:
+    """What lies in shared memory can become another number than 0 or 1 at any time."""
+    message = Pulled(0, 0, 0, 1, 1, torch.ones(2, dtype=dtype))
+    frames = encode(message, Shared())
+    assert len(frames) == (2 if dtype is torch.bool else 1)
+    assert same(decode(arrived(frames), LIMITS, Shared()), message)
+    by_reference = pulled([0, 0, code, [2]])
+    if dtype is torch.bool:
+        with pytest.raises(Malformed, match="bools travel as bytes"):
+            decode([by_reference], LIMITS, Shared())
+    else:
+        assert same(decode([by_reference], LIMITS, Shared()), message)
 
 
 def refused(frames: Sequence[Frame]) -> bool:

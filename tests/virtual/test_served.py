@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils.data import TensorDataset
 
 from polytempo import strategies
 from polytempo.cluster import Crash, ethernet, slow_host
@@ -18,6 +19,7 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.core.rule import UpdateRule
 from polytempo.data.batches import Batches
 from polytempo.data.plan import picks
+from polytempo.engines.run import join, run
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
@@ -269,6 +271,26 @@ def test_what_a_shard_cannot_hold_or_apply_is_refused() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match=r"one vector, and this model has torch.float32 on cpu, torch.float64 on cpu"):
         parameters_of(mixed, SGD(mixed.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_dtype_that_no_shard_holds_is_refused(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"this model's parameters are {dtype}; .* model.float\(\)"):
+        parameters_of(model, SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("given", ["downpour()", strategies.downpour], ids=["text", "a function"])
+def test_what_is_no_strategy_is_refused(given: Any) -> None:
+    for engine in (run, join, simulate):
+        with pytest.raises(ValueError, match=r"an object such as pt.strategies.downpour\(\), got .*downpour"):
+            engine(DIGITS, given)
+
+
+def test_workers_that_help_each_other_need_a_sample_each() -> None:
+    few = TensorDataset(torch.randn(3, 64), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="3 samples cannot be dealt to 4 workers; use at most 3 workers"):
+        simulate(replace(DIGITS, data=lambda folder: Data(few)), strategies.flexrr(), 4, steps=1)
 
 
 def test_a_simulation_with_a_server_refuses_what_it_would_ignore() -> None:

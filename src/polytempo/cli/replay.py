@@ -44,8 +44,10 @@ def replay(
 def parse_stop(text: str) -> Stop:
     """Where to stop: `step=K`, `ticket=T` or `version=V`. `ValueError` where it is none of these."""
     kind, equals, number = (part.strip() for part in text.partition("="))
-    if kind not in STOPS or not equals or not number.isdecimal():
-        raise ValueError(f"--until {text}: must be written step=K, ticket=T or version=V, such as step=100")
+    if kind not in STOPS or not equals or not number.isdecimal() or int(number) < (kind != "ticket"):
+        raise ValueError(
+            f"--until {text}: must be written step=K or version=K with K >= 1, or ticket=T with T >= 0, as in step=100"
+        )
     return Stop(kind, int(number))
 
 
@@ -63,12 +65,23 @@ def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards:
     if inspect or stop is not None or done.difference or done.errors:
         of = "" if shards == 1 else f" of shard {pushes[0].shard if pushes else 0}"
         shown = pushes if inspect else pushes[-_SHOWN:]
-        print(f"{'all' if len(shown) == len(pushes) else f'the last {len(shown)} of'} {len(pushes)} pushes{of}:")
+        print(f"{counted(len(shown), len(pushes))}{of}:")
         show_table(_COLUMNS, [_row(push, done.workers) for push in shown])
     for life, error in done.errors.items():
         print(f"worker {life.partition('.')[0]} (life {life.partition('.')[2]}) ended by {error}")
     for line in _verdict(done, stop):
         print(line)
+
+
+def counted(shown: int, pushes: int) -> str:
+    """What stands above the table of pushes.
+
+    >>> counted(1, 1), counted(7, 7), counted(20, 36)
+    ('the only push', 'all 7 pushes', 'the last 20 of 36 pushes')
+    """
+    if shown < pushes:
+        return f"the last {shown} of {pushes} pushes"
+    return "the only push" if pushes == 1 else f"all {pushes} pushes" if pushes else "no pushes"
 
 
 def _row(push: PushSeen, workers: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
+from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
@@ -34,10 +35,6 @@ class Cast(NamedTuple):
         """Copies of shards, and the coordinator."""
         return self.coordinator + 1 - len(self.workers)
 
-    def shard_on(self, node: int) -> int:
-        """Which shard node `node` holds a copy of."""
-        return next(shard for shard, chain in enumerate(self.chains) if node in chain)
-
 
 def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
     """Numbers for everybody; `added` shards come later."""
@@ -51,6 +48,8 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, evaluates: bool) -> Dealer:
     """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
     _check(job, options, evaluates)
+    if service.reassigns is not None:  # every worker cuts a share of every step into slices
+        check_enough(batches.num_samples, batches.size)
     return Dealer(
         batches_per_epoch=len(batches),
         num_tickets=num_tickets(batches, job, options),

@@ -170,8 +170,9 @@ def how(worker: Worker) -> str:
     code = worker.exit_code or 0
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
-    if worker.failure:
-        return f"raised {worker.failure.error} (exit code {code})"
+    if failure := worker.failure:
+        said = f": {failure.message}" if failure.message else ""
+        return f"raised {failure.error}{said} (exit code {code})"
     return f"ended without a result (exit code {code})"
 
 

@@ -140,6 +140,22 @@ class Play:
         for part in (push.gradient, *(rows.values for rows in push.rows)):
             self.squares[key] += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
 
+    def check_stop(self, version: int) -> None:
+        """ValueError for a stop that came before the snapshot that a resumed run went on from.
+
+        Call it once `pushed` has what is in the snapshot; `version` is shard 0's there.
+        """
+        if self.stop is None:
+            return
+        kind, number = self.stop
+        last = self.pushed.tuples[0][1] if self.pushed.covers(0, 0) else -1
+        begins = {"step": (last + 1) // self.workers + 1, "ticket": last + 1, "version": version + 1}[kind]
+        if self.pushed.covers(number, number) if kind == "ticket" else number < begins:
+            raise ValueError(
+                f"the run was resumed, and its record begins at {kind} {begins}: a replay cannot stop at "
+                f"{kind}={number}; give {kind}={begins} or more"
+            )
+
     def has_pushed(self, entry: Pushing, version: int) -> None:
         """Shard 0 has taken a push in; stop if that is where to."""
         for ticket in entry.tickets:
@@ -290,6 +306,11 @@ class ShardDoor:
         self._node, self._play = node, play
         self.gate: Gate | None = None
         self.pushes: list[Arrived] = []
+
+    @property
+    def version(self) -> int:
+        """The shard's."""
+        return self._node.shard.version
 
     def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
         """See `Door`. Compares what came of it with the record."""

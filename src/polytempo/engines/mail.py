@@ -7,6 +7,7 @@ tcp      home/mail/n3.address   where node 3 listens; encrypted with the keys in
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,6 +21,8 @@ Transport = Literal["shared", "tcp"]
 """Shared memory and sockets without a port, or encrypted TCP on loopback, as between hosts."""
 
 _HEADROOM_BYTES = 16 << 20
+_LOOK_S = 0.05
+"""How often it is looked whether a node listens elsewhere by now."""
 
 
 class PostOffice:
@@ -40,8 +43,12 @@ class PostOffice:
         if self._transport == "tcp":
             write_keys(self._home / "keys", make_keys())
 
-    def mailbox(self, node: int) -> NodeMail:
-        """The mailbox of `node`, in the process that is it."""
+    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
+        """The mailbox of `node`, in the process that is it.
+
+        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
+        coordinator's is the user's own.
+        """
         if self._transport == "shared":
             return NodeMail(
                 node,
@@ -49,7 +56,7 @@ class PostOffice:
                 Mailbox(node, f"ipc://{self._folder}/n{node}", None, self._limits, references=self._arenas),
             )
         keys = read_keys(self._home / "keys")
-        mail = Mailbox(node, "tcp://127.0.0.1:*", keys, self._limits)
+        mail = Mailbox(node, "tcp://127.0.0.1:*", keys, self._limits, keeps_memory=own_process)
         unfinished = self._folder / f"n{node}.{os.getpid()}"
         unfinished.write_text(mail.address)
         unfinished.replace(_address_file(self._folder, node))
@@ -67,6 +74,8 @@ class NodeMail:
         self.node, self._folder, self._mailbox, self._by_file = node, folder, mailbox, by_file
         self._known: dict[int, int] = {}
         """Node -> when its address was written (0: it needs no file)."""
+        self._looked_s: dict[int, float] = {}
+        """Node -> when its address was last looked at."""
 
     def post(self, to: int, message: Message) -> bool:
         """Send without waiting, to a node that may not be there yet."""
@@ -86,6 +95,10 @@ class NodeMail:
                 self._mailbox.connect(node, f"ipc://{self._folder}/n{node}")
                 self._known[node] = 0
             return True
+        now_s = time.monotonic()
+        if node in self._known and now_s - self._looked_s[node] < _LOOK_S:
+            return True
+        self._looked_s[node] = now_s
         file = _address_file(self._folder, node)
         try:
             written = file.stat().st_mtime_ns

@@ -93,11 +93,13 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
 
     Cost: the run's own arithmetic in one process, and each living worker's memory.
 
-    Errors: ValueError where there is no record, or it is of another job or strategy; RecordError where it is damaged.
+    Errors: ValueError where there is no record, or it is of another job or strategy, or begins after `stop`;
+    RecordError where it is damaged.
     """
     recorded = read_run(run)
     _check(recorded, job, strategy, stop)
     stage = Stage(recorded, job, strategy, data, stop)
+    stage.play.check_stop(stage.doors[0].version)
     stage.perform()
     ends = [] if stage.play.stopped else [gate.waits_for for gate in stage.gates if gate.waits_for]
     difference = stage.play.difference
@@ -137,7 +139,10 @@ def _check(recorded: Recorded, job: Job, strategy: Strategy, stop: Stop | None) 
         if saved != given:
             raise ValueError(f"the run was of {what} {saved!r}, not {given!r}; replay it with its own {what}")
     if stop is not None and (stop.kind not in STOPS or stop.number < (stop.kind != "ticket")):
-        raise ValueError(f"a replay stops at step=K, ticket=K or version=K, not at {stop.kind}={stop.number}")
+        raise ValueError(
+            "a replay stops at step=K or version=K with K >= 1, or at ticket=T with T >= 0, not at "
+            f"{stop.kind}={stop.number}"
+        )
 
 
 def _compare_rows(recorded: Recorded, rows: Sequence[dict[str, Any]], *, whole: bool) -> tuple[int, str | None]:

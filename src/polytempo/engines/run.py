@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.names import slug
@@ -48,6 +49,7 @@ def run(
     Errors: `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
     killed and the run goes on (see `run_served`).
     """
+    check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
     if strategy.server is not None:
         return run_served(job, strategy, workers, options, progress)
@@ -82,6 +84,7 @@ def join(
     job: Job, strategy: Strategy, options: RunOptions | None = None, *, progress: Progress | None = None, **more: Any
 ) -> Result:
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
+    check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None

@@ -58,6 +58,8 @@ def run_served(
             home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
             run = ServedRun(job, strategy, workers, options, home)
             notes = stack.enter_context(janitor.swept(home))
+            if progress is not None:
+                run.happened.say = progress.note
             run.mail.open()
             out = options.out
             logs = (home / "logs" if out is None else out / "logs").absolute()
@@ -92,6 +94,7 @@ def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int)
                     troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
         launcher = Launcher(run, troupe)
         run.conduct(launcher)
+        run.happened.restarts = launcher.restarts
         launcher.await_saved()
         launcher.dismiss()
         troupe.wait(_GRACE_S)
@@ -114,10 +117,24 @@ class Launcher:
         self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
         self._next_node = run.cast.coordinator + 1
         self._restarts = 0
-        self._silent: set[int] = set()
+        self._now_s = 0.0
+        self._heard_s: dict[int, float] = {}
+        """Node -> when it was last heard of, or started."""
+        self._silent: dict[int, float] = {}
+        """Nodes that were given up for their silence -> how long that was."""
+        self._shrunk = ""
+        self._after: dict[int, str] = {}
+        """Copies that left their chain -> what that meant to their shard."""
+        self._short: set[int] = set()
+        """Shards that lack a copy for good."""
         self._look_at_s = 0.0
         self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.cast.spares, self._shard)
         run.on_event = self._hear
+
+    @property
+    def restarts(self) -> int:
+        """How many processes were started in the place of others."""
+        return self._restarts
 
     @property
     def finished(self) -> bool:
@@ -131,6 +148,7 @@ class Launcher:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator's answer."""
+        self._now_s = self._heard_s[source] = now_s
         out = self._coordinator.receive(now_s, source, message)
         if self._coordinator.dealer.finished:  # the shards hear of the last snapshot before they hear of the end
             self._run.look(now_s, out)
@@ -139,6 +157,7 @@ class Launcher:
     def tick(self, now_s: float) -> Outbox:
         """What the coordinator does as time passes, and what has become of the processes."""
         out: Outbox = []
+        self._now_s = now_s
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + _LOOK_S
             out += self._look(now_s)
@@ -163,6 +182,9 @@ class Launcher:
 
     def dismiss(self) -> None:
         """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
+        roles = {role.node: role for role in [*(role for role, _ in self._troupe.ended), *self._troupe.running]}
+        for node in self._silent:  # those given up so late that nobody has looked since
+            self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
         for role in self._troupe.running:
             if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
@@ -179,13 +201,26 @@ class Launcher:
                 raise error
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
-            if role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished:
+            again = role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished
+            if again:
                 self._again(role, how(process))
-            self._silent.discard(role.node)
+            if not ended_well:
+                self._tell(role, how(process), again=again)
+            self._silent.pop(role.node, None)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
+
+    def _tell(self, role: Role, how_it_ended: str, *, again: bool) -> None:
+        """Say what has become of a process; where we killed it, say why."""
+        silent_s = self._silent.get(role.node)
+        reason = how_it_ended if silent_s is None else f"was silent for {silent_s:.1f} s"
+        if role.kind == "copy":
+            then = self._after.pop(role.node, f"shard {role.shard}: it had not joined the others yet")
+        else:
+            then = "started again" if again else "not started again: all batches were done"
+        self._run.happened.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
         """Start the copies of a shard that comes."""
@@ -198,13 +233,20 @@ class Launcher:
         self._coordinator.expect(role.node)
         self._incarnations[role.node] += 1
         self._troupe.start("worker", role.node, incarnation=self._incarnations[role.node])
+        self._heard_s[role.node] = self._now_s
 
     def _copy(self, shard: int) -> None:
         """Start another copy of a shard."""
+        happened = self._run.happened
         if self._restarts >= self._run.options.restarts:
-            return  # the run goes on without a spare copy
+            if shard not in self._short:
+                self._short.add(shard)
+                happened.add(f"shard-{shard}", "lacks a copy", self._now_s, "no restarts are left for another")
+            return
         self._restarts += 1
-        self._troupe.start("copy", self._next_node, shard=shard, blank=True)
+        role = self._troupe.start("copy", self._next_node, shard=shard, blank=True)
+        self._heard_s[role.node] = self._now_s
+        happened.add(str(role), "was started", self._now_s, f"shard {shard}: it takes a lost copy's place")
         self._coordinator.recruit(shard, self._next_node)
         self._next_node += 1
 
@@ -221,5 +263,11 @@ class Launcher:
         self._reshapes.hear(event)
         what, node = event
         if what == "silent":
-            self._silent.add(node)
+            self._silent[node] = self._now_s - self._heard_s.get(node, 0.0)
             self._troupe.kill(node)
+        elif what == "promoted":
+            self._shrunk = f"shard {node}: the next copy took over"
+        elif what == "shortened":
+            self._shrunk = f"shard {node}: its other copies went on"
+        elif what == "deposed":
+            self._after[node] = self._shrunk

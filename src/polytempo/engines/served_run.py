@@ -22,6 +22,7 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
 from polytempo.engines.crew import Worker
+from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now
 from polytempo.engines.reshaping import num_added
@@ -84,7 +85,6 @@ class ServedRun:
         assert strategy.server is not None
         self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
         self.home = home
-        self._zero_s = time.monotonic()
         self.out = None if options.out is None else options.out.absolute()
         self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
         self.data = job.data(options.data)
@@ -103,7 +103,8 @@ class ServedRun:
         if self.service.optimizer is None:
             self.service = replace(self.service, optimizer=update_rule_of(optimizer))
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
-        self.timing = Timing(lost_s=Timing.lost_s + busy_s, deadline_s=options.timeout_s)
+        timing = Timing(deadline_s=options.timeout_s)
+        self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
         self.most_lives = self.cast.coordinator + options.restarts + 1
         vectors = workers + _SPARE_BUFFERS
         dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
@@ -132,6 +133,8 @@ class ServedRun:
         self.tested: dict[str, Any] | None = None
         self.trained: dict[str, Any] | None = None
         self.reached: bool | None = False if options.until else None
+        self.happened = Happened()
+        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""
@@ -258,7 +261,7 @@ class ServedRun:
             seed=self.options.seed,
             scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
         )
-        mail = self.mail.mailbox(role.node)
+        mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             program = work(world.port.among(self.cast.workers), course, client)
@@ -297,7 +300,7 @@ class ServedRun:
             on_entry=recorder.on_entry,
             on_save=None if saves is None else saves.on_save,
         )
-        mail = self.mail.mailbox(role.node)
+        mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
             for to, message in node.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
@@ -377,7 +380,7 @@ class ServedRun:
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
             reached=self.reached,
-            server=facts_of(self.service, statistics, attendances, outcome.bytes_sent["copy"]),
+            server=facts_of(self.service, statistics, attendances, outcome.bytes_sent["copy"]) | self.happened.facts,
         )
 
     def leave_trace(self, outcome: Outcome, out: Path) -> None:

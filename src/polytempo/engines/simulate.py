@@ -14,6 +14,7 @@ from torch import nn
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.data.shard import Shard
+from polytempo.engines.given import check_strategy
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.report.metrics import MetricsWriter
@@ -60,6 +61,7 @@ def simulate(
 
     Memory: one model and one optimizer state for each worker.
     """
+    check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
     if options.resume or options.checkpoint_every:
         raise ValueError("a simulation has no checkpoints: the same arguments give the same run; leave out resume")

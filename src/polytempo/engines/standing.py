@@ -83,7 +83,7 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
     """
     standing = _newest(folder, num_shards, facts)
     if standing is None:
-        raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without resume, or check out")
+        raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without --resume, or check --out")
     discard_beyond(folder, standing.number)
     states = []
     for shard in range(num_shards):

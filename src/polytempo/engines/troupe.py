@@ -55,11 +55,6 @@ class Troupe:
         """Those that have ended, in that order."""
         self._lives = 0
 
-    @property
-    def may_start(self) -> bool:
-        """Whether another process may be started in this run."""
-        return self._lives < self._most_lives
-
     def start(self, kind: str, node: int, **more: Any) -> Role:
         """Start a process on `node`. `more` are fields of `Role`."""
         role = Role(kind, node, self._lives, **more)

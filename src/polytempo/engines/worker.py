@@ -24,6 +24,8 @@ Result = Mapping[str, Any] | Sequence[Any] | float | None
 """What a worker hands back: anything that JSON can say."""
 
 MAX_RESULT_BYTES = 64 << 20
+_MOST_SAID = 200
+"""So many characters of an exception's message are told with its name."""
 
 
 class Seat(NamedTuple):
@@ -39,10 +41,12 @@ class Seat(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a worker raised: the exception's name, and whether it only tells of another rank's end."""
+    """Why a worker raised: the exception's name, whether it only tells of another rank's end, and its message."""
 
     error: str
     symptom: bool
+    message: str = ""
+    """What the exception says, on one line and not too long."""
 
 
 def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
@@ -69,10 +73,18 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
         traceback.print_exc()
-        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut))
+        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error))
         _write(failure_path(seat.rendezvous, seat.rank), list(failure))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0
+
+
+def _in_short(error: BaseException) -> str:
+    try:
+        said = str(error)
+    except Exception:  # an exception of the user's that cannot say what it is
+        return ""
+    return " ".join(said.split())[:_MOST_SAID]
 
 
 def _environment(seat: Seat) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -123,12 +123,12 @@ def _servers(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
         return ""
     figure = served.staleness_bars(runs)
     caption = "Counted in each shard: how many updates its weights had between a worker's reading and its gradient."
-    legend = _run_legend(runs) if len(runs) > 1 else ""
+    legend = _run_legend(runs, served.has_server) if len(runs) > 1 else ""
     card = "" if figure is None else _card(figures, "staleness", "Staleness", caption, figure, legend, lines=True)
     return (
         "<h2>Parameter server</h2><p>A worker is idle while it waits for the server's answers or for work.</p>"
         f"{served.staleness_table(runs)}<p></p>{card}<details><summary>Workers one by one</summary>"
-        f"{served.workers_table(runs)}</details>"
+        f"{served.workers_table(runs)}</details>{served.events_table(runs)}"
     )
 
 
@@ -186,11 +186,12 @@ def _place(key: str, figure: go.Figure, more_class: str = "", attribute: str = "
     return f'<div class="plot {more_class}" id="{key}" style="height:{height}px" {attribute}></div>'
 
 
-def _run_legend(runs: Sequence[RunRecord]) -> str:
+def _run_legend(runs: Sequence[RunRecord], shown: Callable[[RunRecord], bool] = lambda run: True) -> str:
     items = "".join(
         f'<li><button type="button" data-run="{number}" aria-pressed="true">{swatch(look(number))}'
         f"<span>{escape(label)}</span></button></li>"
         for number, label in enumerate(labels(runs))
+        if shown(runs[number])
     )
     return f'<ul class="legend">{items}</ul>'
 

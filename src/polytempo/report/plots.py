@@ -93,9 +93,12 @@ def bytes_bars(runs: Sequence[RunRecord]) -> go.Figure:
 
 
 def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[float, float]]:
-    """The pairs (`over`, `quantity`) of the rows of `kind`, without those that are not finite."""
+    """The pairs (`over`, `quantity`) of the rows of `kind` in the order of `over`, without those that are not finite.
+
+    Workers of a parameter server do not write their rows in that order.
+    """
     pairs = ((finite(row.get(over)), finite(row.get(quantity))) for row in run.rows(kind))
-    return [(x, y) for x, y in pairs if x is not None and y is not None]
+    return sorted(((x, y) for x, y in pairs if x is not None and y is not None), key=lambda pair: pair[0])
 
 
 def windowed(line: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

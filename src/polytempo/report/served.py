@@ -1,4 +1,4 @@
-"""The page's section about parameter servers: how stale gradients were, and how the workers fared."""
+"""The page's section about parameter servers: how stale gradients were, how workers fared, and who died."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def workers_table(runs: Sequence[RunRecord]) -> str:
     """A row a worker of each run: what it did, how fast, and for which share of the time it waited."""
     headings = _headings(
         ("Strategy", ""),
-        ("Worker", ""),
+        ("Worker", "in its last life"),
         ("Steps", ""),
         ("Samples", ""),
         ("Throughput", "samples/s"),
@@ -101,6 +101,19 @@ def workers_table(runs: Sequence[RunRecord]) -> str:
         if len(workers) > _MOST_WORKERS:
             rows += _row(label, f"and {len(workers) - _MOST_WORKERS:,} more", "", "", "", "")
     return _table("workers-table", headings, rows)
+
+
+def events_table(runs: Sequence[RunRecord]) -> str:
+    """A row a process that died or fell silent, under a heading; nothing where all lived."""
+    rows = "".join(
+        _row(label, event["who"], event["how"], f"{event['at_s']:,.1f}", event["then"])
+        for label, server in _servers(runs)
+        for event in server.get("events", [])
+    )
+    if not rows:
+        return ""
+    headings = _headings(("Strategy", ""), ("Process", ""), ("What happened", ""), ("When", "s"), ("Then", ""))
+    return f"<h3>What happened to processes</h3>{_table('events-table', headings, rows)}"
 
 
 def _worker_row(label: str, worker: dict[str, Any]) -> str:

@@ -49,6 +49,6 @@ async def _received(port: Port, machine: Machine, source: int, message: Message)
 
 
 async def _post(port: Port, out: Outbox) -> None:
-    """Nobody waits for a message to have left: the next request is looked at meanwhile."""
+    """Nobody waits for a message to have left: the next request is looked at meanwhile. The world raises errors."""
     for to, message in out:
         await port.start(port.post(message, to))

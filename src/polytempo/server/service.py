@@ -12,6 +12,8 @@ from polytempo.server.pull import pull
 from polytempo.server.push import push
 
 MAX_REPLICAS = 2
+MAX_SHARDS = 64
+"""Each copy of a shard is a process of its own; more shards than this are a slip, not a plan."""
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ def service(
     """
     if shards < 1:
         raise ValueError(f"a parameter server needs at least 1 shard, got shards={shards}")
+    if shards > MAX_SHARDS:
+        raise ValueError(f"a parameter server has at most {MAX_SHARDS} shards, each a process, got shards={shards}")
     if not 0 <= replicas <= MAX_REPLICAS:
         raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
     if warm_start < 0:

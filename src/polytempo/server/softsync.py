@@ -11,7 +11,8 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
     """θ ← θ - α (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there; each is scaled by its own τᵢ.
 
     λ is `workers`, or the number of members at the time. n = 1 is not hardsync: a fast worker may be in an update
-    twice, a slow one not at all. n = λ is `on_arrival`. Mean staleness (λ - 1)/c if every worker is always busy.
+    twice, a slow one not at all. n = λ is `on_arrival`, and so is n above the number of members: c is at least 1. Mean
+    staleness (λ - 1)/c if every worker is always busy.
 
     Nobody waits: a push is answered once it is in the sum. When the last member leaves, what is in the sum becomes an
     update, and when λ changes the sum is divided by what is in it: nothing acknowledged is lost or counts double.

@@ -12,7 +12,8 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
 
     θ ← θ - η (1/N) Σ gᵢ over the first N. No gradient that counts is stale. A worker that came late pulls and is in the
     present step again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers.
-    With b = 0 it is synchronous SGD.
+    With b = 0 it is synchronous SGD. At least one gradient counts: with b + 1 workers or fewer a step takes the first
+    one alone.
 
     Cost: as `async_sgd`, and b workers' work in every step; a step takes as long as the Nth fastest worker.
 

@@ -40,6 +40,11 @@ def flexrr(
     reassignment: 20 %, 2.5 %, 5 %). Deviations: see `flexrr.protocol`; there a server adds up a clock's updates as they
     come, here a synchronous step is the mean over its samples.
     """
+    if helpers < 1:
+        raise ValueError(
+            f"flexrr needs helpers >= 1, got {helpers}; for the same steps without help use backup_workers(backups=0), "
+            "or ssp() where there is a bound"
+        )
     parts = replace(
         Reassignment(), helpers=helpers, behind=behind, first_offer=first_offer, later_offers=later_offers, grain=grain
     )

@@ -323,8 +323,7 @@ class _Worker:
         score = evaluate_alone(course.model, course.data.test, course.job.loss, course.job.correct)
         if own:
             self._place(Bundle(own))
-        seconds = await self._port.now() - (self._begin_s or 0.0)
-        facts = {"kind": "test", **self._position, "seconds": seconds}
+        facts = {"kind": "test", **self._position, "seconds": await self._port.now()}
         self._write(facts | {"loss": score.loss, "accuracy": score.accuracy})
 
     def _remember(self, ticket: Ticket) -> None:
@@ -338,10 +337,11 @@ class _Worker:
         }
         if self._steps % self._a_row_every:
             return
-        seconds = self._end_s - (self._begin_s or 0.0)
-        loss, rate = self._meter.since_last(self._samples, seconds)
-        facts = {"kind": "train", **self._position, "seconds": seconds, "loss": loss, "samples_per_s": rate}
-        self._write(facts | {"idle_share": self._idle_s / max(seconds, 1e-9)})
+        lived_s = self._end_s - (self._begin_s or 0.0)
+        loss, rate = self._meter.since_last(self._samples, lived_s)
+        # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
+        facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9)})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

@@ -17,6 +17,7 @@ def facts_of(
     """The `server` field of a `Result`, ready for JSON. `bytes_sent`: by all copies of all shards.
 
     Staleness is counted where it arises, so a gradient counts once in each shard; so do those dropped and refused.
+    What is said of a worker is of its last life: one that was killed leaves nothing.
     """
     staleness = Counter[int]()
     for shard in statistics:

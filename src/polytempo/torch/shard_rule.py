@@ -17,6 +17,8 @@ from polytempo.torch.replica import sparse_tables, trainable
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
 """What parameter groups may differ in: the learning rate travels with each push, the last two do not change results."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What shards can update and messages can carry."""
 _REMEDY = "use sync_sgd(), which takes any optimizer"
 
 
@@ -85,8 +87,8 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
 
     An embedding with sparse gradients is a table: of it only rows travel that gradients touch.
 
-    Raises ValueError where they are of several dtypes or on several devices, and where there are tables and the
-    optimizer, or the `strategy`, cannot go with them.
+    Raises ValueError where they are of several dtypes or on several devices, or of a dtype that no shard holds, and
+    where there are tables and the optimizer, or the `strategy`, cannot go with them.
     """
     found = trainable(model, optimizer)
     kinds = {(parameter.dtype, parameter.device) for parameter in found.values()}
@@ -95,6 +97,13 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
         raise ValueError(
             f"a parameter server holds all parameters in one vector, and this model has {shown}; make the model of "
             "one dtype on one device"
+        )
+    for dtype, _ in kinds:
+        if dtype in _DTYPES:
+            continue
+        raise ValueError(
+            f"a parameter server holds float16, bfloat16, float32 or float64, and this model's parameters are {dtype}; "
+            "make the model of one of these, such as by model.float(), or use sync_sgd()"
         )
     tables = sparse_tables(model) & found.keys()
     if tables:

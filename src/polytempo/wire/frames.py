@@ -4,8 +4,9 @@ frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1],
 frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
-`[arena, offset, dtype, shape]`. Nothing is copied in either direction. The schema is fixed: what a header may hold is
-what `server.message` and `flexrr.message` declare. Everything is held against its limit before anything is made of it.
+`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. The schema is fixed: what a
+header may hold is what `server.message` and `flexrr.message` declare. Everything is held against its limit before
+anything is made of it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def encode(message: Message, references: References | None = None) -> list[Frame
         if tensor.layout is not torch.strided or tensor.dim() > _MAX_DIMS:
             raise ValueError(f"only dense tensors of up to {_MAX_DIMS} dimensions travel, got {_kind(tensor)}")
         code, shape = _CODES[tensor.dtype], list(tensor.shape)
-        if references is not None and tensor.is_contiguous():
+        if references is not None and tensor.is_contiguous() and tensor.dtype is not torch.bool:
             place = references.reference(tensor)
             if place is not None:
                 return [*place, code, shape]
@@ -143,6 +144,8 @@ class _Reader:
                 return self._sent(*self._checked(code, shape), number)
             case [arena, offset, code, shape] if type(arena) is type(offset) is int and self._references is not None:
                 dtype, checked, _ = self._checked(code, shape)
+                if dtype is torch.bool:
+                    raise Malformed("bools travel as bytes: in shared memory one could become another than 0 or 1")
                 return self._references.resolve(arena, offset, checked, dtype)
         raise Malformed("no descriptor of a tensor, or a reference where no memory is shared")
 

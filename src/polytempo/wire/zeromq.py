@@ -62,7 +62,7 @@ class Mailbox:
 
     `references`: memory shared on this host; tensors in it travel as references over `ipc://`. `high_water` bounds
     messages under way to each node and from it, `num_nodes` the senders' numbers. Make it after forking, and use it in
-    one thread.
+    one thread. `keeps_memory`: see `wire.memory`; it is for processes that are the node's alone.
     Errors: ValueError for an address that is open to others than the keys' owners.
     """
 
@@ -76,6 +76,7 @@ class Mailbox:
         references: References | None = None,
         high_water: int = 256,
         num_nodes: int = 1 << 16,
+        keeps_memory: bool = False,
     ) -> None:
         self.node, self.limits = node, limits or Limits()
         self._counts = Counts()
@@ -83,7 +84,7 @@ class Mailbox:
         self._high_water, self._num_nodes = high_water, num_nodes
         self._local = checked(address, keys is not None)
         self._peers: dict[int, _Peer] = {}
-        if not self._local:
+        if keeps_memory:
             keep_memory()
         self._context = zmq.Context()
         self._guard: Guard | None = None
@@ -175,15 +176,22 @@ class Mailbox:
                 self._router.poll(None if left_s == math.inf else math.ceil(1e3 * left_s))
 
     def _parts(self) -> list[Frame] | None:
-        """The next message's parts, the first being the sender's number; of too many only as many as show it."""
+        """The next message's parts, the first being the sender's number.
+
+        Of too many parts only as many as show it, of too many bytes only the sender's number: both are malformed.
+        """
         try:
             part = self._router.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         parts: list[Frame] = [part.buffer]
+        num_bytes = 0
         while part.more:
             part = self._router.recv(copy=False)
-            if len(parts) <= self.limits.num_frames + 1:
+            num_bytes += len(part)
+            if num_bytes > self.limits.total_bytes:
+                del parts[1:]
+            elif len(parts) <= self.limits.num_frames + 1:
                 parts.append(part.buffer)
         return parts
 

@@ -48,7 +48,9 @@ class _Strand:
         while not self.done:
             self.world.serve()
         if self.error is not None:
+            self.world.unseen.pop(self, None)
             raise self.error
+        self.world.check_unseen()
         return self.value
 
     def resume(self, value: Any, error: Exception | None) -> None:
@@ -68,6 +70,7 @@ class _Strand:
                     case Work(_Strand() as other) if not other.done:
                         return other.followers.append(self)
                     case Work(_Strand() as other):
+                        self.world.unseen.pop(other, None)
                         value, error = other.value, other.error
                     case _:
                         value = self.world.perform(op)
@@ -76,6 +79,8 @@ class _Strand:
 
     def _finish(self, value: Any, error: Exception | None) -> None:
         self.done, self.value, self.error = True, value, error
+        if error is not None and not self.followers:
+            self.world.unseen[self] = error
         for follower in self.followers:
             follower.resume(value, error)
 
@@ -111,6 +116,8 @@ class MailWorld:
         self.step = 0
         self.waited_s = 0.0
         """Seconds spent waiting for mail."""
+        self.unseen: dict[_Strand, Exception] = {}
+        """Coroutines that failed and that nobody has awaited since; see `check_unseen`."""
         self._mailbox = mailbox
         self._lock = lock
         self._zero_s = time.monotonic() if zero_s is None else zero_s
@@ -140,6 +147,7 @@ class MailWorld:
 
     def serve(self) -> None:
         """Wait until one coroutine that takes has its answer, and let it go on."""
+        self.check_unseen()
         if not self._takers:
             raise Deadlock(f"node {self.rank}, step {self.step}: waits for coroutines that wait for each other")
         first = min(self._takers, key=lambda taker: taker.until_s)
@@ -151,6 +159,12 @@ class MailWorld:
         if mail is not None:
             self._record("take", taker.since_s, 0, mail[0])
         taker.strand.resume(mail, None)
+
+    def check_unseen(self) -> None:
+        """Raise the first error of a coroutine that nobody awaited, before this node waits or ends: nobody may ever."""
+        for strand, error in self.unseen.items():
+            del self.unseen[strand]
+            raise error
 
     # ------------------------------------------------------------------ operations
 
