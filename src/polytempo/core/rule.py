@@ -107,7 +107,7 @@ Rate = Callable[[int], float]
 
 Modifier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(gradient, weights, basis)`, all flat, basis the weights that the gradient was computed on where `needs_basis`
-(else None) -> the gradient to use. It may overwrite the gradient only if it returns another tensor's memory."""
+(else None) -> the gradient to use. It must not write to what it is given: other copies of the shard read that, too."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polytempo.core import PolytempoError
-from polytempo.core.ranges import Range
+from polytempo.core.ranges import Range, Ranges
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.disk import LocalDisk
 from polytempo.server.message import Outbox
@@ -90,7 +90,7 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
         part = read(folder, standing.number, shard)
         tensor = part.tensors[0]
         states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
-    applied = tuple(state.tickets for state in states)
+    applied = tuple(Ranges((*state.tickets, *state.let_go)).tuples for state in states)  # neither is dealt again
     return Resumed(standing, b64decode(standing.dealer), applied, tuple(state.index for state in states))
 
 

@@ -236,7 +236,7 @@ class Client:
         if reply.difference is not None:
             self.versions[reply.shard] = reply.version
             if pending.value is None:
-                pending.value = torch.empty_like(self._pulled)
+                pending.value = torch.zeros_like(self._pulled)  # shards that had it already answer no difference
             place_(pending.value, self.shards[reply.shard], reply.difference)
 
     def _see(self, view: View, now_s: float) -> Outbox:

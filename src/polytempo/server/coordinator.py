@@ -144,7 +144,8 @@ class Coordinator:
         self._returning.discard(node)
         out: Outbox = []
         if node in self._expected:
-            self._expected.discard(node)
+            self._expected.remove(node)
+            self.dealer.lose(node)
             out += self._deals(now_s)
         if node in self.members:
             self._on_event(("lost", node))
@@ -233,8 +234,7 @@ class Coordinator:
             self._blank.add(source)
             self._on_event(("copied", shard))
             return self._new_epoch(now_s)
-        if beat.incarnation:
-            self._blank.discard(source)
+        self._blank -= {source} if beat.incarnation else set()
         headed = None if beat.incarnation or beat.epoch != self.epoch else self._shards.headed_by(source)
         if headed is not None:  # a copy without a state: the last whole one died before it had handed it on
             raise ShardLost(headed, self._copies - 1)

@@ -63,7 +63,7 @@ def _step_by_step(is_part: IsPart) -> Rule:
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, inner, samples = arrival.worker, state["steps"], state["samples"]
-        if arrival.kind == "had":
+        if arrival.kind == "had" and is_part(arrival):
             return state, []
         if arrival.kind == "push" and is_part(arrival) and worker not in inner["waiting"]:
             state = {"steps": inner, "samples": samples + arrival.samples}

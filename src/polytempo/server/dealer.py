@@ -273,7 +273,7 @@ class Dealer:
 
     @property
     def _is_warm(self) -> bool:
-        return len(self._done) >= self._warm_start
+        return not self._warm_start or len(self._done) >= self._warm_start
 
     @property
     def _first(self) -> int:

@@ -27,6 +27,8 @@ def first(n: int) -> Rule:
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         if arrival.kind == "push" and arrival.basis < situation.version:
             return state, [Drop(arrival.worker, "late"), Answer(arrival.worker)]
+        if arrival.kind == "had" and arrival.basis < situation.version:
+            return state, []
         return steps.receive(state, arrival, situation)
 
     return steps._replace(receive=receive)

@@ -64,7 +64,8 @@ class Membership:
             if busy:
                 rest.update(worker for worker in self.members if worker not in busy or worker in new)
         ordered = tuple(sorted(rest))
-        if self.members == self._told and ordered == self._resting:
+        awaited = any(since > self.changes for since in self.leaving.values())
+        if self.members == self._told and ordered == self._resting and not awaited:
             return None
         self.changes += 1
         self._admitted = {

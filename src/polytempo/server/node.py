@@ -45,6 +45,8 @@ from polytempo.server.message import (
 from polytempo.server.shard import Shard
 from polytempo.server.timing import Timing
 
+_BLANK = -1
+"""What a copy without a state confirms."""
 _WINDOW = 16
 """So many entries are sent again at once; the others follow when these have been confirmed."""
 
@@ -210,8 +212,12 @@ class Node:
     def _replicate(self, now_s: float, source: int, message: Replicate) -> Outbox:
         if message.epoch < self.epoch:
             return [(source, Fenced(self.shard.number, self.epoch))]
-        if message.epoch > self.epoch or source != self._predecessor or self.blank or message.index > self.index + 1:
-            return []  # it will be sent again, when the view, the state or the entry before has come
+        if message.epoch > self.epoch or source != self._predecessor:
+            return []  # it will be sent again when the view has come
+        if self.blank:
+            return [(source, Replicated(self.shard.number, self.epoch, _BLANK))]
+        if message.index > self.index + 1:
+            return []  # so will this one, after the entry before it
         if message.index <= self.index:
             return self._confirm()
         self._apply(message.entry)
@@ -224,6 +230,9 @@ class Node:
     def _confirmed(self, now_s: float, source: int, message: Replicated) -> Outbox:
         if message.epoch != self.epoch or source != self._successor:
             return []
+        if message.index == _BLANK and self._install is None:  # who was to hand it the state has died before
+            self._meet_successor(())
+            return self._feed(now_s, self.timing.retry_s)
         if message.index <= self.committed and self._install is None:
             return []
         if self._install is not None:

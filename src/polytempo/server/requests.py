@@ -13,12 +13,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from polytempo.server.message import Pull, Reply, Request
+from polytempo.server.table import WINDOW
 from polytempo.server.timing import Timing
 
 R = TypeVar("R", bound=Request)
-
-MOST_IN_FLIGHT = 8
-"""A shard remembers the answers to so many requests of a worker, so no more may be unanswered."""
 
 
 class Requests:
@@ -57,9 +55,11 @@ class Requests:
     def sendable(self, now_s: float) -> list[Request]:
         """What is to be sent for the first time now."""
         sent = []
-        while self._standing and len(self._flying) < MOST_IN_FLIGHT:
+        while self._standing:
             if self._flying and isinstance(self._flying[-1], Pull):
                 break
+            if self._flying and self._standing[0].sequence - self._flying[0].sequence >= WINDOW:
+                break  # the shard would forget what it has answered to the oldest
             if not self._flying:
                 self._oldest_s = now_s
                 self._rest(now_s, self._timing.retry_s)
@@ -71,11 +71,12 @@ class Requests:
         """Take an answer. False: it is a repeat, or of another life."""
         if reply.incarnation != self.incarnation:
             return False
-        for request in self._flying:
+        for place, request in enumerate(self._flying):
             if request.sequence == reply.sequence:
-                self._flying.remove(request)
-                self._oldest_s = now_s
-                self._rest(now_s, self._timing.retry_s)
+                del self._flying[place]
+                if place == 0:
+                    self._oldest_s = now_s
+                    self._rest(now_s, self._timing.retry_s)
                 return True
         return False
 

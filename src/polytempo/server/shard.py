@@ -84,9 +84,7 @@ class Shard:
         self._resting: frozenset[int] = frozenset()
         self._table = Table(number)
         self._waiting: dict[int, list[Waiting]] = {}
-        self._tickets = Ranges()
-        self._here: set[int] = set()
-        """Tickets of gradients that wait."""
+        self._tickets, self._let_go = Ranges(), Ranges()
         self._staleness: Counter[int] = Counter()
         self._dropped = self._refused = 0
 
@@ -171,7 +169,6 @@ class Shard:
                 self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
             return
         self._wait_for(push.worker, waiting)
-        self._here.update(push.tickets)
         self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
     def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
@@ -215,8 +212,6 @@ class Shard:
 
     def _leave(self, worker: int) -> None:
         for waiting in self._waiting.pop(worker, ()):
-            if waiting.gradient is not None:
-                self._here.difference_update(waiting.tickets)
             for number in (waiting.read, waiting.difference):
                 if number >= 0:
                     self._weights.buffers.release(number)
@@ -245,7 +240,7 @@ class Shard:
             self._table.settle(worker, self._weights.settle(worker))
         if not self._spans:  # a new shard knows what those know whose elements it takes over; nobody has asked it yet
             self._rule, self._members, self._workers, tickets = likeness_of(entry.pieces[0]).parts
-            self._tickets = Ranges(tickets)
+            self._tickets, self._resting = Ranges(tickets), frozenset(self._members) - frozenset(self._workers)
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
         values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
@@ -283,7 +278,6 @@ class Shard:
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
         waiting.rows = ()
-        self._here.difference_update(waiting.tickets)
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self._staleness[waiting.staleness] += 1
@@ -291,6 +285,8 @@ class Shard:
                 self._tickets.add(ticket)
         else:
             self._dropped += 1
+            for ticket in waiting.tickets:
+                self._let_go.add(ticket)
         if waiting.read >= 0:
             self._weights.buffers.release(waiting.read)
             waiting.read = -1
@@ -367,6 +363,7 @@ class Shard:
             reads=reads,
             lrs=weights.lrs,
             tickets=self._tickets.tuples,
+            let_go=self._let_go.tuples,
             staleness=dict(self._staleness),
             dropped=self._dropped,
             refused=self._refused,
@@ -394,7 +391,6 @@ class Shard:
         self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
         self._members, self._workers = state.members, state.workers
         self._resting = frozenset(state.members) - frozenset(state.workers)
-        self._table, self._tickets = Table(self.number, state.known), Ranges(state.tickets)
-        waits = (one for queue in state.waiting.values() for one in queue if one.gradient is not None)
-        self._here = {ticket for one in waits for ticket in one.tickets}
+        self._table = Table(self.number, state.known)
+        self._tickets, self._let_go = Ranges(state.tickets), Ranges(state.let_go)
         self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused

@@ -15,7 +15,9 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
     staleness (λ - 1)/c if every worker is always busy.
 
     Nobody waits: a push is answered once it is in the sum. When the last member leaves, what is in the sum becomes an
-    update, and when λ changes the sum is divided by what is in it: nothing acknowledged is lost or counts double.
+    update, and when λ changes the sum is divided by what is in it: nothing acknowledged is lost or counts double. But
+    while workers stay, up to c - 1 gradients wait in the sum for the next one: also when the model is scored, and at
+    the end of a run.
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning",
     2015, section 3 (Rudra's protocols); s(τ) inside the sum: Zhang et al., 2016, section 3.

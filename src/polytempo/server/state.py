@@ -65,6 +65,9 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
     lrs: tuple[float, ...]
     tickets: tuple[tuple[int, int], ...]
+    """Applied, as ranges [first, last]."""
+    let_go: tuple[tuple[int, int], ...]
+    """Dropped by the rule: not in the weights, and not to be dealt again."""
     staleness: dict[int, int]
     dropped: int
     refused: int

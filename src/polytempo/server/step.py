@@ -16,6 +16,10 @@ from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, S
 Waiting = Sequence[tuple[int, int]]
 """Of one worker the (clock, samples) of its pushes that wait, oldest first."""
 
+_NOTHING = -1
+"""Stands for the samples of a push that was dropped because its batch is in the weights already: its worker has done
+its part of the step, though nothing is to be added. At another shard the same push may count."""
+
 Enough = Callable[[dict[int, Waiting], int], bool]
 """(what waits of each worker that has pushed, the number of workers that the step counts) -> is it over?"""
 
@@ -52,6 +56,8 @@ def stepwise(
         if arrival.kind == "push":
             assert worker in members  # the shard refuses strangers; waiting for one would never end
             waiting[worker] = (*waiting.get(worker, ()), (arrival.clock, arrival.samples))
+        if arrival.kind == "had" and worker in members:
+            waiting[worker] = (*waiting.get(worker, ()), (arrival.clock, _NOTHING))
         if arrival.kind == "joined" and waiting and worker not in waiting:
             newcomers = (*newcomers, worker)
         if arrival.kind == "left":
@@ -73,5 +79,6 @@ def stepwise(
 
 def _update(step: dict[int, Waiting], weight: Callable[[int], float]) -> list[Action]:
     """The weighted mean of the step's gradients; nothing if there are none."""
-    adds = [Add(worker, weight(samples)) for worker, pushes in step.items() for _, samples in pushes]
+    pushed = [(worker, samples) for worker, pushes in step.items() for _, samples in pushes if samples != _NOTHING]
+    adds = [Add(worker, weight(samples)) for worker, samples in pushed]
     return [*adds, Update(sum(add.factor for add in adds))] if adds else []
