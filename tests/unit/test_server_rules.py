@@ -141,6 +141,15 @@ def test_hardsync_when_workers_come_and_go() -> None:
     )
 
 
+def test_whoever_pushes_what_is_there_already_has_done_its_part_of_the_step() -> None:
+    """At one shard of two: a lost worker's batch, which this shard has and the other one lacks, comes again."""
+    had = Arrival("had", 0, 2)
+    for rule in (hardsync(), first(2)):
+        holds(rule, 2, [(push(1), []), (had, [*mean_of(1), *answers(0, 1)]), (pull(0), answers(0))])
+        holds(rule, 2, [(had, []), (pull(0), []), (push(1), [*mean_of(1), *answers(0, 1)])])
+        holds(rule, 1, [(had, answers(0))])  # nothing to add, so no update
+
+
 def test_hardsync_when_all_who_had_pushed_leave() -> None:
     holds(
         hardsync(),
