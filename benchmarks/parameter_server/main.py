@@ -1,6 +1,6 @@
 """How fast the parameter server is: a large model on one host, over sockets, with a slow worker, and small messages.
 
-    python benchmarks/parameter_server/speed.py [--quick] [--only push_pull wire straggler messages]
+    python benchmarks/parameter_server/main.py [--quick] [--only push_pull wire straggler messages]
 
 Contenders take turns; ratios are medians of the rounds' ratios. Ray takes part where it is installed.
 """
