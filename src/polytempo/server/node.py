@@ -133,7 +133,10 @@ class Node:
                 return self._installed(now_s, source, message)
             case View():
                 return self._see(now_s, message)
-        return []  # Fenced: the view that says why is on its way
+            case Fenced() if message.epoch > self.epoch:
+                self._beat_at_s = now_s  # whoever says by which view it acts is told of the newest
+                return self.tick(now_s)
+        return []
 
     def tick(self, now_s: float) -> Outbox:
         """What time asks for: to say that this node lives, and to send again what was not confirmed."""
@@ -269,7 +272,11 @@ class Node:
             return []
         if not self.blank and self.index >= message.index:
             return self._confirm()
-        self.shard.load(message.state, message.tensors)
+        try:
+            self.shard.load(message.state, message.tensors)
+        except ValueError:  # of a layout whose view was missed: a new copy, which knows it, takes this one's place
+            self.finished = True
+            return []
         self.index, self.blank = message.index, False
         self._meet_successor(())
         if self._successor is None:
