@@ -87,7 +87,7 @@ def test_every_process_may_be_killed_once_and_each_ticket_still_counts_once() ->
     points = sorted(plan.randrange(300) for _ in victims)
     story = harm.told(faulty(*(Fault(p, *v) for p, v in zip(points, victims, strict=True))), harm.counting(1000))
     assert story.wrong == []
-    assert [recovery.fault[1:3] for recovery in story.launcher.recoveries] == victims
+    assert sorted(recovery.fault[1:3] for recovery in story.launcher.recoveries) == sorted(victims)  # one may overtake
     told = {event["who"]: (event["how"], event["then"]) for event in story.result.server["events"]}
     assert {f"worker-{worker}" for worker in range(4)} <= set(told)
     assert told["worker-0"] == ("was killed by SIGKILL", "started again")
