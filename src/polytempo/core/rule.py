@@ -77,8 +77,11 @@ class Mix(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Answer every request of `worker` that waits, oldest first: pushes with what became of them, pulls with θ as it
-    is when this action's turn comes."""
+    """Answer the requests of `worker` that wait, oldest first, up to a push whose gradient still waits.
+
+    Pushes are answered with what became of them, pulls with θ as it is when this action's turn comes. Where nothing
+    waits, nothing happens.
+    """
 
     worker: int
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
-from polytempo.torch.job import Job
+from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.served import ServedCourse, gradients_of
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -106,3 +110,27 @@ def scheduled_steps(batches: Batches) -> int:
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the model's first parameter; `parameters_of` has checked the others."""
     return next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+
+
+def course_of(
+    job: Job,
+    strategy: Strategy,
+    options: RunOptions,
+    data: Data,
+    batches: Batches,
+    model: nn.Module,
+    optimizer: Optimizer,
+    flops_per_sample: float = 0.0,
+) -> ServedCourse:
+    """What a worker is to train, in either world and in a replay; a virtual one charges `flops_per_sample`."""
+    return ServedCourse(
+        job=job,
+        strategy=strategy,
+        model=model,
+        optimizer=optimizer,
+        data=data,
+        batches=batches,
+        compute_gradients=gradients_of(model, job, flops_per_sample),
+        seed=options.seed,
+        scheduler=job.schedule(optimizer, scheduled_steps(batches)) if job.schedule else None,
+    )

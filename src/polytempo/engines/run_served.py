@@ -69,7 +69,7 @@ def run_served(
             if out is not None:
                 resumed_at = run.resumed_at
                 writer = stack.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
-            run.record = recorder(writer, show)
+            run.tally.record = recorder(writer, show)
             threads_each = threads_per_worker(workers, options.threads)
             stack.enter_context(run.kept(threads_each))
             outcome = _conducted(run, home, notes, logs, threads_each)

@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, dealer_of, reached, samples_behind, scheduled_steps
+from polytempo.engines.cast import cast_of, course_of, dealer_of
 from polytempo.engines.crew import Worker
 from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now
 from polytempo.engines.reshaping import num_added
 from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
+from polytempo.engines.tally import Tally
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
 from polytempo.server.client import Client
@@ -47,8 +48,7 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.served import Attendance, ServedCourse, gradients_of, work
-from polytempo.torch.served_facts import facts_of
+from polytempo.torch.served import Attendance, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import Event, combined_hash, write_chrome_trace
@@ -110,11 +110,20 @@ class ServedRun:
         dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
         self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
         self.mail = PostOffice(home, options.transport, self.arenas, (2 * workers + 8) * self.weights.nbytes)
-        self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
         self._resume()
+        self.tally = Tally(
+            job,
+            strategy,
+            self.service,
+            options,
+            self.batches,
+            self.dealer,
+            workers=workers,
+            first_step=self.resumed_at or 0,
+        )
         self.coordinator = Coordinator(
             self.cast.coordinator,
             self.cast.workers,
@@ -122,17 +131,13 @@ class ServedRun:
             self.dealer,
             self.timing,
             incarnation=self.incarnation,
-            on_row=self._on_row,
+            on_row=self.tally.take,
             on_event=lambda event: self.on_event(event),
             on_entry=lambda entry: self.on_entry(entry),
             reshaper=Reshaper(self.parameters, self.spans),
         )
         self.recording: Recording | None = None
         self.saves: Saves | None = None
-        self.last_step = self.resumed_at or 0
-        self.tested: dict[str, Any] | None = None
-        self.trained: dict[str, Any] | None = None
-        self.reached: bool | None = False if options.until else None
         self.happened = Happened()
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
@@ -185,7 +190,7 @@ class ServedRun:
             workers=len(self.cast.workers),
             every=self.options.checkpoint_every,
             last=self.standing,
-            step=lambda: self.last_step,
+            step=lambda: self.tally.last_step,
             on_order=self.recording.flush,
         )
         try:
@@ -199,18 +204,6 @@ class ServedRun:
 
     def _optimizer(self, model: nn.Module) -> Optimizer:
         return self.job.optimizer(model.parameters(), self.options.lr or self.job.lr)
-
-    def _on_row(self, text: bytes) -> None:
-        row = json.loads(text)
-        self.last_step = max(self.last_step, row["step"])
-        if row["kind"] == "test":
-            self.tested = row
-            self.reached = reached(row, self.options)
-            if self.reached:
-                self.dealer.stop()
-        else:
-            self.trained = row
-        self.record(row)
 
     # ------------------------------------------------------------------ what the processes do
 
@@ -250,17 +243,7 @@ class ServedRun:
             dtype=self.weights.dtype,
             parameters=self.parameters,
         )
-        course = ServedCourse(
-            job=self.job,
-            strategy=self.strategy,
-            model=model,
-            optimizer=optimizer,
-            data=self.data,
-            batches=self.batches,
-            compute_gradients=gradients_of(model, self.job, 0.0),
-            seed=self.options.seed,
-            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
-        )
+        course = course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
@@ -352,35 +335,19 @@ class ServedRun:
 
     def result(self, outcome: Outcome) -> Result:
         """The run in numbers."""
-        workers = len(self.cast.workers)
         attendances = outcome.attendances
-        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
-        samples = samples_behind(self.dealer, self.batches)
-        statistics = [shard for _, shard in sorted(self.coordinator.statistics.items())]
-        train_loss = None if self.trained is None else self.trained["loss"]
         idle_s = sum(a.idle_s for a in attendances)
-        return Result(
-            job=self.job.name,
-            strategy=str(self.strategy),
-            world="process",
-            workers=workers,
-            steps=-(-sum(last - first + 1 for first, last in self.dealer.done) // workers),
-            epochs=samples / self.batches.num_samples,
-            samples=samples,
-            seconds=seconds,
-            samples_per_s=samples / seconds if seconds else 0.0,
-            loss=train_loss if self.tested is None else self.tested["loss"],
-            accuracy=None if self.tested is None else self.tested["accuracy"],
-            train_loss=train_loss,
-            bytes_sent_per_rank=outcome.bytes_sent["worker"] / workers,
-            communication_share=min(1.0, idle_s / (len(attendances) * seconds)) if seconds else 0.0,
-            batch_size=self.batches.batch_size,
-            seed=self.options.seed,
+        return self.tally.result(
+            "process",
+            attendances,
+            [shard for _, shard in sorted(self.coordinator.statistics.items())],
+            idle_share=lambda seconds: idle_s / (len(attendances) * seconds),
+            worker_bytes=outcome.bytes_sent["worker"],
+            server_bytes=outcome.bytes_sent["copy"],
             threads=outcome.threads,
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
-            reached=self.reached,
-            server=facts_of(self.service, statistics, attendances, outcome.bytes_sent["copy"]) | self.happened.facts,
+            more=self.happened.facts,
         )
 
     def leave_trace(self, outcome: Outcome, out: Path) -> None:

@@ -8,8 +8,6 @@ The coordinator stands for the launcher too: it knows of a crash after the clust
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,9 +19,10 @@ from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import Shard as DataShard
-from polytempo.engines.cast import Cast, cast_of, dealer_of, dtype_of, reached, samples_behind, scheduled_steps
+from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of
 from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.tally import Tally
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.client import Client
@@ -40,8 +39,7 @@ from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.served import Attendance, ServedCourse, gradients_of, work
-from polytempo.torch.served_facts import facts_of
+from polytempo.torch.served import Attendance, ServedCourse, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.torch.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
@@ -72,7 +70,7 @@ def simulate_served(
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
-        run.record = recorder(writer, show)
+        run.tally.record = recorder(writer, show)
         outcome = run.world.run(run.program)
     return run.finish(outcome)
 
@@ -109,16 +107,16 @@ class _Run:
         self.world = VirtualWorld(
             replace(cluster, servers=self.cast.num_servers), self.cast.coordinator + 1, seed=options.seed
         )
-        self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.courses = [self._course() for _ in self.cast.workers]
         self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self.tally = Tally(job, strategy, self.service, options, self.batches, self.dealer, workers=workers)
         self.coordinator = Coordinator(
             self.cast.coordinator,
             self.cast.workers,
             self.cast.chains,
             self.dealer,
             self.timing,
-            on_row=self._on_row,
+            on_row=self.tally.take,
             on_event=lambda event: self.reshapes.hear(event),
             reshaper=Reshaper(self.parameters, self.spans),
         )
@@ -129,9 +127,6 @@ class _Run:
             lambda shard, nodes: None,  # they are there already
         )
         self.nodes = self._nodes(model)
-        self.tested: dict[str, Any] | None = None
-        self.trained: dict[str, Any] | None = None
-        self.reached: bool | None = None if not options.until else False
 
     async def program(self, port: Port) -> Attendance | None:
         """What each rank does. Where one fails, the machines end, so that the world does."""
@@ -168,17 +163,7 @@ class _Run:
     def _course(self) -> ServedCourse:
         model = _model(self.job, self.options.seed)
         optimizer = _optimizer(self.job, model, self.options)
-        return ServedCourse(
-            job=self.job,
-            strategy=self.strategy,
-            model=model,
-            optimizer=optimizer,
-            data=self.data,
-            batches=self.batches,
-            compute_gradients=gradients_of(model, self.job, self.flops),
-            seed=self.options.seed,
-            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
-        )
+        return course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer, self.flops)
 
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
@@ -194,17 +179,6 @@ class _Run:
                 nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
                 nodes[node].receive(0.0, self.cast.coordinator, view)
         return nodes
-
-    def _on_row(self, text: bytes) -> None:
-        row = json.loads(text)
-        if row["kind"] == "test":
-            self.tested = row
-            self.reached = reached(row, self.options)
-            if self.reached:
-                self.dealer.stop()
-        else:
-            self.trained = row
-        self.record(row)
 
     # ------------------------------------------------------------------ the end
 
@@ -225,35 +199,18 @@ class _Run:
 
     def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
         workers, trace = len(self.cast.workers), outcome.trace
-        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
-        samples = samples_behind(self.dealer, self.batches)
         computing_s = sum(s for (rank, op), s in trace.seconds.items() if op == "compute" and rank < workers)
         sent = [trace.bytes_sent.get(rank, 0) for rank in range(self.cast.coordinator)]
-        statistics = [shard for _, shard in sorted(self.coordinator.statistics.items())]
-        train_loss = None if self.trained is None else self.trained["loss"]
-        final = self.courses[attendances[0].worker].model.parameters()
-        return Result(
-            job=self.job.name,
-            strategy=str(self.strategy),
-            world="virtual",
-            workers=workers,
-            steps=-(-sum(last - first + 1 for first, last in self.dealer.done) // workers),
-            epochs=samples / self.batches.num_samples,
-            samples=samples,
-            seconds=seconds,
-            samples_per_s=samples / seconds if seconds else 0.0,
-            loss=train_loss if self.tested is None else self.tested["loss"],
-            accuracy=None if self.tested is None else self.tested["accuracy"],
-            train_loss=train_loss,
-            bytes_sent_per_rank=sum(sent[:workers]) / workers,
-            communication_share=max(0.0, 1 - computing_s / (workers * seconds)) if seconds else 0.0,
-            batch_size=self.batches.batch_size,
-            seed=self.options.seed,
+        return self.tally.result(
+            "virtual",
+            attendances,
+            [shard for _, shard in sorted(self.coordinator.statistics.items())],
+            idle_share=lambda seconds: 1 - computing_s / (workers * seconds),
+            worker_bytes=sum(sent[:workers]),
+            server_bytes=sum(sent[workers:]),
             threads=torch.get_num_threads(),
-            parameters_sha256=parameters_sha256(final),
+            parameters_sha256=parameters_sha256(self.courses[attendances[0].worker].model.parameters()),
             trace_hash=trace.hash,
-            reached=self.reached,
-            server=facts_of(self.service, statistics, attendances, sum(sent[workers:])),
         )
 
 

@@ -22,7 +22,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Port, Program, Strategy
 from polytempo.core.op import Take
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, dealer_of, dtype_of, reached, scheduled_steps
+from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, reached
 from polytempo.engines.gate import CoordinatorDoor, Gate, Life, Play, ShardDoor, Stop
 from polytempo.engines.recorded import Recorded
 from polytempo.engines.recording import RunFacts
@@ -42,7 +42,7 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256
-from polytempo.torch.served import Attendance, ComputeGradients, ServedCourse, gradients_of, work
+from polytempo.torch.served import Attendance, ComputeGradients, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.worlds import VirtualWorld
 
@@ -175,17 +175,8 @@ class Stage:
             dtype=self.dtype,
             parameters=self.parameters,
         )
-        course = ServedCourse(
-            job=self.job,
-            strategy=self.strategy,
-            model=model,
-            optimizer=optimizer,
-            data=self.data,
-            batches=self.batches,
-            compute_gradients=_noting(gradients_of(model, self.job, 0.0), self.losses[life]),
-            seed=self.options.seed,
-            scheduler=self.job.schedule(optimizer, scheduled_steps(self.batches)) if self.job.schedule else None,
-        )
+        course = course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
+        course.compute_gradients = _noting(course.compute_gradients, self.losses[life])
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
         group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # nobody talks to them
         try:

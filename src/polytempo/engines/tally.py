@@ -1,0 +1,103 @@
+"""`Tally`: what workers of a parameter server tell of their training, and the result that it adds up to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polytempo.core import Strategy
+from polytempo.core.rule import Service
+from polytempo.data.batches import Batches
+from polytempo.engines.cast import reached, samples_behind
+from polytempo.server.dealer import Dealer
+from polytempo.server.message import Statistics
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result
+from polytempo.torch.served import Attendance
+from polytempo.torch.served_facts import facts_of
+
+
+class Tally:
+    """The rows of metrics so far; stops the dealer once what `until` asks for is reached. `record(row)` takes them."""
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy,
+        service: Service,
+        options: RunOptions,
+        batches: Batches,
+        dealer: Dealer,
+        *,
+        workers: int,
+        first_step: int = 0,
+    ) -> None:
+        self._workers = workers
+        self._job, self._strategy, self._service, self._options = job, strategy, service, options
+        self._batches, self._dealer = batches, dealer
+        self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.last_step = first_step
+        """The highest step of any row."""
+        self._tested: dict[str, Any] | None = None
+        self._trained: dict[str, Any] | None = None
+        self._reached: bool | None = False if options.until else None
+
+    def take(self, text: bytes) -> None:
+        """A row, as JSON, of whichever worker."""
+        row = json.loads(text)
+        self.last_step = max(self.last_step, row["step"])
+        if row["kind"] == "test":
+            self._tested = row
+            self._reached = reached(row, self._options)
+            if self._reached:
+                self._dealer.stop()
+        else:
+            self._trained = row
+        self.record(row)
+
+    def result(
+        self,
+        world: str,
+        attendances: Sequence[Attendance],
+        statistics: Sequence[Statistics],
+        *,
+        idle_share: Callable[[float], float],
+        worker_bytes: int,
+        server_bytes: int,
+        threads: int,
+        parameters_sha256: str | None,
+        trace_hash: str,
+        more: dict[str, Any] | None = None,
+    ) -> Result:
+        """The run in numbers. `idle_share(seconds)` is the workers' part of the time that was not computation; `more`
+        goes into `Result.server`.
+        """
+        workers = self._workers
+        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
+        samples = samples_behind(self._dealer, self._batches)
+        train_loss = None if self._trained is None else self._trained["loss"]
+        return Result(
+            job=self._job.name,
+            strategy=str(self._strategy),
+            world=world,
+            workers=workers,
+            steps=-(-sum(last - first + 1 for first, last in self._dealer.done) // workers),
+            epochs=samples / self._batches.num_samples,
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=samples / seconds if seconds else 0.0,
+            loss=train_loss if self._tested is None else self._tested["loss"],
+            accuracy=None if self._tested is None else self._tested["accuracy"],
+            train_loss=train_loss,
+            bytes_sent_per_rank=worker_bytes / workers,
+            communication_share=min(1.0, max(0.0, idle_share(seconds))) if seconds else 0.0,
+            batch_size=self._batches.batch_size,
+            seed=self._options.seed,
+            threads=threads,
+            parameters_sha256=parameters_sha256,
+            trace_hash=trace_hash,
+            reached=self._reached,
+            server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),
+        )
