@@ -17,7 +17,7 @@ from polytempo.cluster import constant as in_time
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
-from polytempo.engines import simulate_served as engine
+from polytempo.engines import tally as engine
 from polytempo.engines.simulate import simulate
 from polytempo.server.message import Statistics
 from polytempo.torch.job import Data, Job
