@@ -45,6 +45,16 @@ async def reduce_scatter(port: Port) -> Any:
     return (await port.reduce_scatter(numbers(port))).tolist()
 
 
+def dealt(port: Port) -> tuple[list[Tensor], list[Tensor]]:
+    """Rank r has i numbers for rank i, and so gets r from everybody."""
+    pieces = [torch.full((to,), 10.0 * port.rank + to) for to in range(port.size)]
+    return pieces, [torch.empty(port.rank) for _ in range(port.size)]
+
+
+async def all_to_all(port: Port) -> Any:
+    return [piece.tolist() for piece in await port.all_to_all(*dealt(port))]
+
+
 async def broadcast(port: Port) -> Any:
     return [(await port.broadcast(numbers(port), source)).tolist() for source in range(port.size)]
 
@@ -93,10 +103,11 @@ async def subgroup(port: Port) -> Any:
     pair = port.among([1, 0])
     gathered = [piece.tolist() for piece in await pair.all_gather(numbers(port, 2))]
     scattered = (await pair.reduce_scatter(numbers(port, 2))).tolist()
+    exchanged = [piece.tolist() for piece in await pair.all_to_all(*dealt(pair))]
     given = (await pair.broadcast(numbers(port, 2), source=0)).tolist()
     total = (await pair.all_reduce(numbers(port, 2))).tolist()
     await pair.barrier()
-    return [pair.rank, gathered, scattered, given, total]
+    return [pair.rank, gathered, scattered, exchanged, given, total]
 
 
 async def alone(port: Port) -> Any:
@@ -106,6 +117,7 @@ async def alone(port: Port) -> Any:
         total.tolist(),
         (await own.reduce_scatter(total)).tolist(),
         [t.tolist() for t in await own.all_gather(total)],
+        [t.tolist() for t in await own.all_to_all([total], [total])],
     ]
 
 
@@ -188,6 +200,7 @@ PROGRAMS: list[Callable[[Port], Program[Any]]] = [
     all_reduce,
     all_gather,
     reduce_scatter,
+    all_to_all,
     broadcast,
     barrier,
     shift,

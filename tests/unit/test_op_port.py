@@ -160,6 +160,7 @@ def test_awaiting_an_operation_hands_it_to_the_world_and_returns_the_answer() ->
         (lambda: port(0).meshed(data=3, stage=2), r"a mesh .* has 6 places, but the group has 8 ranks"),
         (lambda: port(0).along("data"), r"no axis 'data' in the mesh \{\}; make one with port.meshed\(data=…\)"),
         (lambda: port(0).reduce_scatter(X), "needs a multiple of 8 elements, got 6; pad the buffer"),
+        (lambda: port(0).all_to_all([X], [X]), "all_to_all needs 8 pieces and likes, got 1 and 1"),
         (lambda: port(0).on_channel(1023), "a port has 1023 channels, got number 1023"),
         (lambda: port(0).on_channel(-1), "a port has 1023 channels, got number -1"),
         (lambda: port(0).within(0), "a deadline must be a positive number of seconds, got 0"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers import CLUSTER
-from polytempo.core import Port
+from polytempo.core import Mismatch, Port
 from polytempo.core.op import Op
 from polytempo.worlds import Outcome, VirtualWorld
 
@@ -70,11 +70,12 @@ def test_answers_are_memory_of_their_own() -> None:
         (lambda port: port.all_reduce(torch.zeros(10)), [64] * 5, 8 * (0.25 + 0.08)),
         (lambda port: port.reduce_scatter(torch.zeros(10)), [32] * 5, 4 * (0.25 + 0.08)),
         (lambda port: port.all_gather(torch.zeros(10)), [160] * 5, 4 * (0.25 + 0.4)),
+        (lambda port: port.all_to_all([torch.zeros(2)] * 5, [torch.zeros(2)] * 5), [32] * 5, 4 * (0.25 + 0.08)),
         (lambda port: port.broadcast(torch.zeros(10)), [120, 0, 40, 0, 0], 3 * (0.25 + 0.4)),
         (lambda port: port.broadcast(torch.zeros(10), 3), [40, 0, 0, 120, 0], 3 * (0.25 + 0.4)),
         (lambda port: port.barrier(), [0] * 5, 6 * 0.25),
     ],
-    ids=["all_reduce", "reduce_scatter", "all_gather", "broadcast", "broadcast from 3", "barrier"],
+    ids=["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "broadcast from 3", "barrier"],
 )
 def test_bytes_and_seconds(call: Callable[[Port], Op[Any]], sent_bytes: list[int], seconds: float) -> None:
     outcome = performed(call, 5)
@@ -94,12 +95,18 @@ def test_alone_every_collective_is_free() -> None:
         lambda port: port.all_reduce(mine(port)),
         lambda port: port.all_gather(mine(port)),
         lambda port: port.reduce_scatter(mine(port)),
+        lambda port: port.all_to_all([mine(port)], [mine(port)]),
         lambda port: port.broadcast(mine(port)),
         lambda port: port.barrier(),
     ]
     for call in calls:
         outcome = performed(call, 1)
         assert (outcome.seconds, outcome.trace.bytes_sent[0]) == (0.0, 0)
+
+
+def test_an_all_to_all_in_which_two_ranks_disagree_names_them() -> None:
+    with pytest.raises(Mismatch, match="all_to_all: rank 0 sends 1 elements to rank 1, which expects 2"):
+        performed(lambda port: port.all_to_all([torch.zeros(1)] * 2, [torch.zeros(1 + port.rank)] * 2), 2)
 
 
 def test_a_host_of_its_own_is_priced_by_its_memory() -> None:

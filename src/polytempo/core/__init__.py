@@ -1,20 +1,28 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
-from polytempo.core.errors import Deadlock, Mismatch, PeerLost, PolytempoError, TimedOut
+from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
+from polytempo.core.errors import Deadlock, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.state import Late
+from polytempo.core.state import Late, Owed
 from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import State, Transform, chain, identity, is_idle, split, stateless
 
 __all__ = [
+    "ALONE",
     "Bundle",
+    "Codec",
+    "CodecState",
     "Deadlock",
     "Late",
+    "Law",
     "Mismatch",
+    "NotFinite",
+    "Occasion",
     "Op",
+    "Owed",
     "PeerLost",
     "PolytempoError",
     "Port",

@@ -38,5 +38,21 @@ class Mismatch(PolytempoError):
     """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""
 
 
+class NotFinite(ValueError):
+    """A tensor to be encoded holds NaN or an infinity, which the codec could only hide.
+
+    Other ranks may not know of it: who skips the step alone leaves them waiting. `bf16()` and `fp16()` between workers
+    and without feedback hand such values on, for those who want to see them in the sum (loss scaling).
+    """
+
+    def __init__(self, codec: str, index: int, value: float, where: str = "") -> None:
+        self.codec, self.index, self.value = codec, index, value
+        place = f"element {index} of {where}" if where else f"element {index}"
+        super().__init__(
+            f"{place} is {value}, which {codec} cannot encode; look for the cause (a learning rate too high?), and "
+            "skip the step only where all ranks skip it"
+        )
+
+
 def _where(rank: int, step: int | None) -> str:
     return f"rank {rank}" if step is None else f"rank {rank}, step {step}"

@@ -153,6 +153,17 @@ class ReduceScatter(Collective[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class AllToAll(Collective[list[Tensor]]):
+    """`pieces[i]` goes to member i; the answer is what each member i had for this one, flat and like `likes[i]`.
+
+    All flat and of one dtype; lengths may differ, but both sides must know them.
+    """
+
+    pieces: tuple[Tensor, ...]
+    likes: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Broadcast(Collective[Tensor]):
     """`buffer` of the world rank `source`. `buffer` is given away: the answer may live in it."""
 
@@ -169,6 +180,7 @@ _KINDS: dict[type, str] = {
     AllReduce: "all_reduce",
     AllGather: "all_gather",
     ReduceScatter: "reduce_scatter",
+    AllToAll: "all_to_all",
     Broadcast: "broadcast",
     Barrier: "barrier",
 }

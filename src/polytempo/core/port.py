@@ -11,6 +11,7 @@ from torch import Tensor
 from polytempo.core.op import (
     AllGather,
     AllReduce,
+    AllToAll,
     Alone,
     Barrier,
     Broadcast,
@@ -89,6 +90,14 @@ class Port:
                 f"reduce_scatter needs a multiple of {self.size} elements, got {buffer.numel()}; pad the buffer"
             )
         return ReduceScatter(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
+    def all_to_all(self, pieces: Sequence[Tensor], likes: Sequence[Tensor]) -> Op[list[Tensor]]:
+        """`pieces[i]` to position i; answers what each position i sent to this one, flat and as long as `likes[i]`."""
+        if not len(pieces) == len(likes) == self.size:
+            raise ValueError(f"all_to_all needs {self.size} pieces and likes, got {len(pieces)} and {len(likes)}")
+        return AllToAll(
+            tuple(pieces), tuple(likes), members=self.members, channel=self.channel, timeout_s=self.timeout_s
+        )
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Op[Tensor]:
         """`buffer` of position `source`. `buffer` is given away."""

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from polytempo.core.codec import Codec
+
 RuleState = Any
 """A tree of ints, floats, strings, tuples and dicts (what msgspec can write); rules return new ones, never mutate."""
 
@@ -148,7 +150,8 @@ class Service:
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
     the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
     job's learning rate as it is. `reassigns`: workers help each other by these constants (a
-    `flexrr.reassignment.Reassignment`); None: each does its own work.
+    `flexrr.reassignment.Reassignment`); None: each does its own work. `codec` encodes what is pushed to each shard, and
+    `pull_codec` what is pulled from it; None: vectors travel as they are.
     """
 
     rule: Rule
@@ -161,3 +164,5 @@ class Service:
     waits: bool = False
     rate: Rate | None = None
     reassigns: object | None = None
+    codec: Codec | None = None
+    pull_codec: Codec | None = None

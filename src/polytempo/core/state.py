@@ -2,12 +2,13 @@
 
 State is a tree of tuples, NamedTuples and dicts. Its leaves are `Bundle`s (saved one tensor per
 parameter, so the layout of buckets may change between runs), tensors, numbers, strings and None.
-A leaf may also be `Late`: the answer of something still under way, which `settled` waits for.
+A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Owed`: what a rank
+has not given yet, of which nothing may be lost when the number of ranks changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,15 @@ class Late(NamedTuple):
 
     work: Work[Any]
     part: int
+
+
+class Owed(NamedTuple):
+    """A part of the sum over all ranks that this rank still holds back; None: nothing.
+
+    Who goes on from the states of several ranks owes the sum of what they owed.
+    """
+
+    residual: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -50,12 +60,15 @@ def saved(state: Any, path: str) -> Saved:
     return found
 
 
-def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
+def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequence[Saved] | None = None) -> Any:
     """A state shaped as `like` (what `init` made) with the leaves of `source`.
 
     A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
-    in the dtype and on the device of `like`, or of `layout`.
+    in the dtype and on the device of `like`, or of `layout`. What is `Owed` becomes the sum over `debts`, which is
+    `source` alone where nothing is said.
     """
+    if isinstance(like, Owed):
+        return _owed(f"{path}/0", [source] if debts is None else debts, next(iter(layout.tensors.values())))
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
     if isinstance(like, Tensor):
@@ -63,15 +76,25 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle) -> Any:
             raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
         return source.tensors[path].to(like)
     if isinstance(like, dict):
-        return {key: restored(value, source, f"{path}/{key}", layout) for key, value in like.items()}
+        return {key: restored(value, source, f"{path}/{key}", layout, debts) for key, value in like.items()}
     if isinstance(like, tuple):
-        return _tuple_like(like, [restored(v, source, f"{path}/{i}", layout) for i, v in enumerate(like)])
+        return _tuple_like(like, [restored(v, source, f"{path}/{i}", layout, debts) for i, v in enumerate(like)])
     if like is None and f"{path}/{layout.names[0]}" in source.tensors:
         found = _tensors(layout.names, source, path)
         return Bundle({name: found[name].to(tensor) for name, tensor in layout.tensors.items()})
     if path not in source.scalars:
         raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
     return source.scalars[path]
+
+
+def _owed(path: str, debts: Sequence[Saved], like: Tensor) -> Owed:
+    found = [debt.tensors[path] for debt in debts if path in debt.tensors]
+    if not found:
+        return Owed()
+    total = found[0].to(device=like.device, copy=True)
+    for residual in found[1:]:
+        total += residual.to(total)
+    return Owed(total)
 
 
 def _tensors(names: list[str], source: Saved, path: str) -> Mapping[str, Tensor]:

@@ -27,6 +27,7 @@ class Strategy:
     `one_copy`: the parameters exist once per host, and its ranks write to them by this turn. None: every rank has
     its own.
     `server`: the parameters live at a parameter server; `gradients` and `parameters` push to it and pull from it.
+    `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Strategy:
     carries_optimizer: bool = False
     one_copy: Turn | None = None
     server: Service | None = None
+    momentum: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -44,7 +46,8 @@ class Strategy:
 def spelled(function: str, **arguments: object) -> str:
     """A call as a person would write it: `spelled("local_sgd", period=8)` is `local_sgd(period=8)`.
 
-    Functions among the arguments stand for themselves by name: `sync_sgd(route=ring)`.
+    Functions among the arguments stand for themselves by name: `sync_sgd(route=ring)`. Codecs know how they are
+    written: `local_sgd(codec=top_k(ratio=0.01))`.
     """
     inside = ", ".join(f"{key}={_spelled_value(value)}" for key, value in arguments.items())
     return f"{function}({inside})"
@@ -53,4 +56,6 @@ def spelled(function: str, **arguments: object) -> str:
 def _spelled_value(value: object) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return str(value.__name__)
+    if hasattr(value, "wire_bytes") and hasattr(value, "name"):
+        return str(value.name)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank

@@ -14,6 +14,8 @@ from polytempo.core.port import Port
 State = Any
 """A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
 
+Explain = Callable[[Bundle, int], list[str]]
+
 Applied = Program[tuple[Bundle | None, State]]
 
 
@@ -28,6 +30,7 @@ class Transform(NamedTuple):
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
+    `explain`: what it sends, for these parameters on so many ranks, in lines to read (`polytempo explain`).
     """
 
     init: Callable[[Bundle], State]
@@ -35,6 +38,7 @@ class Transform(NamedTuple):
     separable: bool = True
     idle_alone: bool = False
     weighs: bool = False
+    explain: Explain = lambda parameters, num_ranks: []
 
 
 def stateless(
@@ -85,6 +89,7 @@ def chain(*transforms: Transform) -> Transform:
         separable=all(t.separable for t in transforms),
         idle_alone=all(t.idle_alone for t in transforms),
         weighs=all(t.weighs for t in transforms),
+        explain=lambda parameters, num_ranks: [line for t in transforms for line in t.explain(parameters, num_ranks)],
     )
 
 
@@ -125,9 +130,17 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
             raise ValueError("the branches of a split must update on the same steps; use the same period in each")
         return Bundle({name: pieces[name] for name in bundle.names}, bundle.share), states
 
+    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
+        return [
+            f"{branch} ({len(names)} tensors): {line}"
+            for branch, names in parts(parameters).items()
+            for line in branches[branch].explain(parameters.select(names), num_ranks)
+        ]
+
     return Transform(
         init,
         apply,
+        explain=explain,
         separable=all(t.separable for t in branches.values()),
         idle_alone=all(t.idle_alone for t in branches.values()),
         weighs=all(t.weighs for t in branches.values()),

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.collectives import ring_price
-from polytempo.core.op import AllGather, AllReduce, Barrier, Broadcast, Collective, ReduceScatter
+from polytempo.core import Mismatch
+from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 
 
 def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
@@ -26,6 +27,8 @@ def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
             return [piece.clone() for piece in total.chunk(len(ops))]
         case AllGather():
             return [[op.buffer.clone() for op in ops if isinstance(op, AllGather)] for _ in ops]
+        case AllToAll():
+            return [list(each) for each in zip(*_dealt(ops), strict=True)]
         case Broadcast(_, source):
             given = next(op for op, member in zip(ops, ops[0].members, strict=True) if member == source)
             assert isinstance(given, Broadcast)
@@ -45,6 +48,8 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
             return num_bytes(buffer) * (num_ranks - 1) // num_ranks
         case AllGather(buffer):
             return num_bytes(buffer) * (num_ranks - 1)
+        case AllToAll(pieces, _):
+            return sum(num_bytes(p) for p, to in zip(pieces, op.members, strict=True) if to != rank)
         case Broadcast(buffer, source):
             distance_from_source = (op.members.index(rank) - op.members.index(source)) % num_ranks
             return num_children(distance_from_source, num_ranks) * num_bytes(buffer)
@@ -63,6 +68,9 @@ def member_seconds(op: Collective[Any], latency_s: float, bytes_per_s: float) ->
             return (num_ranks - 1) * (latency_s + num_bytes(buffer) / num_ranks / bytes_per_s)
         case AllGather(buffer):
             return (num_ranks - 1) * (latency_s + num_bytes(buffer) / bytes_per_s)
+        case AllToAll(pieces, likes):
+            sent, got = (sum(num_bytes(piece) for piece in each) for each in (pieces, likes))
+            return (num_ranks - 1) * (latency_s + max(sent, got) / num_ranks / bytes_per_s)
         case Broadcast(buffer, _):
             return rounds * (latency_s + num_bytes(buffer) / bytes_per_s)
         case _:
@@ -78,6 +86,18 @@ def num_children(position: int, num_ranks: int) -> int:
 def num_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's values."""
     return tensor.numel() * tensor.element_size()
+
+
+def _dealt(ops: Sequence[Collective[Any]]) -> list[list[Tensor]]:
+    """A row for each sender. Raises Mismatch where a receiver expects another length."""
+    calls = [op for op in ops if isinstance(op, AllToAll)]
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            sent, expected = sender.pieces[j].numel(), receiver.likes[i].numel()
+            if sent != expected:
+                a, b = sender.members[i], sender.members[j]
+                raise Mismatch(f"all_to_all: rank {a} sends {sent} elements to rank {b}, which expects {expected}")
+    return [[piece.clone() for piece in call.pieces] for call in calls]
 
 
 def _sum(buffers: list[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.core.op import AllGather, AllReduce, Barrier, Broadcast, Collective, Program, ReduceScatter
+from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Program, ReduceScatter
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +54,8 @@ def signature(op: Collective[Any]) -> str:
             return f"{op.kind}({tuple(buffer.shape)} {buffer.dtype})"
         case Broadcast(buffer, source):
             return f"broadcast({tuple(buffer.shape)} {buffer.dtype} from rank {source})"
+        case AllToAll(pieces, _):
+            return f"all_to_all({pieces[0].dtype})"
         case Barrier():
             return "barrier()"
     raise TypeError(f"{op!r} is no collective of a world")

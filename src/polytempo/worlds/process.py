@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
@@ -29,6 +30,7 @@ from polytempo.core import PeerLost, PolytempoError, Port, TimedOut, world_port
 from polytempo.core.op import (
     AllGather,
     AllReduce,
+    AllToAll,
     Alone,
     Barrier,
     Broadcast,
@@ -76,10 +78,8 @@ class _Pending:
             self.done = True
             since_s = self.world.now_s()
             try:
-                if self.op.timeout_s is None:
-                    self.work.wait()
-                else:
-                    self.work.wait(timedelta(seconds=self.op.timeout_s))
+                limit_s = self.op.timeout_s
+                self.work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
             except RuntimeError as error:
                 self.error = self.world.translated(self.op, self.event, error)
             end_s = self.world.now_s()
@@ -159,11 +159,10 @@ class _Strand:
 
 
 class ProcessWorld:
-    """One real rank. Needs an initialised default process group unless it is alone."""
+    """One real rank of `group` (a process group or a backend), or of the initialised default one, or alone."""
 
-    def __init__(self, rank: int, hosts: Sequence[int], *, max_events: int = 50_000) -> None:
-        self.rank = rank
-        self.size = len(hosts)
+    def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 50_000) -> None:
+        self.rank, self.size, self._whole = rank, len(hosts), group
         self.port: Port = world_port(rank, hosts)
         self.trace = Trace(timed=False, max_events=max_events)
         self._max_events = max_events
@@ -225,7 +224,7 @@ class ProcessWorld:
         if self.port.hosts.count(self.port.hosts[self.rank]) == 1:
             yield
             return
-        limit_s = timeout_s or _group_timeout_s()
+        limit_s = timeout_s or group_timeout_s(self._whole)
         if self._lock is None:
             self._lock = HostLock(distributed_c10d._get_default_store(), self.port.hosts[self.rank])
         since_s = self.now_s()
@@ -257,15 +256,16 @@ class ProcessWorld:
             raise self.translated(op, event, error) from error
 
     def _message(self, op: Op[Any], start_s: float) -> _Pending:
+        whole = self._group(self.port.members)
         match op:
             case Send(buffer, to, tag, channel):
                 event = Event(self.rank, self.step, "send", num_bytes(buffer), start_s, start_s, to)
-                work = dist.isend(buffer.contiguous(), to, tag=_wire_tag(channel, tag)) if buffer.numel() else None
+                work = whole.send([buffer.contiguous()], to, _wire_tag(channel, tag)) if buffer.numel() else None
                 return _Pending(self, op, event, work, lambda: None)
             case Recv(like, source, tag, channel):
                 event = Event(self.rank, self.step, "recv", 0, start_s, start_s, source)
                 into = torch.empty_like(like, memory_format=torch.contiguous_format)
-                work = dist.irecv(into, source, tag=_wire_tag(channel, tag)) if like.numel() else None
+                work = whole.recv([into], source, _wire_tag(channel, tag)) if like.numel() else None
                 return _Pending(self, op, event, work, lambda: into)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
 
@@ -275,9 +275,8 @@ class ProcessWorld:
         group, ranks = self._group(op.members), sorted(op.members)
         match op:
             case AllReduce(buffer):
-                return _Pending(
-                    self, op, event, group.allreduce([buffer], _options(AllreduceOptions, op)), lambda: buffer
-                )
+                work = group.allreduce([buffer], _options(AllreduceOptions, op))
+                return _Pending(self, op, event, work, lambda: buffer)
             case Broadcast(buffer, source):
                 options = _options(BroadcastOptions, op)
                 options.rootRank = ranks.index(source)
@@ -293,6 +292,16 @@ class ProcessWorld:
                 mine = torch.empty_like(ordered[ranks.index(self.rank)])
                 work = group.reduce_scatter([mine], [ordered], _options(ReduceScatterOptions, op))
                 return _Pending(self, op, event, work, lambda: mine)
+            case AllToAll(pieces, likes):
+                ordered = [pieces[op.members.index(member)] for member in ranks]
+                sizes = [likes[op.members.index(member)].numel() for member in ranks]
+                arrived = pieces[0].new_empty(sum(sizes))
+                work = group.alltoall_base(
+                    *(arrived, torch.cat(ordered), sizes, [piece.numel() for piece in ordered]),
+                    _options(AllToAllOptions, op),
+                )
+                order = [ranks.index(member) for member in op.members]
+                return _Pending(self, op, event, work, lambda: [arrived.split(sizes)[i] for i in order])
             case Barrier():
                 options = _options(BarrierOptions, op)
                 options.device = torch.device("cpu")
@@ -300,8 +309,8 @@ class ProcessWorld:
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
 
     def forget_groups(self) -> None:
-        """Let go of sub-groups, so that their transport can end. The world is of no use afterwards."""
-        self._groups.clear()
+        """Let go of groups, so that their transport can end. The world is of no use afterwards."""
+        self._groups, self._whole = {}, None
         self._host_group, self._asked_for_host_group = None, True
 
     @property
@@ -322,14 +331,16 @@ class ProcessWorld:
                 return float(await self.port.all_reduce(has_core))
 
             if self.drive(how_many()) == self.size:
-                self._host_group = shared_by_all(self.rank, self.size, _group_timeout_s())
+                self._host_group = shared_by_all(self.rank, self.size, group_timeout_s())
         return self._host_group
 
     def _group(self, members: tuple[int, ...]) -> Any:
         if len(members) == self.size:
-            return dist.group.WORLD
+            return self._whole or dist.group.WORLD
+        if self._whole is not None:
+            raise ValueError(f"collectives of some ranks {members} need the default process group; use another route")
         if members not in self._groups:
-            timeout = timedelta(seconds=_group_timeout_s())
+            timeout = timedelta(seconds=group_timeout_s())
             self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
         return self._groups[members]
 
@@ -345,7 +356,7 @@ class ProcessWorld:
         text = str(error)
         peer = event.peer if event.peer >= 0 else None
         if _LATE.search(text):
-            return TimedOut(self.rank, event.step, str(op), op.timeout_s or _group_timeout_s())
+            return TimedOut(self.rank, event.step, str(op), op.timeout_s or group_timeout_s(self._whole))
         if _LOST.search(text):
             return PeerLost(self.rank, event.step, str(op), peer, text.splitlines()[0][:200])
         return error
@@ -368,6 +379,8 @@ def _alone(op: Collective[Any]) -> Any:
     match op:
         case AllGather(buffer):
             return [buffer.clone()]
+        case AllToAll(pieces, _):
+            return [pieces[0].clone()]
         case Barrier():
             return None
         case AllReduce(buffer) | ReduceScatter(buffer) | Broadcast(buffer, _):
@@ -375,12 +388,13 @@ def _alone(op: Collective[Any]) -> Any:
     raise TypeError(f"{op!r} is no collective of a world")
 
 
-def _group_timeout_s() -> float:
-    """The deadline that the process group was made with."""
-    world = dist.group.WORLD
+def group_timeout_s(group: Any = None) -> float:
+    """The deadline that the process group (None: the default one) was made with."""
+    world = group or dist.group.WORLD
     assert world is not None
     if isinstance(own := getattr(world, "timeout", None), timedelta):
         return own.total_seconds()
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    backend = world._get_backend(world._device_types[0]) if isinstance(world, dist.ProcessGroup) else world
+    options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", default_pg_timeout)
     return float(timeout.total_seconds())

@@ -1,0 +1,134 @@
+"""`Codec`: how one tensor becomes fewer bytes, and comes back. Pure: it has no port, hence no communication.
+
+x ──encode──▶ wire (flat, few bytes) ──▶ another rank ──add_──▶ out += x̂
+x + r ──encode_──▶ wire, and r ← (x + r) - x̂ : what was not sent is owed, and goes with the next tensor
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from polytempo.core.transform import Transform
+
+CodecState = Any
+"""A tree as `core.state` has it; None where a codec remembers nothing."""
+
+
+class Occasion(NamedTuple):
+    """Which encoding of which tensor this is: all that a codec may depend on besides the values.
+
+    Random numbers are a pure function of the codec's seed, of (step, rank, tensor), and of the element's position,
+    so an occasion can be repeated, and nobody has to send a generator's state.
+    """
+
+    step: int = 1
+    """How often the tensor has been encoded, this time included."""
+    rank: int = 0
+    """Who encodes. All ranks draw alike where a codec says so (`random_k`)."""
+    tensor: int = 0
+    """A number for the tensor, the same on all ranks and in all runs: a checksum of its name and place."""
+    terms: int = 1
+    """How many wires are added before the sum is decoded (1: none)."""
+    agreed: float | None = None
+    """The largest `statistic` among the ranks, for codecs that have one and whose wires are added."""
+
+
+ALONE = Occasion()
+"""The occasion of somebody who just wants to see a tensor encoded."""
+
+
+class Law(NamedTuple):
+    """What a codec promises of x̂ = decode(encode(x)). `bound` takes a tensor like x, and looks at its shape only.
+
+    "lossless": x̂ = x. "unbiased": E x̂ = x and E‖x̂ - x‖² ≤ bound · ‖x‖². "contraction": ‖x - x̂‖² ≤ (1 - bound) · ‖x‖²
+    (in expectation where the codec draws). "conserving": with feedback nothing is lost; for a single x nothing, but
+    that E‖x̂ - x‖² may come to bound · ‖x‖² where the bound is not 0.
+    """
+
+    kind: Literal["lossless", "unbiased", "contraction", "conserving"]
+    bound: Callable[[Tensor], float] = lambda like: 0.0
+
+
+class Codec(Protocol):
+    """One tensor of any shape to a flat wire and back.
+
+    A wire is a flat tensor of `wire_dtype(x)`. Wires of uint8 have a multiple of 4 bytes, so that they can be laid one
+    behind the other. `summable` ones are numbers: the sum of `when.terms` wires, element by element, decodes to the
+    sum of the tensors. Tensors are float32, float64, float16 or bfloat16, on any device.
+    """
+
+    @property
+    def name(self) -> str:
+        """As a person would write it: `top_k(ratio=0.01)`."""
+
+    @property
+    def law(self) -> Law:
+        """What it promises."""
+
+    @property
+    def summable(self) -> bool:
+        """Whether wires may be added before they are decoded."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether wires hold a few entries, so that a sum of several is denser than each."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
+
+    @property
+    def passes_nonfinite(self) -> bool:
+        """Whether NaN and infinities arrive as such. Otherwise `encode` raises `NotFinite`."""
+
+    @property
+    def flops(self) -> float:
+        """Operations for an element, encoding and decoding together: what a virtual clock charges."""
+
+    def init(self, like: Tensor) -> CodecState:
+        """The state before the first tensor."""
+
+    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
+        """The type of a wire's elements."""
+
+    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
+        """Bytes of a wire: exact where `fixed`, else the most."""
+
+    def statistic(self, x: Tensor, state: CodecState) -> float | None:
+        """What ranks must agree on before they encode (the largest counts): None, for nothing."""
+
+    def encode(
+        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+    ) -> tuple[Tensor, CodecState]:
+        """The wire of x, and the next state. `out`: memory for it (`wire_bytes`, flat); the wire is its beginning."""
+
+    def encode_(
+        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+    ) -> tuple[Tensor, CodecState]:
+        """The wire of v = x + residual; then residual ← v - decode(wire). x stays as it is."""
+
+    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+        """x̂, shaped like `like` and of its dtype, in memory of its own."""
+
+    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+        """out += decode(wire), touching only what the wire has entries for."""
+
+
+def check_codec(given: object) -> None:
+    """Raise TypeError for what is no codec, such as `bf16` where `bf16()` is meant. It says how to write it."""
+    if not isinstance(given, type) and all(hasattr(given, name) for name in ("encode", "add_", "wire_bytes")):
+        return
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    if isinstance(given, Transform) or name.partition("(")[0] == "low_rank":
+        raise TypeError(
+            "a codec is needed, got a transform; PowerSGD (low_rank) is an aggregation, not a codec: use "
+            "strategies.power_sgd(), or aggregation.low_rank() as a transform"
+        )
+    what = f"<function {name}>" if inspect.isfunction(given) else repr(given)
+    written = f"; write {name}()" if name.isidentifier() else ""
+    raise TypeError(f"a codec is the answer of one of pt.compression, got {what}{written}")
