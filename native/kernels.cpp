@@ -61,6 +61,8 @@ const Kernels& kernels() {
 
 } // namespace
 
+const Kernels& kernels_in_use() { return kernels(); }
+
 size_t bytes_of(DType dtype) {
     constexpr size_t BYTES[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
     return BYTES[dtype];

@@ -84,6 +84,10 @@ int64_t unfinite(DType dtype, const void* data, int64_t count);
 int64_t descend(const Hyper& hyper, const float* gradient, float weight, const float* p, float* out, int64_t count);
 int64_t descend(const Hyper& hyper, const double* gradient, double weight, const double* p, double* out, int64_t count);
 
+struct DenseCodes;
+struct SparseCodes;
+struct DrawnCodes;
+
 // What each instruction set offers.
 struct Kernels {
     const char* name;
@@ -99,6 +103,11 @@ struct Kernels {
     int64_t (*unfinite)(DType, const void*, int64_t);
     int64_t (*descend_f32)(const Hyper&, const float*, float, const float*, float*, int64_t);
     int64_t (*descend_f64)(const Hyper&, const double*, double, const double*, double*, int64_t);
+    const DenseCodes* dense;
+    const SparseCodes* sparse;
+    const DrawnCodes* drawn;
 };
+
+const Kernels& kernels_in_use();
 
 } // namespace pt

@@ -2,6 +2,9 @@
 //
 // Nothing in here may have external linkage but the table at the end: of two equal inline functions the linker keeps
 // one, and it might keep the one that the machine cannot run. Hence the unnamed namespace, and no standard library.
+#include "codes_dense.h"
+#include "codes_drawn.h"
+#include "codes_sparse.h"
 #include "kernels.h"
 
 #ifdef __SSE2__
@@ -93,11 +96,20 @@ void copy_past_caches(void* out, const void* source, int64_t num_bytes) {
 
 #include "descend.inc"
 
+#include "codes_dense.inc"
+#include "codes_sparse.inc"
+#include "codes_drawn.inc"
+
+const DenseCodes dense_codes = dense::CODES;
+const SparseCodes sparse_codes = {sparse::count_over, sparse::gather_over, sparse::histogram_of,
+                                  sparse::pack_list,  sparse::pack_map,    sparse::accumulate};
+const DrawnCodes drawn_codes = drawn::CODES;
+
 } // namespace
 
 extern const Kernels kernels = {
     PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>, unfinite, descend<float>,
-    descend<double>};
+    descend<double>, &dense_codes, &sparse_codes, &drawn_codes};
 
 } // namespace PT_ISA
 } // namespace pt

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """What `pt_abi_version` answers; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -69,6 +69,33 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_scatter_add": (_i32, _pointer, _i64, _i64, _pointer, _pointer, _i64, ctypes.c_float),
     "pt_step": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
     "pt_norm": (_i32, _pointer, _pointer, _pointer, _f64, _pointer),
+    "pt_cast_encode": (_i64, _i32, _pointer, _pointer, ctypes.c_float, _pointer, _i64),
+    "pt_cast_add": (_i32, _i32, _pointer, _pointer, _i64),
+    "pt_int8_encode": (_i64, _pointer, _pointer, _i64, _pointer, _pointer, _i64),
+    "pt_int8_add": (_i32, _pointer, _pointer, _i64, _pointer, _i64),
+    "pt_dynamic8_encode": (_i64, _pointer, _pointer, _i64, _pointer, _pointer, _pointer, _i64),
+    "pt_dynamic8_add": (_i32, _pointer, _pointer, _i64, _pointer, _pointer, _i64),
+    "pt_one_bit_encode": (_i64, _pointer, _pointer, _pointer, _pointer, _i64, _i64),
+    "pt_one_bit_add": (_i32, _pointer, _pointer, _pointer, _i64, _i64),
+    "pt_sign_encode": (_i64, _pointer, _pointer, _i32, _pointer, _pointer, _i64),
+    "pt_qsgd_encode": (_i64, _pointer, _pointer, _i64, _i64, _i32, _pointer, ctypes.c_uint64, _pointer),
+    "pt_qsgd_decode": (None, _pointer, _pointer, _i64, _i64, _i32, _pointer, _i32),
+    "pt_terngrad_scaler": (_i64, _pointer, _pointer, _i64, _f64, _pointer),
+    "pt_terngrad_encode": (
+        *(None, _pointer, _pointer, _i64, ctypes.c_float, ctypes.c_float),
+        *(_pointer, ctypes.c_uint64, _pointer),
+    ),
+    "pt_terngrad_decode": (None, _pointer, _pointer, _i64, ctypes.c_float, _i32, _pointer, _i32),
+    "pt_natural_encode": (_i64, _pointer, _pointer, _i64, ctypes.c_uint64, _pointer),
+    "pt_natural_decode": (None, _pointer, _pointer, _i64, _i32),
+    "pt_sparse_count": (_i64, _pointer, ctypes.c_float, _i64, _pointer),
+    "pt_sparse_above": (_i64, _pointer, ctypes.c_float, _i64, _pointer, _pointer, _i64, _pointer),
+    "pt_sparse_top": (None, _pointer, _i64, _i64, _pointer, _pointer, _pointer, _i64, _pointer),
+    "pt_sparse_add": (_i32, _pointer, _i64, _pointer, _pointer, _i64),
+    "pt_sparse_zero": (None, _pointer, _pointer, _i64),
+    "pt_sparse_accumulate": (None, _pointer, _pointer, _pointer, ctypes.c_float, ctypes.c_float, _i64),
+    "pt_threshold_pack": (None, _pointer, _pointer, ctypes.c_float, _i64, _i32, _pointer),
+    "pt_threshold_add": (_i32, _pointer, _i64, _pointer, _i64, ctypes.c_float, _i32),
 }
 """The type of the result, then those of the arguments, for each function of the library."""
 

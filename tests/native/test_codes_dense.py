@@ -1,0 +1,131 @@
+"""Kernels of the dense codes: every instruction set gives the wires of the versions in torch, at any address."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from native.kernels import assert_same_bits, choose, instruction_sets, library
+from polytempo.compression import bf16, dynamic8, fp16, int8, one_bit, sign
+from polytempo.core import Codec, NotFinite
+from polytempo.native import codes_dense
+from polytempo.native.library import available
+
+pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
+
+CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(7), dynamic8(), dynamic8(33), one_bit(), sign(), sign(False)]
+SHAPES = [(0,), (1,), (31,), (33,), (5, 1), (1, 1024), (3, 1027), (40, 64), (2, 3, 5)]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+
+
+@pytest.fixture(params=instruction_sets() if available() else [])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = library().pt_isa().decode()
+    assert choose(request.param)
+    yield request.param
+    choose(before)
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Call its `setattr` to have the versions in torch."""
+    return monkeypatch
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Eight decades, both signs, zeros of both signs, ties of int8, and a row of zeros where there are rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * 8 - 8)
+    x.view(-1)[::11] = 0.0
+    x.view(-1)[5::13] = -0.0
+    x.view(-1)[3::17] = 0.5 / 127
+    if len(shape) > 1:
+        x[-1] = 0
+    return x
+
+
+def shifted(values: Tensor, num_bytes: int) -> Tensor:
+    """The same where no vector begins."""
+    memory = torch.zeros(values.numel() + 16, dtype=values.dtype)
+    first = num_bytes // values.element_size()
+    memory[first : first + values.numel()] = values.reshape(-1)
+    return memory[first : first + values.numel()].view(values.shape)
+
+
+@every_codec
+def test_kernels_and_torch_agree(isa: str, codec: Codec, twin: pytest.MonkeyPatch) -> None:
+    def everything(shape: tuple[int, ...]) -> list[Tensor]:
+        x, owed, start = numbers(shape, 1), numbers(shape, 2) / 3, numbers(shape, 3)
+        residual, out = shifted(owed, 4), shifted(start, 12)
+        memory = torch.full((codec.wire_bytes(x) + 8,), 0xA5, dtype=torch.uint8)
+        room = memory[4:-4] if codec.wire_dtype(x) is torch.uint8 else memory[4:-4].view(codec.wire_dtype(x))
+        fed, _ = codec.encode_(shifted(x, 4), residual, out=room)
+        assert fed.data_ptr() == room.data_ptr() or not fed.numel()
+        assert memory[:4].tolist() == memory[-4:].tolist() == [0xA5] * 4
+        codec.add_(fed, out)
+        return [codec.encode(x)[0], fed.clone(), residual, out, codec.decode(fed, x)]
+
+    found = [everything(shape) for shape in SHAPES]
+    twin.setattr(codes_dense, "fits", lambda *tensors: False)
+    for shape, kernels in zip(SHAPES, found, strict=True):
+        for ours, torchs in zip(kernels, everything(shape), strict=True):
+            assert_same_bits(ours + 0, torchs + 0)  # of zeros either sign will do
+
+
+@every_codec
+def test_the_first_that_is_no_number_is_named_and_nothing_has_changed(isa: str, codec: Codec) -> None:
+    x, owed = numbers((3, 1027), 1), numbers((3, 1027), 2)
+    for index, bad in ((3 * 1027 - 1, math.nan), (2000, math.inf), (1027, -math.inf), (0, math.nan)):
+        x.view(-1)[index] = bad
+        residual = owed.clone()
+        with pytest.raises(NotFinite) as caught:
+            codec.encode_(x, residual)
+        assert caught.value.index == index
+        assert math.isnan(bad) == math.isnan(caught.value.value)
+        assert_same_bits(residual, owed)
+        if codec.passes_nonfinite:
+            decoded = codec.decode(codec.encode(x)[0], x).view(-1)[index]
+            assert str(float(decoded)) == str(bad)
+        else:
+            with pytest.raises(NotFinite, match=f"element {index} "):
+                codec.encode(x)
+
+
+@every_codec
+def test_a_sum_beyond_floats_is_no_number(isa: str, codec: Codec) -> None:
+    x, owed = torch.ones(3, 2000), torch.ones(3, 2000)
+    x[2, 1999] = owed[2, 1999] = 3e38
+    residual = owed.clone()
+    with pytest.raises(NotFinite, match="element 5999 is inf"):
+        codec.encode_(x, residual)
+    assert torch.equal(residual, owed)
+    with pytest.raises(NotFinite, match="element 1 is nan"):
+        codec.encode_(torch.ones(2), torch.tensor([1.0, math.nan]))
+
+
+@every_codec
+def test_the_ends_of_the_range(isa: str, codec: Codec, twin: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (torch.finfo(torch.float32).max, 1e-36, 1e-38, 1e-45):
+        x, residual = torch.tensor([most, -most, most / 3, 0.0]).repeat(16), torch.zeros(64)
+        wire, _ = codec.encode_(x, residual)
+        assert residual.isfinite().all()
+        assert_same_bits(residual, x - codec.decode(wire, x))
+        found.append((x, wire))
+    twin.setattr(codes_dense, "fits", lambda *tensors: False)
+    for x, wire in found:
+        assert_same_bits(wire, codec.encode(x)[0])
+
+
+def test_impossible_calls_are_refused() -> None:
+    core = library()
+    assert core.pt_cast_encode(0, None, None, 1.0, None, 0) == -2
+    assert core.pt_cast_add(1, None, None, 0) == 1
+    assert core.pt_int8_encode(None, None, 0, None, None, 0) == -2
+    assert core.pt_int8_add(None, None, 0, None, 0) == 1
+    assert core.pt_dynamic8_encode(None, None, 0, None, None, None, 0) == -2
+    assert core.pt_dynamic8_add(None, None, 0, None, None, 0) == 1
