@@ -1,0 +1,64 @@
+"""Draws that nobody has to send or to keep: each is a function of (seed, step, rank, tensor) and of the element.
+
+    key    = splitmix64 over seed, step, rank, tensor                    64 bits
+    draw i = lowbias32(i xor key's lower half), with the upper half between its two multiplications     32 bits
+
+So an encoding can be repeated, and does not depend on threads, devices or instruction sets: the kernels
+(native/codes_drawn.h) draw the same bits. Within one key draws do not repeat below 2^32 elements.
+
+Source: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", 2014, figure 13
+(splitmix64); C. Wellons, "Prospecting for hash functions", 2018 (lowbias32, the integer finalizer). Deviation: the
+key's upper half between the multiplications, without which the streams of two keys would be permutations of one stream
+by an xor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Occasion
+
+GRAIN_BITS = 30
+"""Probabilities are rounded down to multiples of 2^-30: 1 always happens, 0 never."""
+
+_ODD = 0x9E3779B97F4A7C15
+_MASK = 0xFFFFFFFF
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
+
+
+def draw_key(seed: int, when: Occasion) -> int:
+    """64 bits for one encoding of one tensor."""
+    key = 0
+    for number in (seed, when.step, when.rank, when.tensor):
+        key = _splitmix64(key ^ (number & _MASK_64))
+    return key
+
+
+def draws(key: int, count: int, device: torch.device, first: int = 0) -> Tensor:
+    """The draws of elements first, first + 1, …: int64 of shape (count,), each below 2^32. The kernels' twin."""
+    index = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    upper = finalized(index >> 32, 0) ^ (key >> 32)
+    return finalized((index & _MASK) ^ (key & _MASK), upper)
+
+
+def finalized(x: Tensor, between: Tensor | int) -> Tensor:
+    """lowbias32 of 32-bit numbers that int64 holds. The products wrap around, but not their lower halves."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK
+    x = x ^ (x >> 15) ^ between
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def happens(odds: Tensor, key: int) -> Tensor:
+    """int64 of 0 and 1: element i is 1 with probability odds[i], a float32 of [0, 1]. Shape (count,)."""
+    grains = (odds * 2.0**GRAIN_BITS).to(torch.int64)
+    return (grains > draws(key, odds.numel(), odds.device) >> (32 - GRAIN_BITS)).to(torch.int64)
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + _ODD) & _MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return x ^ (x >> 31)

@@ -1,0 +1,182 @@
+"""`through`: a codec, a merge and a route, put together in the only right way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from polytempo.compression.feedback import Feedback
+from polytempo.compression.packing import EXACT_BELOW
+from polytempo.compression.paths import Exchanged, Path, Way, all_gather, all_reduce, flushed, reduce_scatter
+from polytempo.core import Bundle, Codec, Port, Route, State, Transform, native
+from polytempo.core.codec import check_codec
+from polytempo.core.merge import Merge
+
+_BYTES_TO_SHOW = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_NUMBER_BYTES = 8
+"""Of a length, and of a statistic, that ranks tell each other."""
+
+
+def through(
+    codec: Codec,
+    merge: Merge | None = None,
+    route: Route | Path | None = None,
+    *,
+    exact_below: int = EXACT_BELOW,
+) -> Transform:
+    """Encode, exchange, decode, merge. `merge` None: Σᵢ shareᵢ · xᵢ, the mean weighted by samples.
+
+    Without `route` the codec decides:
+
+        wires that may be added (casts, random_k, terngrad)    all-reduce of wires          2(N-1)/N · K_c bytes a rank
+        wires that hold a few entries (top_k, threshold, dgc)  all-gather                   (N-1) · K_c
+        codes (int8, one_bit, qsgd, …)                         reduce-scatter of codes,     2(N-1)/N · K_c
+                                                               sum, encode, all-gather
+        a merge that needs whole vectors (krum, vote)          all-gather                   (N-1) · K_c
+        wires that vary in length, codecs with a memory        all-gather                   (N-1) · K_c
+
+    `route` may be any route of `collectives` for the first kind, and `compression.all_gather` or
+    `compression.reduce_scatter` for all that can take them. Every rank decodes the same wires in the same order, so all
+    end with the same bits. Tensors of fewer than `exact_below` elements travel as they are, except on an all-reduce.
+
+    With one rank nothing is encoded. Raises ValueError for what cannot work, TypeError for what is no codec or route.
+    """
+    check_codec(codec)
+    if exact_below < 0:
+        raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
+    path = _path(codec, merge, route)
+    way = Way(codec, merge, exact_below)
+    remembers = codec.init(torch.zeros(1)) is not None
+
+    def init(parameters: Bundle) -> Exchanged:
+        return Exchanged(0, {name: codec.init(t) for name, t in parameters.tensors.items()} if remembers else {})
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Exchanged]:
+        if port.size == 1 or not any(tensor.numel() for tensor in bundle.tensors.values()):
+            return flushed(bundle, state)
+        return await path(port, bundle, state, way)
+
+    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
+        return _explained(way, path, route, parameters, num_ranks)
+
+    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain)
+
+
+def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path:
+    """The way that the three allow. Raises ValueError that names what is wrong and the remedy."""
+    whole_vectors = merge is not None and not getattr(merge, "coordinate_wise", True)
+    if route is None:
+        if codec.summable and merge is None:
+            return all_reduce(native)
+        cut = codec.fixed and not (codec.sparse or whole_vectors or _remembers_more(codec))
+        return reduce_scatter if cut else all_gather
+    if not callable(route):
+        raise TypeError(
+            f"a route is one of pt.collectives, or pt.compression.all_gather or reduce_scatter, got {route!r}"
+        )
+    if route is all_gather:
+        return all_gather
+    if route is reduce_scatter:
+        _check_stripes(codec, merge, whole_vectors)
+        return reduce_scatter
+    name = getattr(route, "__name__", str(route))
+    if merge is not None:
+        merge_name = getattr(merge, "__name__", str(merge))
+        raise ValueError(f"{merge_name} is no sum, so route={name} is impossible; use route=all_gather, or none")
+    if not codec.summable:
+        raise ValueError(f"{codec.name} wires cannot be summed, so route={name} is impossible; use route=all_gather")
+    return all_reduce(route)  # type: ignore[arg-type]
+
+
+def _check_stripes(codec: Codec, merge: Merge | None, whole_vectors: bool) -> None:
+    if whole_vectors:
+        name = getattr(merge, "__name__", str(merge))
+        raise ValueError(
+            f"{name} needs whole vectors (or ties that a code can say), and reduce_scatter cuts them; use "
+            "route=all_gather"
+        )
+    if not codec.fixed:
+        raise ValueError(
+            f"{codec.name} wires vary in length, which the owner of a stripe must know; use route=all_gather"
+        )
+    if _remembers_more(codec):
+        raise ValueError(
+            f"{codec.name} remembers more than a residual, which cannot be cut into stripes; use route=all_gather"
+        )
+
+
+def _remembers_more(codec: Codec) -> bool:
+    inner = codec.codec if isinstance(codec, Feedback) else codec
+    return inner.init(torch.zeros(1)) is not None
+
+
+class _Cost(NamedTuple):
+    """What one exchange takes, in bytes: the wires of one rank, and what the busiest rank sends (None: the route's)."""
+
+    wires: int
+    sent: int | None
+    most: bool
+
+
+def _cost(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> _Cost:
+    """Bytes as a world counts them, agreements on lengths and on statistics included."""
+    packing, others = way.packing(parameters), num_ranks - 1
+    if path is all_gather:
+        lengths = 0 if packing.fixed else _NUMBER_BYTES
+        return _Cost(packing.num_bytes, others * (packing.num_bytes + lengths), not packing.fixed)
+    if path is reduce_scatter:
+        sizes = [part.num_bytes for part in way.striped(parameters, num_ranks)]
+        return _Cost(packing.num_bytes, sum(sizes) - min(sizes) + others * max(sizes), False)
+    codec, tensors = way.codec, [like for like in parameters.views.values() if like.numel()]
+    wires = sum(codec.wire_bytes(like, num_ranks) for like in tensors)
+    one = torch.zeros(1)
+    statistics = len(tensors) if codec.statistic(one, codec.init(one)) is not None else 0
+    sent = round(2 * others / num_ranks * wires) + others * _NUMBER_BYTES * statistics
+    return _Cost(wires, sent if route is None or route is native else None, False)
+
+
+def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> list[str]:
+    """What a step sends, and why on this way."""
+    if num_ranks == 1:
+        return [f"{way.codec.name}: nothing is sent, and nothing is encoded, by one worker alone"]
+    cost = _cost(way, path, route, parameters, num_ranks)
+    plain = parameters.flat.numel() * parameters.flat.element_size()
+    ring = 2 * (num_ranks - 1) / num_ranks
+    most = "at most " if cost.most else ""
+    if path is all_gather:
+        how = f"all-gather, {most}{shown(cost.wires)} of wires to each of {num_ranks - 1} others"
+        why = _why_all_gather(way)
+    elif path is reduce_scatter:
+        how = f"reduce-scatter of {shown(cost.wires)} of codes, sum, all-gather of the sum's codes"
+        why = "codes cannot be added, but the owner of a stripe can decode, add and encode again"
+    else:
+        how = f"all-reduce of {shown(cost.wires)} of wires by {getattr(route or native, '__name__', route)}"
+        why = "the wires are numbers, and their sum decodes to the sum of the tensors"
+    if cost.sent is None:
+        sends = f"each message is as long as wires of {shown(cost.wires)} make it; uncompressed {shown(plain)}, "
+        factor = plain / max(1, cost.wires)
+    else:
+        sends = f"each rank sends {most}{shown(cost.sent)}; uncompressed, by a ring, {shown(ring * plain)}, "
+        factor = ring * plain / max(1, cost.sent)
+    if path is route and path is not _path(way.codec, way.merge, None):
+        why = f"route={path.__name__} was asked for"
+    return [f"{way.codec.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
+
+
+def _why_all_gather(way: Way) -> str:
+    if way.merge is not None:
+        return f"{getattr(way.merge, '__name__', way.merge)} compares what all ranks have"
+    if way.codec.sparse:
+        return "wires of different ranks hold different entries, so a sum would be denser than each"
+    if _remembers_more(way.codec):
+        return "the codec remembers more than a residual, which cannot be cut into stripes"
+    return "every rank decodes every other's wire, once, and nothing is encoded twice"
+
+
+def shown(num_bytes: float) -> str:
+    """Bytes as a person reads them: `1.24 MB`."""
+    for unit, name in _BYTES_TO_SHOW:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} bytes"

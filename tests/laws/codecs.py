@@ -1,0 +1,76 @@
+"""The catalogue of codecs: a row for each, with what it promises. `test_codec_laws.py` holds each to its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from polytempo import compression as c
+from polytempo.core import Codec
+
+
+class Row(NamedTuple):
+    """How to make a codec, and its promises, written out: what the codec says of itself must be the same."""
+
+    text: str
+    make: Callable[[], Codec]
+    law: str
+    summable: bool = False
+    sparse: bool = False
+    fixed: bool = True
+    passes: bool = False
+    """Whether NaN and infinities arrive as such."""
+    draws: bool = False
+    """Whether it draws random numbers: its law holds in the mean."""
+    feeds_itself: bool = False
+    """Whether it keeps by itself what it has not sent: it has no `encode_`."""
+    diverges: bool = False
+    """Whether its error may be longer than x, so that with feedback what is owed grows without end."""
+
+    @property
+    def feedable(self) -> bool:
+        """Whether feedback makes sense."""
+        return not self.feeds_itself and not self.diverges
+
+
+ROWS = [
+    Row("exact()", c.exact, "lossless", summable=True, passes=True),
+    Row("fp16()", c.fp16, "contraction", summable=True, passes=True),
+    Row("bf16()", c.bf16, "contraction", summable=True, passes=True),
+    Row("int8()", c.int8, "contraction"),
+    Row("int8(block=64)", lambda: c.int8(block=64), "contraction"),
+    Row("dynamic8()", c.dynamic8, "contraction"),
+    Row("one_bit()", c.one_bit, "contraction"),
+    Row("sign()", c.sign, "contraction"),
+    Row("sign(scaled=False)", lambda: c.sign(scaled=False), "conserving", diverges=True),
+    Row("threshold(0.5)", lambda: c.threshold(0.5), "conserving", sparse=True, fixed=False),
+    Row("threshold(density=0.1)", lambda: c.threshold(density=0.1), "conserving", sparse=True, fixed=False),
+    Row("top_k(0.1)", lambda: c.top_k(0.1), "contraction", sparse=True),
+    Row("top_k(0.1, entropy=True)", lambda: c.top_k(0.1, entropy=True), "contraction", sparse=True, fixed=False),
+    Row("random_k(0.1)", lambda: c.random_k(0.1), "contraction", summable=True, sparse=True, draws=True),
+    Row(
+        *("random_k(0.1, unbiased=True)", lambda: c.random_k(0.1, unbiased=True), "unbiased"),
+        summable=True,
+        sparse=True,
+        draws=True,
+        diverges=True,
+    ),
+    Row(
+        *("dgc(0.1)", lambda: c.dgc(0.1, momentum=0.0, dense_below=0), "conserving"),
+        sparse=True,
+        fixed=False,
+        feeds_itself=True,
+    ),
+    Row("prune(below=0.5)", lambda: c.prune(below=0.5), "contraction", sparse=True, fixed=False),
+    Row("pca(rank=2)", lambda: c.pca(rank=2), "contraction"),
+    Row("qsgd()", c.qsgd, "unbiased", draws=True, diverges=True),
+    Row("qsgd(levels=15, bucket=64)", lambda: c.qsgd(levels=15, bucket=64), "unbiased", draws=True),
+    Row("terngrad()", c.terngrad, "conserving", summable=True, draws=True, diverges=True),
+    Row("terngrad(clip=None)", lambda: c.terngrad(clip=None), "unbiased", summable=True, draws=True, diverges=True),
+    Row("natural()", c.natural, "unbiased", draws=True),
+]
+
+
+def text(row: Row) -> str:
+    """What a test is called after."""
+    return row.text

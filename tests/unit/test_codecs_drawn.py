@@ -1,0 +1,522 @@
+"""Codecs that draw, and PCA: unbiased, within their bounds, exact with what they owe, the same wherever they run."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polytempo.compression import natural, pca, qsgd, terngrad
+from polytempo.compression.draw import _splitmix64, draw_key, draws, finalized, happens
+from polytempo.compression.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
+from polytempo.core import NotFinite, Occasion
+from polytempo.native import codes_drawn
+
+CPU = torch.device("cpu")
+DRAWN = (qsgd(), qsgd(levels=1, bucket=7), qsgd(levels=127, bucket=100), terngrad(), terngrad(clip=None), natural())
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EXTREMES = (0.0, -0.0, 1e-45, -3e-42, 1.1754944e-38, 3.4028235e38, -3.4028235e38)
+
+codecs = pytest.mark.parametrize("codec", DRAWN, ids=lambda codec: codec.name)
+
+
+@pytest.fixture(params=["kernels where there are", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(codes_drawn, "load", lambda: None)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The generator.
+
+
+def test_published_numbers() -> None:
+    """The first output of splitmix64 from 0, and lowbias32 by its definition on whole numbers."""
+    assert _splitmix64(0) == 0xE220A8397B1DCDAF
+
+    def lowbias32(x: int) -> int:
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+        return x ^ (x >> 16)
+
+    numbers = [0, 1, 2, 0xFFFF, 0x80000000, 0xFFFFFFFF]
+    assert finalized(torch.tensor(numbers), 0).tolist() == [lowbias32(x) for x in numbers]
+
+
+def test_draws_are_even_and_do_not_know_each_other() -> None:
+    """Mean, variance, bytes, and correlation between neighbours: of the element, the step, the rank, the tensor."""
+    count = 1 << 18
+    key = draw_key(3, Occasion(5, 1, 77))
+    bits = draws(key, count, CPU)
+    uniform = bits.double() / 2**32
+    assert abs(float(uniform.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / count)
+    assert abs(float(uniform.var()) - 1 / 12) < 4 * math.sqrt(1 / 180 / count)
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount((bits >> shift) & 255, minlength=256).double()
+        chi_square = float(((counts - count / 256).square() / (count / 256)).sum())
+        assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255), shift
+    others = [Occasion(6, 1, 77), Occasion(5, 2, 77), Occasion(5, 1, 78), Occasion(1, 5, 77)]
+    keys = [key, draw_key(4, Occasion(5, 1, 77)), *(draw_key(3, when) for when in others)]
+    streams = [draws(each, count, CPU).double() / 2**32 - 0.5 for each in keys]
+    limit = 4 / 12 / math.sqrt(count)
+    for i, stream in enumerate(streams):
+        for lag in (1, 2, 16, 512, 4096):
+            assert abs(float((stream[lag:] * stream[:-lag]).mean())) < limit * 1.1, (i, lag)
+        for j in range(i):
+            assert abs(float((stream * streams[j]).mean())) < limit, (i, j)
+
+
+def test_one_element_over_many_steps_is_even() -> None:
+    """The other direction: what one element draws in steps 1, 2, …"""
+    drawn = torch.tensor([draw_key(0, Occasion(step)) for step in range(1, 4001)], dtype=torch.float64)
+    firsts = torch.stack([draws(draw_key(0, Occasion(step)), 4, CPU) for step in range(1, 4001)]).double() / 2**32
+    assert len(set(drawn.tolist())) == 4000
+    assert ((firsts.mean(dim=0) - 0.5).abs() < 4 * math.sqrt(1 / 12 / 4000)).all()
+    for left, right in pairwise(firsts.T - 0.5):
+        assert abs(float((left * right).mean())) < 4 / 12 / math.sqrt(4000)
+        assert abs(float((left[1:] * left[:-1]).mean())) < 4 / 12 / math.sqrt(4000)
+
+
+def test_draws_go_on_where_they_are_asked_to() -> None:
+    key = draw_key(0, Occasion())
+    assert torch.equal(draws(key, 100, CPU)[40:], draws(key, 60, CPU, first=40))
+    beyond = draws(key, 8, CPU, first=2**32 - 4)
+    assert not torch.equal(beyond[4:], draws(key, 4, CPU)), "the index has more than 32 bits"
+    assert happens(torch.tensor([0.0, 1.0]).repeat(5000), key).view(-1, 2).sum(dim=0).tolist() == [0, 5000]
+
+
+# Fields.
+
+
+def test_fields_lie_in_lanes() -> None:
+    """Five codes of 4 bits: one lane. 129 of them: a block of 8 rows of 16, and a lane of one code."""
+    fields = dense_fields(4)
+    assert fields == Fields(4, 8, 1)
+    assert packed(fields, torch.tensor([1, 2, 3, 4, 15])).tolist() == [0xF4321]
+    codes = torch.arange(129) // 16
+    assert packed(fields, codes).tolist() == [0x76543210] * 16 + [8]
+    assert whole_fields(3) == Fields(3, 10, 1)
+    assert packed(dense_fields(3), torch.full((32,), 7)).tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+def test_fields_come_back(width: int) -> None:
+    for fields in (dense_fields(width), whole_fields(width)):
+        for count in (0, 1, 31, 512, 1000):
+            codes = torch.randint(1 << width, (count,), generator=torch.Generator().manual_seed(count))
+            words = packed(fields, codes)
+            assert words.dtype == torch.int32
+            assert len(words) == num_words(fields, count)
+            assert torch.equal(unpacked(fields, words, count), codes)
+
+
+# What all of them promise.
+
+
+@codecs
+@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 7), (4099,), (2, 1024, 3)], ids=str)
+def test_wires_have_the_bytes_that_were_said(way: None, codec: Any, shape: tuple[int, ...]) -> None:
+    x = normal(*shape)
+    room = torch.full((codec.wire_bytes(x) + 8,), 0xA5, dtype=torch.uint8).view(codec.wire_dtype(x))
+    wire, _ = codec.encode(x, out=room)
+    alone, _ = codec.encode(x)
+    assert wire.numel() * wire.element_size() == codec.wire_bytes(x) == alone.numel() * alone.element_size()
+    assert codec.wire_bytes(x) % 4 == 0
+    assert wire.numel() == 0 or wire.data_ptr() == room.data_ptr()
+    assert torch.equal(wire, alone)
+    assert (room.view(torch.uint8)[codec.wire_bytes(x) :] == 0xA5).all()
+    assert codec.decode(wire, x).shape == x.shape
+
+
+def test_how_many_bytes() -> None:
+    like = torch.empty(1_000_000)
+    table = {
+        qsgd(4, 512): 4 * 1954 + 500_000,
+        qsgd(1, 512): 4 * 1954 + 250_000,
+        qsgd(127, 10**9): 4 + 1_000_000,
+        qsgd(2, 512): 4 * 1954 + 375_000,
+        terngrad(): 4 + 250_000,
+        natural(): 1_000_000 + 125_000,
+    }
+    assert {codec.name: codec.wire_bytes(like) for codec in table} == {c.name: n for c, n in table.items()}
+    # 16 words hold a block of 160 codes of 3 bits, 128 of 4, 96 of 5; the rest takes as few as it needs.
+    assert [terngrad().wire_bytes(like, terms) for terms in (3, 7, 15)] == [400_000, 500_000, 4 * 166_667]
+
+
+@codecs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_owed_is_what_was_not_sent(way: None, codec: Any, dtype: torch.dtype) -> None:
+    x, residual = normal(3, 700).to(dtype), normal(3, 700, seed=1).to(dtype)
+    v = x + residual
+    kept = x.clone()
+    wire, _ = codec.encode_(x, residual, None, Occasion(3, 1, 9))
+    assert torch.equal(x, kept)
+    assert torch.equal(wire, codec.encode(v, None, Occasion(3, 1, 9))[0])
+    assert torch.equal(residual, v - codec.decode(wire, v))
+    out = normal(3, 700, seed=2).to(dtype)
+    expected = out + codec.decode(wire, v)
+    codec.add_(wire, out)
+    assert torch.equal(out, expected)
+
+
+@codecs
+def test_views_that_do_not_lie_in_one_piece(codec: Any) -> None:
+    x = normal(40, 30).T
+    residual = normal(40, 30, seed=1).T
+    out = normal(40, 30, seed=2).T
+    together = x + residual
+    wire, _ = codec.encode_(x, residual)
+    assert torch.equal(wire, codec.encode(together.contiguous())[0])
+    assert torch.equal(residual, together - codec.decode(wire, together))
+    expected = out + codec.decode(wire, out)
+    codec.add_(wire, out)
+    assert torch.equal(out, expected)
+
+
+@codecs
+def test_extremes_stay_finite(way: None, codec: Any) -> None:
+    for values in (EXTREMES, (0.0,) * 5, (1e-45,) * 3, (-7.0,)):
+        x, residual = torch.tensor(values), torch.zeros(len(values))
+        wire, _ = codec.encode_(x, residual)
+        decoded = codec.decode(wire, x)
+        assert decoded.isfinite().all()
+        assert torch.equal(residual, x - decoded)
+        assert (decoded[x == 0] == 0).all()
+    half = torch.full((600,), 60000.0, dtype=torch.float16)
+    assert codec.decode(codec.encode(half)[0], half).isfinite().all()
+
+
+@codecs
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_refused_before_anything_changes(way: None, codec: Any, bad: float) -> None:
+    x, residual = normal(5000), normal(5000, seed=1)
+    x[4321] = bad
+    kept = residual.clone()
+    with pytest.raises(NotFinite, match="element 4321"):
+        codec.encode(x)
+    with pytest.raises(NotFinite, match="element 4321"):
+        codec.encode_(x, residual)
+    assert torch.equal(residual, kept)
+    with pytest.raises(NotFinite, match=r"element 1 is 1e\+300"):
+        codec.encode(torch.tensor([1.0, 1e300], dtype=torch.float64))
+
+
+@codecs
+def test_a_wire_that_is_too_short_is_refused(codec: Any) -> None:
+    x = normal(100)
+    wire, _ = codec.encode(x)
+    with pytest.raises(ValueError, match="100 elements"):
+        codec.decode(wire[:-1], x)
+    with pytest.raises(ValueError, match="100 elements"):
+        codec.add_(wire[:-1], x)
+    with pytest.raises(ValueError, match="100 elements"):
+        codec.encode(x, out=wire[:-1])
+
+
+@codecs
+def test_the_same_occasion_draws_the_same(codec: Any) -> None:
+    x = normal(2000)
+    when = Occasion(7, 1, 3)
+    wires = [codec.encode(x, None, other)[0] for other in (when, when._replace(step=8), when._replace(rank=2))]
+    assert torch.equal(codec.encode(x, None, when)[0], wires[0])
+    assert not torch.equal(wires[0], wires[1])
+    assert not torch.equal(wires[0], wires[2])
+
+
+def test_kernels_and_torch_write_the_same_wires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of whole numbers are exact in float64, whatever their order; so here even steps and scalers are the same."""
+    x = (normal(10_000) * 100).round()
+    whens = (Occasion(2, 1, 5), Occasion(2, 1, 5, terms=5, agreed=1000.0))
+    cases = [(codec, when) for codec in DRAWN for when in (whens if codec.summable else whens[:1])]
+    first = [codec.encode(x, None, when)[0] for codec, when in cases]
+    monkeypatch.setattr(codes_drawn, "load", lambda: None)
+    for (codec, when), wire in zip(cases, first, strict=True):
+        assert torch.equal(codec.encode(x, None, when)[0], wire), codec.name
+
+
+@pytest.mark.parametrize("codec", [qsgd(4), qsgd(3, 16), qsgd(100), terngrad(None), natural()], ids=lambda c: c.name)
+def test_unbiased_and_within_the_bound(codec: Any) -> None:
+    """|mean - v| < 4 standard errors over 2,000 draws, and E‖x̂ - v‖² ≤ bound · ‖v‖²."""
+    v = normal(48, seed=11)
+    v[:4] = torch.tensor([0.0, 1e-3, 3.0, -4.0])
+    drawn = torch.stack([codec.decode(codec.encode(v, None, Occasion(step))[0], v) for step in range(1, 2001)]).double()
+    assert_mean(drawn, v.double())
+    error = (drawn - v.double()).square().sum(dim=1).mean()
+    assert float(error) <= 1.02 * codec.law.bound(v) * float(v.double().square().sum())
+    assert codec.law.kind == "unbiased"
+
+
+def assert_mean(drawn: Tensor, v: Tensor) -> None:
+    standard_error = drawn.std(dim=0) / math.sqrt(len(drawn))
+    assert ((drawn.mean(dim=0) - v).abs() <= 4 * standard_error + 1e-6 * v.abs()).all()
+
+
+def test_bounds_are_reached() -> None:
+    """Vectors for which the error is nearly as large as it may be: the bounds are not just true."""
+    n = 64
+    peak = torch.full((n,), 1 / (math.sqrt(n) + 1))
+    peak[0] = 1.0
+    for codec, v in ((terngrad(None), peak), (natural(), torch.full((n,), 4 / 3))):
+        errors = [
+            (codec.decode(codec.encode(v, None, Occasion(step))[0], v) - v).square().sum() for step in range(1, 501)
+        ]
+        ratio = float(torch.stack(errors).mean() / v.square().sum()) / codec.law.bound(v)
+        assert 0.93 < ratio < 1.07, codec.name
+
+
+# QSGD.
+
+
+def test_qsgd_agrees_with_the_public_example() -> None:
+    """`XJiaoLEE/PPGC`, train/QSGD.py: level_float = d |x| / ‖x‖, one more where a uniform number is below the rest."""
+    x = torch.tensor([0, 1, 0.5, 0.2, -0.3, -0.9])
+    for levels in (1, 2, 5):
+        for step in range(1, 11):
+            when = Occasion(step)
+            norm = x.double().norm()
+            level_float = levels * x.double().abs() / norm
+            uniform = (draws(draw_key(0, when), 6, CPU) >> 2).double() / 2**30
+            level = level_float.floor() + (uniform < level_float - level_float.floor())
+            codec = qsgd(levels=levels, bucket=6)
+            found = codec.decode(codec.encode(x, None, when)[0], x)
+            assert torch.allclose(found.double(), x.double().sign() * norm * level / levels, rtol=1e-6, atol=0)
+
+
+def test_qsgd_on_its_levels_is_exact() -> None:
+    """Norm 5, and values on levels of 5 / 5: nothing is left to chance, in each bucket and in the short last one."""
+    x = torch.tensor([3.0, -4.0, 0.0, 5.0, -5.0])
+    codec = qsgd(levels=5, bucket=2)
+    wire, _ = codec.encode(x)
+    assert wire[:12].view(torch.float32).tolist() == [1.0, 1.0, 1.0]
+    assert wire[12:].view(torch.int32).tolist() == [8 | 1 << 4 | 5 << 8 | 10 << 12 | 0 << 16]
+    assert torch.equal(codec.decode(wire, x), x)
+
+
+@pytest.mark.parametrize(("levels", "bucket"), [(0, 512), (32768, 512), (4, 0)])
+def test_qsgd_refuses(levels: int, bucket: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        qsgd(levels, bucket)
+
+
+# TernGrad.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 100])
+def test_the_sum_of_wires_is_the_sum_of_ternaries(way: None, num_ranks: int) -> None:
+    codec = terngrad()
+    xs = [normal(1000, seed=rank) / num_ranks for rank in range(num_ranks)]
+    agreed = max(codec.statistic(x, None) or 0.0 for x in xs)
+    total, expected, owed = torch.zeros(0), torch.zeros(1000, dtype=torch.float64), torch.zeros(1000)
+    for rank, x in enumerate(xs):
+        when = Occasion(1, rank, 5, num_ranks, agreed)
+        residual = torch.zeros(1000)
+        wire, _ = codec.encode_(x, residual, None, when)
+        assert wire.dtype == torch.int32
+        assert torch.equal(wire, codec.encode(x, None, when)[0])
+        ternary = ((x - residual) / agreed).double().round()
+        assert ternary.abs().max() <= 1
+        expected += ternary
+        owed += residual
+        total = wire if rank == 0 or num_ranks == 1 else total + wire
+    when = Occasion(1, 0, 5, num_ranks, agreed)
+    decoded = codec.decode(total, torch.empty(1000), when)
+    assert torch.equal(decoded, expected.float() * agreed)
+    assert torch.allclose(decoded + owed, torch.stack(xs).sum(dim=0), rtol=1e-5, atol=1e-5)
+
+
+def test_all_lanes_full_do_not_overflow() -> None:
+    for terms in (2, 3, 7, 15, 127):
+        for sign in (-1.0, 1.0):
+            x = torch.full((700,), sign)
+            when = Occasion(terms=terms, agreed=1.0)
+            wire, _ = terngrad().encode(x, None, when)
+            total = torch.stack([wire] * terms).sum(dim=0, dtype=torch.int32)
+            assert torch.equal(terngrad().decode(total, x, when), x * terms)
+
+
+def test_clipping_is_at_so_many_standard_deviations() -> None:
+    x = torch.zeros(100)
+    x[:2] = torch.tensor([10.0, -1.0])
+    sigma = math.sqrt(101 / 100)
+    assert terngrad(2.5).statistic(x, None) == pytest.approx(2.5 * sigma)
+    assert terngrad(None).statistic(x, None) == terngrad(0.0).statistic(x, None) == 10.0
+    drawn = torch.stack(
+        [terngrad(2.5).decode(terngrad(2.5).encode(x, None, Occasion(step))[0], x) for step in range(1, 501)]
+    )
+    assert_mean(drawn.double(), x.clamp(-2.5 * sigma, 2.5 * sigma).double())
+    same = torch.full((9,), 3.0)
+    assert torch.equal(terngrad().decode(terngrad().encode(same)[0], same), same)
+
+
+def test_terngrad_refuses() -> None:
+    x = normal(5)
+    wire, _ = terngrad().encode(x, None, Occasion(terms=2, agreed=3.0))
+    with pytest.raises(ValueError, match="all_gather"):
+        terngrad().encode(x, None, Occasion(terms=2))
+    with pytest.raises(ValueError, match="agreed"):
+        terngrad().decode(wire, x, Occasion(terms=2))
+    with pytest.raises(ValueError, match="clip"):
+        terngrad(clip=-1.0)
+    with pytest.raises(NotFinite):
+        terngrad().statistic(torch.tensor([math.nan]), None)
+
+
+# Natural compression.
+
+
+def test_natural_leaves_powers_and_takes_neighbours() -> None:
+    x = torch.tensor([1.0, -2.0, 0.0, 2.0**-126, -(2.0**127), 3.0, -0.7, 2.0**-127, 3e38])
+    neighbours = [{1.0}, {-2.0}, {0.0}, {2.0**-126}, {-(2.0**127)}, {2.0, 4.0}, {-0.5, -1.0}, {0.0, 2.0**-126}]
+    seen = [natural().decode(natural().encode(x, None, Occasion(step))[0], x).tolist() for step in range(1, 60)]
+    assert [set(column) for column in zip(*seen, strict=True)] == [*neighbours, {2.0**127}]
+
+
+def test_natural_denormals_are_unbiased() -> None:
+    x = torch.full((4000,), 2.0**-128)
+    decoded = natural().decode(natural().encode(x)[0], x)
+    rate = float((decoded != 0).double().mean())
+    assert abs(rate - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 4000)
+
+
+# PCA.
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60), (8, 3, 3, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_pca_is_the_best_matrix_of_its_rank(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The error is the sum of the squares of the singular values that are left out; never more than the bound."""
+    x = normal(*shape).to(dtype) + 3
+    codec = pca(rank=2)
+    wire, _ = codec.encode(x)
+    rows = x.double().flatten(1)
+    assert wire.numel() * wire.element_size() == codec.wire_bytes(x) == 4 * (rows.shape[1] + 2 * sum(rows.shape))
+    left_out = torch.linalg.svdvals(rows - rows.mean(dim=0))[2:].square().sum()
+    error = (codec.decode(wire, x).double() - x.double()).square().sum()
+    assert float(error) == pytest.approx(float(left_out), rel=1e-4)
+    assert float(error) <= (1 - codec.law.bound(x)) * float(rows.square().sum())
+    assert torch.equal(wire, codec.encode(x.clone())[0])
+    residual = torch.zeros_like(x)
+    codec.encode_(x, residual)
+    assert torch.equal(residual, x - codec.decode(wire, x))
+
+
+def test_pca_finds_what_has_few_components() -> None:
+    x = normal(50, 3) @ normal(3, 30, seed=1) + normal(30, seed=2)
+    wire, _ = pca(rank=3).encode(x)
+    assert torch.allclose(pca(rank=3).decode(wire, x), x, rtol=1e-4, atol=1e-5)
+    same = torch.ones(30, 20)
+    assert torch.equal(pca(rank=1).decode(pca(rank=1).encode(same)[0], same), same)
+
+
+@pytest.mark.parametrize("x", [normal(30), normal(4, 4), normal(0, 5), torch.tensor(2.0)], ids=lambda x: str(x.shape))
+def test_what_pca_would_not_make_smaller_travels_exactly(x: Tensor) -> None:
+    codec = pca(rank=3)
+    wire, _ = codec.encode(x)
+    assert codec.wire_bytes(x) == 4 * x.numel()
+    assert torch.equal(codec.decode(wire, x), x)
+    assert codec.law.bound(x) == 1.0
+
+
+def test_pca_refuses() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        pca(rank=0)
+    x = normal(50, 40)
+    with pytest.raises(ValueError, match="numbers"):
+        pca(2).decode(pca(2).encode(x)[0][:-1], x)
+    x[3, 1] = math.nan
+    with pytest.raises(NotFinite, match="element 121"):
+        pca(2).encode(x)
+
+
+def error(codec: Any, x: Tensor) -> float:
+    """‖x - x̂‖² / ‖x‖²."""
+    wire, _ = codec.encode(x)
+    assert wire.nbytes == codec.wire_bytes(x)
+    return float((codec.decode(wire, x).double() - x.double()).square().sum() / x.double().square().sum())
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [2, 4, 8])
+@pytest.mark.parametrize("repeats", [1, 16])
+def test_pca_of_rows_that_are_zero_or_alike(num_rows: int, rank: int, repeats: int) -> None:
+    """Few rows are something, or each is there 16 times: most eigenvalues are rounding noise, and show no direction."""
+    for transposed in (False, True):
+        x = torch.zeros(64, 400)
+        if repeats > 1:
+            x = normal(num_rows, 400, seed=rank).repeat(64 // num_rows + 1, 1)[:64]
+        else:
+            x[normal(64, seed=rank).argsort()[:num_rows]] = normal(num_rows, 400, seed=rank)
+        x = x.T.contiguous() if transposed else x
+        codec = pca(rank)
+        assert error(codec, x) <= 1 - codec.law.bound(x)
+        if rank >= num_rows:
+            assert error(codec, x) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 100), (3, 100), (4, 64), (100, 3), (64, 4), (1, 50)], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3, 100])
+def test_pca_of_more_components_than_there_are(shape: tuple[int, int], rank: int) -> None:
+    """In float64, which it halves even so; the law holds but for the rounding to float32."""
+    for scale in (1.0, 1e-30, 1e30):
+        x, codec = normal(*shape, seed=rank).double() * scale + scale, pca(rank)
+        assert codec.num_components(x) == max(1, min(rank, shape[0] - 1, shape[1]))
+        assert error(codec, x) <= 1 - codec.law.bound(x)
+        assert 1 - codec.law.bound(x) < 1e-12 or codec.num_components(x) < min(shape[0] - 1, shape[1])
+
+
+def test_pca_of_orthogonal_rows_has_no_more_error_than_it_may() -> None:
+    """All eigenvalues are the same, so the bound is met with equality but for rounding."""
+    for dtype in DTYPES:
+        x = torch.zeros(64, 200, dtype=dtype)
+        x[:32, :32] = torch.eye(32) * 3
+        x[32:, :32] = -torch.eye(32) * 3
+        assert error(pca(8), x) <= 1 - pca(8).law.bound(x)
+
+
+def test_pca_of_the_largest_numbers_is_finite() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.finfo(dtype).max * (normal(64, 400) > 0).to(dtype)
+        assert pca(2).decode(pca(2).encode(x)[0], x).isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [qsgd(), pca(2)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_only_fitting_memory_is_taken_and_gradients_stay_out(codec: Any, dtype: torch.dtype) -> None:
+    x, residual = normal(40, 30).to(dtype).requires_grad_(), torch.zeros(40, 30, dtype=dtype)
+    wire, _ = codec.encode(x)
+    assert not wire.requires_grad
+    memory = torch.zeros(2 * wire.nbytes, dtype=torch.uint8).view(wire.dtype)
+    for wrong in (memory[::2], memory[: wire.numel() - 4], wire.to(torch.float16), wire.view(-1, 1), wire.to("meta")):
+        for use in (lambda w: codec.encode(x, out=w), lambda w: codec.decode(w, x), lambda w: codec.add_(w, residual)):
+            with pytest.raises(ValueError, match="a wire of"):
+                use(wrong)
+    codec.encode_(x, residual)
+    assert not residual.requires_grad
+
+
+def test_qsgd_of_the_largest_16_bit_numbers_is_finite(way: None) -> None:
+    """Its step is rounded up, so that a level may be beyond the type's last number."""
+    for dtype, most in ((torch.bfloat16, 3.3e38), (torch.float16, 6e4)):
+        x, residual = torch.zeros(512, dtype=dtype), torch.zeros(512, dtype=dtype)
+        x[:4] = most
+        wire, _ = qsgd(1, 512).encode_(x, residual)
+        assert qsgd(1, 512).decode(wire, x).isfinite().all()
+        assert residual.isfinite().all()
+
+
+@codecs
+def test_with_a_residual_nothing_is_lost(codec: Any) -> None:
+    given, arrived, residual = torch.zeros(3, 300, dtype=torch.float64)
+    for step in range(1, 21):
+        x = normal(300, seed=step).double()
+        wire, _ = codec.encode_(x, residual, None, Occasion(step))
+        given += x
+        codec.add_(wire, arrived, Occasion(step))
+    assert torch.allclose(arrived + residual, given, rtol=0, atol=1e-6)

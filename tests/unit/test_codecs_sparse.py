@@ -1,0 +1,404 @@
+"""Codecs that send a few elements, on tensors small enough to be checked by hand."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polytempo import compression as c
+from polytempo.compression import entries, entropy
+from polytempo.compression.dgc import WARMUP, Accumulated
+from polytempo.compression.feedback import Fed
+from polytempo.core import Codec, NotFinite, Occasion, Owed
+from polytempo.native import codes_sparse
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CODECS: list[Codec] = [
+    c.threshold(0.5),
+    c.threshold(0.5, density=0.1),
+    c.top_k(0.3),
+    c.top_k(0.3, entropy=True),
+    c.random_k(0.3),
+    c.prune(0.5),
+]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+
+
+def t(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def words(wire: Tensor) -> list[int]:
+    return [word for (word,) in struct.iter_unpack("<I", bytes(wire.tolist()))]
+
+
+def normal(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+HALF = struct.unpack("<I", struct.pack("<f", 0.5))[0]
+
+
+def test_threshold_sends_tau_not_the_value_and_once() -> None:
+    codec, residual = c.threshold(0.5), t(0, 0.25, 0, 0.5, 0, *[0] * 59)
+    x = t(0.5, 0.5, -2.0, -1.25, 0.0, *[0] * 59)
+    wire, _ = codec.encode_(x, residual)
+    assert words(wire) == [3, HALF, 1, 2 + 2**31, 3 + 2**31]
+    assert residual.tolist()[:5] == [0.5, 0.25, -1.5, -0.25, 0.0]
+    assert codec.decode(wire, x).tolist()[:5] == [0, 0.5, -0.5, -0.5, 0]
+
+
+def test_where_a_map_is_shorter_it_is_a_map() -> None:
+    codec, x = c.threshold(0.5), t(*[1.0, -1.0, 0.0] * 6)
+    wire, _ = codec.encode(x)
+    ups, downs = (sum(1 << i for i in range(16) if i % 3 == rest) for rest in (0, 1))
+    assert words(wire) == [2**31 + 12, HALF, ups | downs << 16, 1 << 16]
+    assert wire.numel() == codec.wire_bytes(x) == 8 + 4 * 2
+    assert codec.decode(wire, x).tolist() == [0.5, -0.5, 0.0] * 6
+
+
+def test_tau_follows_the_density_and_nothing_is_lost() -> None:
+    codec, n = c.feedback(c.threshold(1.0, density=0.03)), 1000
+    total, decoded = torch.zeros(n).double(), torch.zeros(n).double()
+    state, shares = None, []
+    for step in range(120):
+        x = normal(n, step)
+        wire, state = codec.encode(x, state)
+        answer = codec.decode(wire, x)
+        total, decoded = total + x, decoded + answer
+        shares.append(int(answer.count_nonzero()) / n)
+    assert sum(shares[-40:]) / 40 == pytest.approx(0.03, rel=0.2)
+    assert isinstance(state.inner, float)
+    torch.testing.assert_close(decoded + state.owed.residual, total, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("count", "factor"), [(0, 0.5), (1, 1.0), (100, 100**0.125)])
+def test_by_how_much_tau_changes(count: int, factor: float) -> None:
+    codec, x = c.threshold(0.5, density=0.01), torch.zeros(100)
+    x[:count] = 1
+    factor = max(0.5, (0.5 / 1) ** 0.125) if count == 0 else factor
+    assert codec.encode(x, 0.5)[1] == pytest.approx(0.5 * factor)
+    assert codec.encode(torch.ones(100), 2.0**19)[1] == pytest.approx(2.0**19 * 0.5**0.125)
+    assert codec.encode(torch.ones(100), 0.5 * 2.0**-20)[1] >= 0.5 * 2.0**-20
+
+
+@every_dtype
+def test_top_k_are_the_largest_and_the_first_of_equal_ones(dtype: torch.dtype) -> None:
+    codec, x = c.top_k(0.3), t(1, -3, 2, 3, 0, 3, -2, 0, 1, 1, dtype=dtype)
+    wire, _ = codec.encode(x)
+    assert wire.numel() == codec.wire_bytes(x) == 12 + (3 * x.element_size() + 3) // 4 * 4
+    assert words(wire)[:3] == [1, 3, 5]
+    assert codec.decode(wire, x).tolist() == [0, -3, 0, 3, 0, 3, 0, 0, 0, 0]
+    assert words(c.top_k(0.5).encode(x)[0])[:5] == [1, 2, 3, 5, 6]
+    assert words(c.top_k(1e-9).encode(t(*[0] * 5))[0]) == [0, 0]
+
+
+def test_indices_become_a_little_more_than_a_byte() -> None:
+    x, codec = normal(100_000), c.top_k(0.01, entropy=True)
+    wire, _ = codec.encode(x)
+    assert torch.equal(codec.decode(wire, x), c.top_k(0.01).decode(c.top_k(0.01).encode(x)[0], x))
+    assert 1000 * 4 < wire.numel() < 1000 * (4 + 1.4)
+    few, _ = c.top_k(1.0, entropy=True).encode(t(3, 4))
+    assert words(few)[:3] == [0, 0, 1], "zstd would be longer"
+    raw = entropy.packed(torch.tensor([3, 5, 260, 2**31 - 1], dtype=torch.int32))
+    assert entropy.unpacked(raw, 4).tolist() == [3, 5, 260, 2**31 - 1]
+
+
+def test_without_zstandard_one_learns_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(ImportError, match=r"pip install 'polytempo\[zstd\]'"):
+        c.top_k(entropy=True)
+
+
+def test_random_k_is_the_same_for_all_ranks_and_another_each_step() -> None:
+    codec, x, y = c.random_k(0.25, seed=3), normal(40), normal(40, 1)
+    first = codec.drawn(x, Occasion(1, 0, 7))
+    assert torch.equal(first, codec.drawn(x, Occasion(1, 5, 7)))
+    for other in (Occasion(2, 0, 7), Occasion(1, 0, 8)):
+        assert not torch.equal(first, codec.drawn(x, other))
+    assert not torch.equal(first, c.random_k(0.25, seed=4).drawn(x, Occasion(1, 0, 7)))
+    when = Occasion(1, 0, 7, terms=2)
+    total = codec.encode(x, when=when)[0] + codec.encode(y, when=when._replace(rank=1))[0]
+    expected = torch.zeros(40).index_copy(0, first, (x + y)[first])
+    assert torch.equal(codec.decode(total, x, when), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.floats(1e-3, 1.0), st.integers(1, 10**6))
+def test_the_drawn_are_distinct(n: int, ratio: float, step: int) -> None:
+    codec, like = c.random_k(ratio), torch.empty(n)
+    drawn = codec.drawn(like, Occasion(step))
+    assert len(set(drawn.tolist())) == drawn.numel() == max(1, math.ceil(ratio * n))
+    assert 0 <= int(drawn.min()) <= int(drawn.max()) < n
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(8, 0.375), (10, 0.3), (7, 1.0), (5, 0.01)])
+def test_every_element_is_drawn_equally_often(n: int, ratio: float) -> None:
+    codec, like, draws = c.random_k(ratio), torch.empty(n), 800
+    counts = torch.zeros(n)
+    for step in range(draws):
+        counts[codec.drawn(like, Occasion(step))] += 1
+    share = codec.num_sent(like) / n
+    assert float((counts / draws - share).abs().max()) <= 4 * math.sqrt(share * (1 - share) / draws)
+
+
+def test_unbiased_values_are_scaled_when_decoded() -> None:
+    codec, x = c.random_k(0.25, unbiased=True), torch.full((8,), 3.0)
+    wire, _ = codec.encode(x)
+    assert wire.tolist() == [3.0, 3.0]
+    assert sorted(codec.decode(wire, x).tolist()) == [0.0] * 6 + [12.0] * 2
+    assert codec.law.bound(x) == 3.0
+
+
+def test_prune_keeps_what_is_not_small_against_the_mean() -> None:
+    codec, x = c.prune(0.5), t(4, 0.9, -2, 0, 1, -1, 0.1, 0)  # rms = 1.71
+    wire, _ = codec.encode(x)
+    assert codec.decode(wire, x).tolist() == pytest.approx([4, 0.9, -2, 0, 1, -1, 0, 0])
+    assert words(wire)[:2] == [entries.MASK << 30 | 5, 0b110111]
+    assert codec.encode(t(*[0.0] * 40))[0].tolist() == [0] * 4, "zeros stay out"
+    equal = torch.full((1000,), 0.1)
+    assert torch.equal(c.prune(1.0).decode(c.prune(1.0).encode(equal)[0], equal), equal)
+    huge = t(3e38, 3e38, 1e38)
+    assert c.prune(1.0).decode(c.prune(1.0).encode(huge)[0], huge).tolist() == t(3e38, 3e38, 0).tolist()
+
+
+@every_dtype
+@every_codec
+def test_what_was_not_sent_is_kept_to_the_bit(codec: Codec, dtype: torch.dtype) -> None:
+    for n in (0, 1, 31, 500):
+        x, residual = normal(n, 1, dtype), normal(n, 2, dtype)
+        v, when = x + residual, Occasion(5)
+        wire, _ = codec.encode_(x, residual, codec.init(x), when)
+        assert torch.equal(residual, v - codec.decode(wire, x, when))
+        assert wire.nbytes <= codec.wire_bytes(x)
+        assert wire.nbytes == codec.wire_bytes(x) or not codec.fixed
+        alone, _ = codec.encode(v, codec.init(x), when, torch.full_like(wire, 77))
+        assert torch.equal(alone.view(torch.uint8), wire.view(torch.uint8))
+
+
+def test_memory_of_any_layout() -> None:
+    for codec in CODECS:
+        x, residual, out = normal(60).view(6, 10).t(), normal(60, 1).view(6, 10).t(), torch.zeros(6, 10).t()
+        v = x + residual
+        wire, _ = codec.encode_(x, residual)
+        codec.add_(wire, out)
+        assert torch.equal(v - out, residual)
+        assert torch.equal(out, codec.decode(wire, torch.empty(10, 6)))
+
+
+@every_dtype
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_number_is_refused_before_anything_changes(bad: float, dtype: torch.dtype) -> None:
+    for codec in [*CODECS, c.dgc(0.1, clip=1.0, dense_below=0), c.dgc(1.0), c.dgc(0.1, dense_below=0)]:
+        x, residual = normal(100, 1, dtype), normal(100, 2, dtype)
+        x[41] = bad
+        before, state = residual.clone(), codec.init(x)
+        own = Accumulated(Owed(residual), Owed(residual))
+        feeds_itself = getattr(codec, "feeds_itself", False)
+        with pytest.raises(NotFinite, match="element 41"):
+            _ = codec.encode(x, own) if feeds_itself else codec.encode_(x, residual, state)
+        assert torch.equal(residual, before)
+
+
+def malformed(codec: Codec, wire: Tensor) -> list[Tensor]:
+    """Cut, with counts and indices beyond everything."""
+    found = [wire[: max(0, wire.numel() - 4)], wire[:3]]
+    for place, value in ((0, 0x3FFFFFF0), (0, 0xFFFFFFFF), (4, 0x7FFFFFF0), (8, 0x7FFFFFF0), (12, 0xFFFFFFFF)):
+        if place >= wire.numel():
+            continue
+        changed = wire.clone()
+        changed[place : place + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
+        found.append(changed)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_wire_that_lies_is_refused_or_harmless(dtype: torch.dtype) -> None:
+    x, refused = normal(400, 3, dtype), 0
+    codecs = [c.threshold(0.5), c.threshold(2.9), c.top_k(0.01), c.top_k(0.1, True), c.prune(0.5), c.dgc(0.01, 0.0)]
+    for codec in [*codecs, c.dgc(0.01, 0.0, dense_below=0)]:
+        wire, _ = codec.encode(x)
+        for wrong in malformed(codec, wire):
+            out = torch.ones(400, dtype=dtype)
+            try:
+                codec.add_(wrong, out)
+            except ValueError:
+                refused += 1
+                assert bool((out == 1).all()), f"{codec.name} added a part of it"
+    assert refused >= 30
+    with pytest.raises(ValueError, match="has 4 values, got 3"):
+        c.random_k(0.01).add_(torch.ones(3, dtype=dtype), x)
+
+
+# What the authors' code does with these: dgc/compression.py and the memory that it calls. With ratio 0.25 all 8
+# elements are the sample (2 / ratio = 8), and 2 are sent.
+GRADIENTS = [
+    [0.1, -0.5, 0.2, 0.0, 0.4, -0.3, 0.05, 0.2],
+    [0.3, 0.1, -0.2, 0.1, 0.1, -0.3, 0.05, 0.1],
+    [-0.1, 0.2, 0.1, 0.4, 0.0, 0.1, 0.05, -0.2],
+]
+# step 1: u = v = g; -0.5 and 0.4 are the largest. Step 2: u = 0.5u + g, v += u:
+#   u  0.35  0.1 -0.1 0.1 0.1 -0.45 0.075 0.2      v  0.45 0.1 0.1 0.1 0.1 -0.75 0.125 0.4
+# step 3, after u and v are 0 at elements 0 and 5:
+#   u -0.1  0.25 0.05 0.45 0.05 0.1 0.0875 -0.1    v -0.1 0.35 0.15 0.55 0.15 0.1 0.2125 0.3
+SENT = [{1: -0.5, 4: 0.4}, {0: 0.45, 5: -0.75}, {1: 0.35, 3: 0.55}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_dgc_as_in_the_authors_code(dtype: torch.dtype) -> None:
+    codec, state = c.dgc(0.25, 0.5, dense_below=0), None
+    for step, (gradient, sent) in enumerate(zip(GRADIENTS, SENT, strict=True), 1):
+        x = torch.tensor(gradient, dtype=dtype)
+        wire, state = codec.encode(x, state, Occasion(step))
+        decoded = codec.decode(wire, x)
+        assert {i: pytest.approx(value) for i, value in sent.items()} == {
+            i: value for i, value in enumerate(decoded.tolist()) if value
+        }
+    expected_u = t(-0.1, 0, 0.05, 0, 0.05, 0.1, 0.0875, -0.1, dtype=dtype)
+    expected_v = t(-0.1, 0, 0.15, 0, 0.15, 0.1, 0.2125, 0.3, dtype=dtype)
+    torch.testing.assert_close(state.u.residual, expected_u)
+    torch.testing.assert_close(state.v.residual, expected_v)
+
+
+@every_dtype
+def test_dgc_at_ratio_1_is_the_tensor_or_its_momentum(dtype: torch.dtype) -> None:
+    plain, heavy, state, velocity = c.dgc(1.0, 0.0), c.dgc(1.0, 0.5), None, torch.zeros(50, dtype=dtype)
+    for step in range(3):
+        x = normal(50, step, dtype)
+        assert torch.equal(plain.decode(plain.encode(x)[0], x), x)
+        wire, state = heavy.encode(x, state)
+        velocity = velocity * 0.5 + x
+        assert torch.equal(heavy.decode(wire, x), velocity)
+    assert torch.equal(state.u.residual, velocity)
+    assert state.v == Owed()
+
+
+def test_dgc_without_momentum_loses_nothing() -> None:
+    codec, state, total = c.dgc(0.02, 0.0, dense_below=0, sample=0.1), None, torch.zeros(5000)
+    given_sum = torch.zeros(5000)
+    for step in range(1, 31):
+        x = normal(5000, step)
+        wire, state = codec.encode(x, state, Occasion(step))
+        codec.add_(wire, total)
+        given_sum += x
+        assert 80 <= words(wire)[0] <= 130
+        assert wire.numel() <= codec.wire_bytes(x)
+    torch.testing.assert_close(total + state.v.residual, given_sum, atol=1e-5, rtol=0)
+    assert state.u == Owed(), "nothing of it goes on"
+
+
+def test_dgc_clips_each_tensor_and_warms_up() -> None:
+    x = t(3.0, 4.0)
+    clipped = c.dgc(1.0, 0.0, clip=1.0)
+    torch.testing.assert_close(clipped.decode(clipped.encode(x)[0], x), t(0.6, 0.8))
+    assert torch.equal(clipped.decode(clipped.encode(x / 8)[0], x), x / 8)
+    codec = c.dgc(0.001, warmup_steps=8)
+    assert [codec.ratio_at(step) for step in range(1, 11)] == [r for r in WARMUP for _ in range(2)] + [0.001] * 2
+    assert [c.dgc(0.01, warmup_steps=4).ratio_at(step) for step in range(1, 6)] == [0.25, 0.063, 0.015, 0.01, 0.01]
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_memory_that_a_kernel_could_not_use_is_refused_before_anything_changes(
+    codec: Codec, dtype: torch.dtype
+) -> None:
+    x, residual = normal(400, 1, dtype), normal(400, 2, dtype)
+    wire, _ = codec.encode(x + residual, codec.init(x))
+    before, n, out = residual.clone(), wire.numel(), torch.ones(400, dtype=dtype)
+    memory = torch.zeros(4 * n, dtype=wire.dtype)
+    for room in (memory[: n - 4], memory[: 2 * n : 2], torch.zeros(n, dtype=torch.int16), memory[:n].to("meta")):
+        with pytest.raises(ValueError, match=r"out|a wire of"):
+            codec.encode_(x, residual, codec.init(x), out=room)
+        assert torch.equal(residual, before)
+    for wrong in (memory[: 2 * n : 2], torch.zeros(n, dtype=torch.int16), memory[:n].view(-1, 1), wire.to("meta")):
+        with pytest.raises(ValueError, match="a wire of"):
+            codec.add_(wrong, out)
+        assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize("codec", [c.dgc(0.1, dense_below=0), c.dgc(1.0)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_dgc_keeps_its_memory_where_the_wire_does_not_fit(codec: c.dgc, dtype: torch.dtype) -> None:
+    x = normal(400, 1, dtype)
+    _, state = codec.encode(x)
+    before = [getattr(part, "residual", part) for part in state]
+    kept = [None if tensor is None else tensor.clone() for tensor in before]
+    with pytest.raises(ValueError, match="out has 8 bytes"):
+        codec.encode(x, state, Occasion(2), torch.zeros(8, dtype=torch.uint8))
+    for tensor, copy in zip(before, kept, strict=True):
+        assert copy is None or torch.equal(tensor, copy)
+
+
+@every_codec
+def test_a_residual_of_another_shape_meets_no_kernel(codec: Codec) -> None:
+    x, residual = torch.ones(1000), torch.zeros(10)
+    assert not codes_sparse.serves(x, residual)
+    with pytest.raises((RuntimeError, ValueError)):
+        codec.encode_(x, residual, codec.init(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [c.threshold(0.5), c.top_k(0.3), c.random_k(0.3), c.dgc(0.1, clip=1.0, dense_below=0)],
+    ids=lambda x: x.name,
+)
+def test_what_wants_a_gradient_is_encoded_without_one(codec: Codec, dtype: torch.dtype) -> None:
+    """Warnings are errors: nothing asks such a tensor for a number."""
+    x, residual = normal(400, 1, dtype).requires_grad_(), torch.zeros(400, dtype=dtype)
+    assert not codec.encode(x, codec.init(x))[0].requires_grad
+    if not getattr(codec, "feeds_itself", False):
+        assert not codec.encode_(x, residual, codec.init(x))[0].requires_grad
+        assert not residual.requires_grad
+
+
+def expanded(n: int) -> Tensor:
+    """n elements without memory for them."""
+    return torch.zeros(1).expand(n)
+
+
+@pytest.mark.parametrize("codec", [c.threshold(0.5), c.top_k(1e-9)], ids=lambda codec: codec.name)
+def test_indices_that_4_bytes_do_not_hold_are_refused(codec: Codec) -> None:
+    for encode in (lambda x: codec.encode(x), lambda x: codec.encode_(x, x)):
+        with pytest.raises(ValueError, match=f"of up to {2**31 - 1} elements, got {2**31}; split the tensor"):
+            encode(expanded(2**31))
+
+
+def test_random_k_draws_from_many_elements_without_overflow() -> None:
+    """k · n is beyond int64 here; and so would 32 bits be, times a stratum of 2^31 places."""
+    like, k = expanded(2**44 - 7), 2**20 + 1
+    codec = c.random_k((k - 0.5) / like.numel())
+    drawn = codec.drawn(like, Occasion())
+    assert drawn.numel() == codec.num_sent(like) == k
+    assert 0 <= int(drawn.min()) <= int(drawn.max()) < like.numel()
+    gaps = (drawn.sort().values.diff()).double()
+    assert float(gaps.min()) > 0
+    assert float(gaps.max()) < 2 * like.numel() / k + 2, "a place in each stratum"
+    for n, ratio in ((2**31, 1e-12), (2**44, 1e-4 / 2**20)):
+        with pytest.raises(ValueError, match=f"of {n} elements in int64; take a larger ratio"):
+            c.random_k(ratio).drawn(expanded(n), Occasion())
+
+
+def test_what_cannot_be() -> None:
+    for make, words_ in (
+        (lambda: c.threshold(0.0), "tau must be a positive"),
+        (lambda: c.threshold(1.0, density=2.0), "density is a share"),
+        (lambda: c.top_k(0.0), "ratio is a share"),
+        (lambda: c.random_k(1.5), "ratio is a share"),
+        (lambda: c.prune(1.5), "below is a share"),
+        (lambda: c.dgc(0.0), "ratio is a share"),
+        (lambda: c.dgc(momentum=1.0), "momentum must be"),
+        (lambda: c.dgc(clip=0.0), "clip is the norm"),
+        (lambda: c.dgc(warmup_steps=-1), "numbers >= 0"),
+        (lambda: c.feedback(c.dgc()), "without feedback"),
+    ):
+        with pytest.raises(ValueError, match=words_):
+            make()
+    assert isinstance(c.feedback(c.top_k()).init(torch.ones(2)), Fed)

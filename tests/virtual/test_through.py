@@ -1,0 +1,473 @@
+"""`through`: every codec on every way that takes it, in worlds of several sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import CLUSTER
+from laws.codecs import ROWS, Row
+from polytempo import compression as c
+from polytempo import strategies
+from polytempo.aggregation import krum, low_rank, median, merged, trimmed_mean, vote
+from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
+from polytempo.compression.packing import Packing, stripes, whole
+from polytempo.compression.through import shown, through
+from polytempo.core import Bundle, Codec, NotFinite, Owed, Port, State, Transform
+from polytempo.core.state import restored, saved
+from polytempo.worlds import Outcome, VirtualWorld
+from process.crew import together
+
+SIZES = (1, 2, 3, 4, 7)
+STEPS = 3
+EXACT_BELOW = 16
+SHAPES = {"w": (11, 7), "empty": (0, 3), "bias": (5,), "long": (301,), "scalar": (), "v": (4, 3, 2)}
+
+
+class Way(NamedTuple):
+    """A codec on a path."""
+
+    row: Row
+    path: str
+    fed: bool
+
+    def codec(self) -> Codec:
+        """With feedback where the way has it."""
+        return c.feedback(self.row.make()) if self.fed else self.row.make()
+
+    def make(self) -> Transform:
+        """The transform."""
+        route = {"all_reduce": native, "all_gather": c.all_gather, "reduce_scatter": c.reduce_scatter}[self.path]
+        return through(self.codec(), route=route, exact_below=EXACT_BELOW)
+
+
+def taken(row: Row) -> list[str]:
+    """The paths that take the codec."""
+    remembers = row.make().init(torch.zeros(1)) is not None
+    allowed = {"all_gather": True, "all_reduce": row.summable, "reduce_scatter": row.fixed and not remembers}
+    return [path for path, can in allowed.items() if can]
+
+
+WAYS = [
+    Way(row, path, fed) for row in ROWS for path, fed in product(taken(row), (False, True)) if row.feedable or not fed
+]
+
+
+def label(way: Way) -> str:
+    """What a test is called after."""
+    return f"{'feedback ' if way.fed else ''}{way.row.text} {way.path}"
+
+
+def values(step: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a rank has in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def shares(num_ranks: int) -> list[float]:
+    """Uneven ones; the second of three or more ranks had no samples at all."""
+    weights = [0 if num_ranks > 2 and rank == 1 else rank + 1 for rank in range(num_ranks)]
+    return [weight / sum(weights) for weight in weights]
+
+
+class Ran(NamedTuple):
+    """A rank's answers, one a step, and its last state."""
+
+    answers: list[Tensor]
+    state: State
+
+
+def ran(transform: Transform, num_ranks: int, dtype: torch.dtype, steps: int = STEPS) -> Outcome[Ran]:
+    """`steps` exchanges among so many ranks."""
+    part = shares(num_ranks)
+
+    async def program(port: Port) -> Ran:
+        answers = []
+        state = transform.init(Bundle(values(0, port.rank, dtype)))
+        for step in range(1, steps + 1):
+            given = Bundle(values(step, port.rank, dtype), part[port.rank])
+            answer, state = await transform.apply(port, given, state)
+            assert answer is not None
+            answers.append(answer.flat.clone())
+        return Ran(answers, state)
+
+    outcome = VirtualWorld(CLUSTER, num_ranks).run(program)
+    assert outcome.unreceived == 0
+    return outcome
+
+
+def owed(state: Any) -> list[Tensor]:
+    """All that a state owes."""
+    if isinstance(state, Owed):
+        return [] if state.residual is None else [state.residual]
+    if isinstance(state, dict):
+        return [each for part in state.values() for each in owed(part)]
+    return [each for part in state for each in owed(part)] if isinstance(state, tuple) else []
+
+
+def left(state: State, dtype: torch.dtype) -> Tensor:
+    """What a rank owes, at its place in the flat buffer."""
+    empty = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+    for name, codec_state in state.codecs.items():
+        for residual in owed(codec_state):
+            assert residual.shape == empty[name].shape
+            empty[name] += residual
+    return Bundle(empty).flat.double()
+
+
+def weighted(num_ranks: int, dtype: torch.dtype, steps: int) -> Tensor:
+    """Σ over steps of Σᵢ shareᵢ · xᵢ, in float64."""
+    total = torch.zeros_like(Bundle(values(0, 0, torch.float64)).flat)
+    for step, (rank, share) in product(range(1, steps + 1), enumerate(shares(num_ranks))):
+        total += share * Bundle(values(step, rank, dtype)).flat.double()
+    return total
+
+
+def tolerance(way: Way, num_ranks: int, dtype: torch.dtype) -> float:
+    """Of the sum over all steps. Wires of 16 bits that are added round each partial sum, which nobody is told."""
+    wire = way.row.make().wire_dtype(torch.zeros(1, dtype=dtype), num_ranks)
+    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+    if way.path == "all_reduce" and wire in rounding:
+        return STEPS * num_ranks * rounding[wire] * 4
+    return 1e-5 if dtype is torch.float32 else 1e-12
+
+
+# ---------------------------------------------------------------------- all ranks, all steps
+
+
+@pytest.mark.parametrize(
+    ("way", "num_ranks"),
+    [(way, num_ranks) for way in WAYS for num_ranks in (SIZES if way.fed or way.row.feeds_itself else (3,))],
+    ids=lambda each: label(each) if isinstance(each, Way) else str(each),
+)
+def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(way: Way, num_ranks: int) -> None:
+    """Σ answers + Σ over ranks of what they owe = Σ of the weighted inputs, where there is feedback."""
+    dtype = torch.float64 if num_ranks % 2 == 0 else torch.float32
+    outcome = ran(way.make(), num_ranks, dtype)
+    ranks = [rank for rank in outcome.results if rank is not None]
+    for rank in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0].answers, rank.answers, strict=True))
+    assert all(answer.isfinite().all() and answer.dtype is dtype for answer in ranks[0].answers)
+    if num_ranks == 1:
+        assert outcome.trace.bytes_sent[0] == 0
+        assert all(
+            torch.equal(answer, Bundle(values(step, 0, dtype)).flat)
+            for step, answer in enumerate(ranks[0].answers, start=1)
+        )
+    if way.fed or way.row.feeds_itself or way.row.law == "lossless":
+        arrived = torch.stack(ranks[0].answers).double().sum(0)
+        total = arrived + torch.stack([left(rank.state, dtype) for rank in ranks]).sum(0)
+        error = (total - weighted(num_ranks, dtype, STEPS)).abs().max()
+        assert float(error) <= tolerance(way, num_ranks, dtype)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.fed or way.row.feeds_itself], ids=label)
+def test_whoever_goes_on_alone_gives_what_all_owed(way: Way) -> None:
+    """3 ranks become 1: their debts are added, given with the next answer, and none is left."""
+    transform, dtype = way.make(), torch.float64
+    ranks = [rank for rank in ran(transform, 3, dtype).results if rank is not None]
+    layout = Bundle(values(0, 0, dtype))
+    debts = [saved(rank.state, "s") for rank in ranks]
+    state = restored(transform.init(layout), debts[0], "s", layout, debts)
+    total = torch.stack([left(rank.state, dtype) for rank in ranks]).sum(0)
+    torch.testing.assert_close(left(state, dtype), total, rtol=1e-12, atol=1e-12)
+
+    async def alone(port: Port) -> tuple[Tensor, State]:
+        answer, after = await transform.apply(port, Bundle(values(9, 0, dtype)), state)
+        assert answer is not None
+        return answer.flat, after
+
+    (result,) = VirtualWorld(CLUSTER, 1).run(alone).results
+    assert result is not None
+    torch.testing.assert_close(result[0], Bundle(values(9, 0, dtype)).flat + total, rtol=1e-12, atol=1e-12)
+    assert owed(result[1]) == []
+    assert result[1].step == STEPS
+
+
+def test_small_tensors_arrive_exactly() -> None:
+    """Those of fewer than `exact_below` elements: here the bias, the scalar, and what is empty."""
+    transform = through(c.fp16(), route=c.all_gather, exact_below=EXACT_BELOW)
+    outcome = ran(transform, 2, torch.float64, steps=1)
+    assert outcome.results[0] is not None
+    answer = Bundle(values(0, 0, torch.float64)).with_flat(outcome.results[0].answers[0])
+    for name, shape in SHAPES.items():
+        exact = sum(share * values(1, rank, torch.float64)[name] for rank, share in enumerate(shares(2)))
+        assert torch.equal(answer.views[name], exact) == (torch.empty(shape).numel() < EXACT_BELOW), name
+
+
+@pytest.mark.parametrize("path", [None, c.all_gather, c.reduce_scatter])
+def test_a_bundle_of_nothing(path: Any) -> None:
+    transform = through(c.fp16(), route=path)
+
+    async def program(port: Port) -> int:
+        nothing = Bundle({"a": torch.zeros(0, 4), "b": torch.zeros(0)})
+        answer, _ = await transform.apply(port, nothing, transform.init(nothing))
+        assert answer is not None
+        return answer.flat.numel()
+
+    assert VirtualWorld(CLUSTER, 2).run(program).results == [0, 0]
+
+
+@pytest.mark.parametrize("path", [None, c.all_gather, c.reduce_scatter])
+def test_what_is_not_finite_is_refused_by_name_before_any_residual_has_changed(path: Any) -> None:
+    """The parameter, the element, and the rank; what the tensors before it owe is as it was."""
+    transform = through(c.feedback(c.fp16()), route=path, exact_below=0)
+    states: dict[int, Any] = {}
+
+    async def program(port: Port) -> None:
+        given = Bundle(values(1, port.rank, torch.float32))
+        _, states[port.rank] = await transform.apply(port, given, transform.init(given))
+        residuals = {n: fed.owed.residual for n, fed in states[port.rank].codecs.items() if SHAPES[n] != (0, 3)}
+        kept = {name: residual.clone() for name, residual in residuals.items()}
+        tensors = values(2, port.rank, torch.float32)
+        last = list(tensors)[-1]
+        if port.rank == 1:
+            tensors[last].view(-1)[0] = float("nan")
+            with pytest.raises(NotFinite, match=rf"element 0 of {last} on rank 1 is nan, which feedback\(fp16\(\)\)"):
+                await transform.apply(port, Bundle(tensors), states[1])
+            assert all(torch.equal(kept[name], residual) for name, residual in residuals.items())
+
+    VirtualWorld(CLUSTER, 2).run(program)
+
+
+@pytest.mark.parametrize("codec", [c.fp16(), c.feedback(c.top_k(0.1)), c.feedback(c.int8()), c.terngrad()], ids=str)
+def test_a_world_that_only_prices_counts_the_same_bytes(codec: Any) -> None:
+    """Tensors without values: `polytempo simulate --meta`."""
+    transform = through(codec, exact_below=0)
+
+    def sent(device: str) -> dict[int, int]:
+        async def program(port: Port) -> None:
+            given = Bundle({name: t.to(device) for name, t in values(1, port.rank, torch.float32).items()})
+            await transform.apply(port, given, transform.init(given))
+
+        return dict(VirtualWorld(CLUSTER, 3).run(program).trace.bytes_sent)
+
+    assert sent("meta") == sent("cpu")
+
+
+# ---------------------------------------------------------------------- merges
+
+
+def merged_by(transform: Transform, num_ranks: int) -> list[Tensor]:
+    """Every rank's answer; shares do not count in a merge."""
+    return [rank.answers[0] for rank in ran(transform, num_ranks, torch.float64, 1).results if rank is not None]
+
+
+@pytest.mark.parametrize(
+    ("merge", "path", "num_ranks"),
+    [
+        (median, c.reduce_scatter, 2),
+        (median, c.reduce_scatter, 5),
+        (median, c.all_gather, 4),
+        (median, None, 3),
+        (trimmed_mean(1), c.reduce_scatter, 4),
+        (krum(1), None, 5),
+        (krum(1), c.all_gather, 6),
+        (vote, None, 3),
+        (vote, c.all_gather, 4),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_merge_of_what_is_exact_is_the_plain_merge(merge: Any, path: Any, num_ranks: int) -> None:
+    expected = merged_by(merged(merge), num_ranks)[0]
+    for answer in merged_by(through(c.exact(), merge, path), num_ranks):
+        assert torch.equal(answer, expected)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
+def test_every_codec_can_be_merged(row: Row) -> None:
+    """By the median, on the way that is chosen for it, and by votes; all ranks get the same bits."""
+    for merge in (median, vote):
+        answers = merged_by(through(row.make(), merge, exact_below=EXACT_BELOW), 3)
+        assert all(torch.equal(answers[0], answer) for answer in answers[1:])
+        assert answers[0].isfinite().all()
+
+
+# ---------------------------------------------------------------------- which way
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
+def test_the_codec_chooses_its_way(row: Row) -> None:
+    """As `through` says it in its table."""
+    said = through(row.make()).explain(Bundle(values(0, 0, torch.float32)), 4)[0]
+    remembers = row.make().init(torch.zeros(1)) is not None
+    if row.summable:
+        assert ": all-reduce of" in said
+    elif row.sparse or remembers or not row.fixed:
+        assert ": all-gather, " in said
+    else:
+        assert ": reduce-scatter of " in said
+
+
+def refused() -> list[tuple[str, Callable[[], Transform], str]]:
+    """What cannot be, and the remedy that the error names."""
+    found: list[tuple[str, Callable[[], Transform], str]] = []
+    for row in ROWS:
+        remembers = row.make().init(torch.zeros(1)) is not None
+        if not row.summable:
+            for route in (native, ring, tree, star, halving_doubling, hierarchical()):
+                name = getattr(route, "__name__", str(route))
+                text = f"wires cannot be summed, so route={re.escape(name)} is impossible; use route=all_gather"
+                found.append(
+                    (f"{row.text} {name}", lambda row=row, route=route: through(row.make(), route=route), text)
+                )
+        if not row.fixed or remembers:
+            text = "remembers more than a residual" if row.fixed else "wires vary in length"
+            found.append(
+                (f"{row.text} cut", lambda row=row: through(row.make(), route=c.reduce_scatter), f"{text}.*all_gather")
+            )
+    for merge, route in product((median, krum(1), vote), (native, ring, tree)):
+        text = f"{merge.__name__} is no sum, so route={route.__name__} is impossible; use route=all_gather"
+        found.append(
+            (f"{merge.__name__} {route.__name__}", lambda m=merge, r=route: through(c.fp16(), m, r), re.escape(text))
+        )
+    for merge in (krum(1), vote):
+        text = f"{re.escape(merge.__name__)} needs whole vectors.* reduce_scatter cuts them; use route=all_gather"
+        found.append((f"{merge.__name__} cut", lambda m=merge: through(c.fp16(), m, c.reduce_scatter), text))
+    found.append(("exact_below", lambda: through(c.fp16(), exact_below=-1), "exact_below must be .* >= 0, got -1"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [each[1:] for each in refused()], ids=[each[0].replace(" at 0x", " ") for each in refused()]
+)
+def test_what_cannot_be_fails_when_it_is_built(make: Callable[[], Transform], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+Wrong = Callable[[], Any]
+NO_CODEC: list[tuple[Any, str]] = [
+    (c.bf16, r"a codec is the answer of one of pt\.compression, got <function bf16>; write bf16\(\)"),
+    ("top_k", r"got 'top_k'; write top_k\(\)"),
+    ("top_k(0.1)", r"got 'top_k\(0\.1\)'$"),
+    (type(c.bf16()), r"got <class '.*'>; write \w+\(\)"),
+    (0.01, r"got 0\.01$"),
+    (low_rank, r"PowerSGD \(low_rank\) is an aggregation, not a codec: use strategies\.power_sgd"),
+    (low_rank(2), r"PowerSGD \(low_rank\) is an aggregation, not a codec: use strategies\.power_sgd"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), NO_CODEC, ids=[message for _, message in NO_CODEC])
+def test_what_is_no_codec_fails_when_it_is_built(given: Any, message: str) -> None:
+    """The factory itself, above all: the error says how it is written."""
+    takers: list[Wrong] = [
+        lambda: c.feedback(given),
+        lambda: through(given),
+        lambda: strategies.local_sgd(codec=given),
+        lambda: strategies.diloco(codec=given),
+        lambda: strategies.async_sgd(codec=given),
+        lambda: strategies.downpour(pull_codec=given),
+    ]
+    for make in takers:
+        with pytest.raises(TypeError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("codec", [c.bf16(), c.top_k()], ids=lambda codec: codec.name)
+def test_a_route_is_no_string(codec: Codec) -> None:
+    route: Any = "ring"
+    with pytest.raises(TypeError, match=r"a route is one of pt\.collectives, or pt\.compression\.all_gather.*'ring'"):
+        through(codec, route=route)
+
+
+# ---------------------------------------------------------------------- what it says that it sends
+
+
+def said_bytes(line: str) -> tuple[bool, float]:
+    """From `each rank sends at most 1.2 kB; …`: whether it is the most, and the bytes."""
+    match = re.match(r"each rank sends (at most )?([\d.e+]+) (\w+);", line)
+    assert match is not None, line
+    return bool(match[1]), float(match[2]) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[match[3]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+@pytest.mark.parametrize("way", [way for way in WAYS if way.fed or way.row.feeds_itself], ids=label)
+def test_explain_says_the_bytes_that_a_world_counts(way: Way, num_ranks: int) -> None:
+    """Of the busiest rank, to the three figures that are shown; where wires vary, the most."""
+    transform = way.make()
+    lines = transform.explain(Bundle(values(0, 0, torch.float32)).map(lambda flat: flat.to("meta")), num_ranks)
+    is_most, said = said_bytes(lines[-1])
+    outcome = ran(transform, num_ranks, torch.float32, steps=1)
+    busiest = max(outcome.trace.bytes_sent[rank] for rank in range(num_ranks))
+    assert is_most == (not way.row.fixed)
+    if is_most:
+        assert busiest <= said * 1.005
+    else:
+        assert f"each rank sends {shown(busiest)};" in lines[-1]
+
+
+def test_explain_for_one_rank_and_for_another_route() -> None:
+    parameters = Bundle({"w": torch.zeros(1000)})
+    assert through(c.bf16()).explain(parameters, 1) == [
+        "bf16(): nothing is sent, and nothing is encoded, by one worker alone"
+    ]
+    assert through(c.bf16(), route=tree).explain(parameters, 8)[-1] == (
+        "each message is as long as wires of 2 kB make it; uncompressed 4 kB, 2 times as much"
+    )
+
+
+# ---------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("num_stripes", "expected"),
+    [
+        (1, [[("w", 0, 6), ("b", 0, 4), ("u", 0, 2)]]),
+        (2, [[("w", 0, 5)], [("w", 5, 6), ("b", 0, 4), ("u", 0, 2)]]),
+        (3, [[("w", 0, 3)], [("w", 3, 6), ("b", 0, 1)], [("b", 1, 4), ("u", 0, 2)]]),
+    ],
+)
+def test_stripes(num_stripes: int, expected: list[list[tuple[str, int, int]]]) -> None:
+    """Rows stay whole; 28 elements."""
+    tensors = {"w": torch.zeros(6, 3), "b": torch.zeros(4), "empty": torch.zeros(0, 9), "u": torch.zeros(2, 3)}
+    cut = stripes(whole(tensors, c.exact(), 0), tensors, num_stripes)
+    assert [[tuple(piece[:3]) for piece in stripe] for stripe in cut] == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
+def test_a_message_of_impossible_length_is_refused(row: Row) -> None:
+    tensors = values(0, 0, torch.float32)
+    packing = Packing(whole(tensors, row.make(), EXACT_BELOW), tensors)
+    message, _ = packing.encode(tensors, {name: row.make().init(t) for name, t in tensors.items()}, 1, 0)
+    outs = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for wrong in (message[:0], message[:8], message[:-8]):
+        with pytest.raises(ValueError, match="a message"):
+            packing.add_(wrong.clone(), outs, 1, 0)
+
+
+# ---------------------------------------------------------------------- real processes
+
+REAL: dict[str, Callable[[], Transform]] = {
+    "all_reduce": lambda: through(c.terngrad(), route=ring),
+    "all_gather": lambda: through(c.feedback(c.top_k(0.1, entropy=True)), exact_below=EXACT_BELOW),
+    "reduce_scatter": lambda: through(c.feedback(c.int8()), exact_below=EXACT_BELOW),
+}
+
+
+async def hashes(port: Port) -> list[str]:
+    """Of the answers of two steps, on each way."""
+    found = []
+    for make in REAL.values():
+        transform = make()
+        state = transform.init(Bundle(values(0, port.rank, torch.float32)))
+        for step in (1, 2):
+            given = Bundle(values(step, port.rank, torch.float32), shares(port.size)[port.rank])
+            answer, state = await transform.apply(port, given, state)
+            assert answer is not None
+            found.append(sha256(answer.flat.numpy().tobytes()).hexdigest())
+    return found
+
+
+@pytest.mark.process
+def test_real_processes_reach_the_same_bits() -> None:
+    real = together(3, lambda world: world.drive(hashes(world.port)))
+    assert real == VirtualWorld(CLUSTER, 3).run(hashes).results
+    assert real[0] == real[1] == real[2]
