@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
+from polytempo.compression import bf16, feedback
 from polytempo.core import Strategy
 
 ROUTES = [
@@ -37,6 +38,8 @@ class Row(NamedTuple):
     """What is said of `alone` holds to the bit, else to rounding."""
     drops: bool = False
     """Some gradients are not used."""
+    by_place: bool = False
+    """Roundings depend on the place in a bucket: stripes of it are encoded again, or a ring adds 16-bit numbers."""
 
 
 ROWS = [
@@ -75,16 +78,46 @@ ROWS = [
     Row("robust_sgd", s.robust_sgd, meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
+    # ---- those that encode, down to the smallest tensors
+    Row("bf16_sgd", lambda: s.bf16_sgd(route=collectives.ring), meets=lambda step: True, by_place=True),
+    Row(  # the optimizers here have momentum
+        "dgc",
+        lambda: s.dgc(ratio=0.2, momentum=0.0, clip=1.0, warmup_steps=8, exact_below=10),
+        meets=lambda step: True,
+    ),
+    Row("int8_sgd", lambda: s.int8_sgd(block=8, exact_below=0), meets=lambda step: True, by_place=True),
+    Row("one_bit_sgd", lambda: s.one_bit_sgd(exact_below=0), meets=lambda step: True, by_place=True),
+    Row("power_sgd", lambda: s.power_sgd(1, collectives.ring, exact_below=0), meets=lambda step: True),
+    Row("qsgd", lambda: s.qsgd(bucket=8, exact_below=0), meets=lambda step: True, by_place=True),
+    Row("sign_sgd", lambda: s.sign_sgd(exact_below=0), meets=lambda step: True),
+    Row("sign_sgd", lambda: s.sign_sgd(feedback=True, exact_below=0), meets=lambda step: True, by_place=True),
+    Row("terngrad", s.terngrad, meets=lambda step: True),
+    Row("threshold_sgd", lambda: s.threshold_sgd(0.01, density=0.3, exact_below=0), meets=lambda step: True),
+    Row("top_k_sgd", lambda: s.top_k_sgd(0.2, exact_below=0), meets=lambda step: True),
+    Row(
+        "local_sgd",
+        lambda: s.local_sgd(period=4, codec=feedback(bf16())),
+        alone="anchored",
+        meets=lambda step: step % 4 == 0,
+    ),
+    Row(
+        "diloco",
+        lambda: s.diloco(period=5, route=collectives.ring, codec=bf16()),
+        alone="diloco",
+        meets=lambda step: step % 5 == 0,
+    ),
 ]
 
 SERVED = [
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
+    Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # what is small is exact
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
     Row("backup_workers", s.backup_workers, drops=True),
     Row("dc_asgd", s.dc_asgd),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
     Row("downpour", s.downpour, alone="downpour", pushes_every=5),
+    Row("downpour", lambda: s.downpour(codec=feedback(bf16())), alone="downpour", pushes_every=5),
     Row("easgd", s.easgd, alone="easgd", pushes_every=4),
     Row("softsync", s.softsync),
     Row("softsync", lambda: s.softsync(n=4, scale="inverse")),

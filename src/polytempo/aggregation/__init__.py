@@ -1,11 +1,14 @@
-"""How the ranks' updates become one: means, gossip, adaptive sums, robust merges, an outer optimizer."""
+"""How the ranks' updates become one: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
 
 from polytempo.aggregation.adasum import adaptive_sum, adasum
 from polytempo.aggregation.graphs import Graph, complete, exponential, random_pairs, ring_graph
+from polytempo.aggregation.low_rank import low_rank
 from polytempo.aggregation.mean import mean
 from polytempo.aggregation.mix import mix
 from polytempo.aggregation.outer import from_anchor, nesterov
-from polytempo.aggregation.robust import Merge, krum, median, merged, trimmed_mean
+from polytempo.aggregation.robust import krum, median, merged, trimmed_mean
+from polytempo.aggregation.vote import vote
+from polytempo.core.merge import Merge
 
 __all__ = [
     "Graph",
@@ -16,6 +19,7 @@ __all__ = [
     "exponential",
     "from_anchor",
     "krum",
+    "low_rank",
     "mean",
     "median",
     "merged",
@@ -24,4 +28,5 @@ __all__ = [
     "random_pairs",
     "ring_graph",
     "trimmed_mean",
+    "vote",
 ]

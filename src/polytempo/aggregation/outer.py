@@ -35,7 +35,7 @@ def from_anchor(transform: Transform) -> Transform:
         arrived = bundle.with_flat(state.anchor.flat - update.flat)
         return arrived, AnchorState(arrived.copy(), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs)
+    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
 
 
 class NesterovState(NamedTuple):

@@ -5,15 +5,13 @@ A merge is a pure function of all ranks' flat buffers. `merged` gathers them and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Port, Transform, spelled, stateless
-
-Merge = Callable[[Sequence[Tensor]], Tensor]
-"""All ranks' flat buffers, each (numel,), in the order of ranks, to one."""
+from polytempo.core.merge import Merge
 
 
 def merged(merge: Merge) -> Transform:

@@ -3,43 +3,63 @@
 from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
+from polytempo.strategies.bf16_sgd import bf16_sgd
 from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.delayed_sgd import delayed_sgd
+from polytempo.strategies.dgc import dgc
 from polytempo.strategies.diloco import diloco
 from polytempo.strategies.downpour import downpour
 from polytempo.strategies.easgd import easgd
 from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
 from polytempo.strategies.hogwild import hogwild
+from polytempo.strategies.int8_sgd import int8_sgd
 from polytempo.strategies.local_sgd import local_sgd
+from polytempo.strategies.one_bit_sgd import one_bit_sgd
 from polytempo.strategies.parameter_averaging import parameter_averaging
 from polytempo.strategies.post_local_sgd import post_local_sgd
+from polytempo.strategies.power_sgd import power_sgd
+from polytempo.strategies.qsgd import qsgd
 from polytempo.strategies.robust_sgd import robust_sgd
 from polytempo.strategies.shared_memory import shared_memory
+from polytempo.strategies.sign_sgd import sign_sgd
 from polytempo.strategies.softsync import softsync
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
 from polytempo.strategies.sync_sgd import sync_sgd
+from polytempo.strategies.terngrad import terngrad
+from polytempo.strategies.threshold_sgd import threshold_sgd
+from polytempo.strategies.top_k_sgd import top_k_sgd
 
 __all__ = [
     "adasum",
     "async_sgd",
     "backup_workers",
+    "bf16_sgd",
     "dc_asgd",
     "delayed_sgd",
+    "dgc",
     "diloco",
     "downpour",
     "easgd",
     "flexrr",
     "gossip",
     "hogwild",
+    "int8_sgd",
     "local_sgd",
+    "one_bit_sgd",
     "parameter_averaging",
     "post_local_sgd",
+    "power_sgd",
+    "qsgd",
     "robust_sgd",
     "shared_memory",
+    "sign_sgd",
     "softsync",
     "ssp",
     "staleness_aware",
     "sync_sgd",
+    "terngrad",
+    "threshold_sgd",
+    "top_k_sgd",
 ]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Codec, Strategy, spelled
+from polytempo.server.codecs import spelled_codecs
 from polytempo.server.on_arrival import on_arrival
 from polytempo.server.rate import rate_of
 from polytempo.server.service import served, service
 
 
-def async_sgd(shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
+def async_sgd(
+    shards: int = 1,
+    replicas: int = 0,
+    rate: float | None = None,
+    codec: Codec | None = None,
+    pull_codec: Codec | None = None,
+) -> Strategy:
     """Every worker: pull the parameters, compute a gradient on them, push it; the server applies what arrives.
 
     θ ← θ - ρ η g(θ_{t-τ}); τ, the updates that came between, has the mean λ - 1 with λ workers of one speed. The job's
@@ -22,12 +29,21 @@ def async_sgd(shards: int = 1, replicas: int = 0, rate: float | None = None) -> 
 
     `shards` processes hold the parameters in parts; each part has `replicas` further copies.
 
+    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+
     Cost: a worker sends its gradient and receives the parameters in every step, one round trip.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (Downpour SGD with n_push =
     n_fetch = 1 and no local step).
     """
     return served(
-        spelled("async_sgd", shards=shards, replicas=replicas, rate=rate),
-        service(on_arrival(), shards=shards, replicas=replicas, rate=rate_of(rate)),
+        spelled("async_sgd", shards=shards, replicas=replicas, rate=rate, **spelled_codecs(codec, pull_codec)),
+        service(
+            on_arrival(),
+            shards=shards,
+            replicas=replicas,
+            rate=rate_of(rate),
+            codec=codec,
+            pull_codec=pull_codec,
+        ),
     )

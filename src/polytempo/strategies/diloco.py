@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, mean, nesterov
-from polytempo.core import Route, Strategy, chain, native, spelled
+from polytempo.compression import through
+from polytempo.core import Codec, Route, Strategy, Transform, chain, native, spelled
+from polytempo.core.codec import check_codec
 from polytempo.synchronization import every
 
 
-def diloco(period: int = 16, outer_lr: float = 0.7, outer_momentum: float = 0.9, route: Route = native) -> Strategy:
+def diloco(
+    period: int = 16,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    route: Route = native,
+    codec: Codec | None = None,
+) -> Strategy:
     """After `period` local steps, the mean movement of the workers is the gradient of a Nesterov step.
 
     Δ = θ_anchor - mean(θᵢ); v ← μv + Δ; θ_anchor ← θ_anchor - lr · (Δ + μv). Inner optimizers keep their state.
-    With outer_lr = 1 and outer_momentum = 0 it is local SGD.
+    With outer_lr = 1 and outer_momentum = 0 it is local SGD. With a `codec`, Δ is the mean of decode(encode(θ_anchor -
+    θᵢ)): write `codec=feedback(top_k(0.1))`, for what a codec without feedback leaves out is lost. What comes late is
+    amplified by the outer momentum, so a codec that sends a hundredth needs a smaller outer_lr.
 
-    Cost: the route's, once in H steps; memory for the anchor and the outer momentum.
+    Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
     The paper uses AdamW inside and H = 500; its outer constants (0.7, 0.9) are the defaults here.
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
+    arguments = {"period": period, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "route": route}
+    meet = chain(mean_movement(route, codec), nesterov(outer_lr, outer_momentum))
     return Strategy(
-        spelled("diloco", period=period, outer_lr=outer_lr, outer_momentum=outer_momentum, route=route),
-        parameters=every(period, from_anchor(chain(mean(route), nesterov(outer_lr, outer_momentum)))),
+        spelled("diloco", **arguments, **({} if codec is None else {"codec": codec})),
+        parameters=every(period, from_anchor(meet)),
         in_step=period == 1,
     )
+
+
+def mean_movement(route: Route, codec: Codec | None) -> Transform:
+    """The mean of what the workers moved, by `codec` if there is one; `native` then is the way that suits the codec."""
+    if codec is None:
+        return mean(route)
+    check_codec(codec)
+    if getattr(codec, "feeds_itself", False):
+        raise ValueError(
+            f"{codec.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
+            "codec=feedback(top_k(…))"
+        )
+    return through(codec, route=None if route is native else route)

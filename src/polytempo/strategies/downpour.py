@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Codec, Strategy, spelled
 from polytempo.core.rule import UpdateRule
+from polytempo.server.codecs import spelled_codecs
 from polytempo.server.on_arrival import on_arrival
 from polytempo.server.pull import pull
 from polytempo.server.push import push
@@ -19,6 +20,8 @@ def downpour(
     lr: float | None = None,
     warm_start: int = 0,
     overlap: bool = True,
+    codec: Codec | None = None,
+    pull_codec: Codec | None = None,
 ) -> Strategy:
     """Every worker: w ← w - α g by itself; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
 
@@ -29,23 +32,17 @@ def downpour(
     One worker alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the
     worker computes: a fetch that was asked for after one step is used after the next.
 
-    Cost: a gradient each `push_every` steps and the parameters each `pull_every`; a worker keeps up to two sums.
+    `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: what it holds
+    back goes with the worker's next sum, and is lost with the worker's life, as is what a shard drops. `pull_codec`
+    encodes the parameters for those who fetch them, and must keep every one: bf16, fp16, int8, dynamic8.
+
+    Cost: a gradient each `push_every` steps and the parameters each `pull_every`, encoded if so; a worker keeps up to
+    two sums, and with feedback a residual.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
     There the local step is plain SGD; here it is the job's own optimizer's, so give the job plain SGD. There a fetch
     may end in the middle of a step; here it is used between two.
     """
-    if lr is not None and not lr > 0:
-        raise ValueError(f"the server's learning rate must be above 0, got lr={lr}")
-    if lr is not None and optimizer == "job":
-        raise ValueError("the job's optimizer has its own learning rate; leave out lr, or name another optimizer")
-    rules: dict[str, UpdateRule | None] = {
-        "adagrad": UpdateRule("adagrad", lr),
-        "sgd": UpdateRule("sgd", lr),
-        "adam": UpdateRule("adam", lr),
-        "adamw": UpdateRule("adamw", lr),
-        "job": None,
-    }
     return served(
         spelled(
             "downpour",
@@ -57,14 +54,33 @@ def downpour(
             lr=lr,
             warm_start=warm_start,
             overlap=overlap,
+            **spelled_codecs(codec, pull_codec),
         ),
         service(
             on_arrival(),
             shards=shards,
             replicas=replicas,
-            optimizer=choice("optimizer", optimizer, rules),
+            optimizer=_rule(optimizer, lr),
             warm_start=warm_start,
+            codec=codec,
+            pull_codec=pull_codec,
         ),
         gradients=push(push_every, overlap=overlap, steps_locally=True),
         parameters=pull(pull_every, overlap=overlap),
     )
+
+
+def _rule(optimizer: str, lr: float | None) -> UpdateRule | None:
+    """What the shards apply; None: the job's own optimizer."""
+    if lr is not None and not lr > 0:
+        raise ValueError(f"the server's learning rate must be above 0, got lr={lr}")
+    if lr is not None and optimizer == "job":
+        raise ValueError("the job's optimizer has its own learning rate; leave out lr, or name another optimizer")
+    rules: dict[str, UpdateRule | None] = {
+        "adagrad": UpdateRule("adagrad", lr),
+        "sgd": UpdateRule("sgd", lr),
+        "adam": UpdateRule("adam", lr),
+        "adamw": UpdateRule("adamw", lr),
+        "job": None,
+    }
+    return choice("optimizer", optimizer, rules)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Codec, Strategy, spelled
+from polytempo.server.codecs import spelled_codecs
 from polytempo.server.rate import rate_of
 from polytempo.server.service import choice, served, service
 from polytempo.server.softsync import softsync as rule
@@ -10,7 +11,13 @@ from polytempo.server.staleness import constant, inverse
 
 
 def softsync(
-    n: int = 1, shards: int = 1, replicas: int = 0, scale: str = "constant", rate: float | None = None
+    n: int = 1,
+    shards: int = 1,
+    replicas: int = 0,
+    scale: str = "constant",
+    rate: float | None = None,
+    codec: Codec | None = None,
+    pull_codec: Codec | None = None,
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - ρ η (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there.
 
@@ -22,6 +29,8 @@ def softsync(
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = c/λ, about 1/n, λ the workers that the run starts
     with: a gradient counts what it counts in the synchronous step. With "inverse", which looks after that, ρ = 1.
 
+    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+
     Cost: as `async_sgd`; the optimizer runs once every c gradients.
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
@@ -29,11 +38,21 @@ def softsync(
     """
     scales = {"constant": constant, "inverse": inverse}
     return served(
-        spelled("softsync", n=n, shards=shards, replicas=replicas, scale=scale, rate=rate),
+        spelled(
+            "softsync",
+            n=n,
+            shards=shards,
+            replicas=replicas,
+            scale=scale,
+            rate=rate,
+            **spelled_codecs(codec, pull_codec),
+        ),
         service(
             rule(n, choice("scale", scale, scales)),
             shards=shards,
             replicas=replicas,
             rate=rate_of(1.0 if rate is None and scale == "inverse" else rate, lambda workers: max(1, workers // n)),
+            codec=codec,
+            pull_codec=pull_codec,
         ),
     )

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Codec, Strategy, spelled
+from polytempo.server.codecs import spelled_codecs
 from polytempo.server.rate import rate_of
 from polytempo.server.service import served, service
 from polytempo.server.within import within
 
 
-def ssp(bound: int = 3, shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
+def ssp(
+    bound: int = 3,
+    shards: int = 1,
+    replicas: int = 0,
+    rate: float | None = None,
+    codec: Codec | None = None,
+    pull_codec: Codec | None = None,
+) -> Strategy:
     """Every worker pulls, computes, pushes, as in `async_sgd`; at most `bound` steps ahead of the slowest worker.
 
     A pull after step c waits until every worker has pushed step c - s (s = `bound`), so what is read holds all
     gradients up to there. s = 0 is a barrier in every step. A short delay of one worker costs the others nothing.
     `rate` multiplies the job's learning rate, as in `async_sgd`: without it one over the number of workers.
+
+    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
 
     Cost: as `async_sgd`.
 
@@ -22,6 +32,15 @@ def ssp(bound: int = 3, shards: int = 1, replicas: int = 0, rate: float | None =
     as 1/√t; here that is left to the job's schedule.
     """
     return served(
-        spelled("ssp", bound=bound, shards=shards, replicas=replicas, rate=rate),
-        service(within(bound), shards=shards, replicas=replicas, deals="evenly", waits=True, rate=rate_of(rate)),
+        spelled("ssp", bound=bound, shards=shards, replicas=replicas, rate=rate, **spelled_codecs(codec, pull_codec)),
+        service(
+            within(bound),
+            shards=shards,
+            replicas=replicas,
+            deals="evenly",
+            waits=True,
+            rate=rate_of(rate),
+            codec=codec,
+            pull_codec=pull_codec,
+        ),
     )

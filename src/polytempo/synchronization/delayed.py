@@ -50,7 +50,7 @@ def delayed(delay: int, transform: Transform) -> Transform:
         inner = None if state.inner is None else Late(work, 1)
         return due, DelayedState(state.step + 1, (*others, Late(work, 0)), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs)
+    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
 
 
 async def _answer(value: Late | Any) -> Any:

@@ -19,24 +19,24 @@ def every(period: int, transform: Transform) -> Transform:
     """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
     if period < 1:
         raise ValueError(f"period must be at least 1 step, got {period}")
-    return _when(lambda step: step % period == 0, transform)
+    return _when(lambda step: step % period == 0, transform, f"every {period} steps" if period > 1 else "every step")
 
 
 def until(step: int, transform: Transform) -> Transform:
     """`transform` on the first `step` steps; nothing afterwards."""
     if step < 0:
         raise ValueError(f"until needs a step >= 0, got {step}")
-    return _when(lambda now: now <= step, transform)
+    return _when(lambda now: now <= step, transform, f"in the first {step} steps")
 
 
 def after(step: int, transform: Transform) -> Transform:
     """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
     if step < 0:
         raise ValueError(f"after needs a step >= 0, got {step}")
-    return _when(lambda now: now > step, transform)
+    return _when(lambda now: now > step, transform, f"after step {step}")
 
 
-def _when(condition: Callable[[int], bool], transform: Transform) -> Transform:
+def _when(condition: Callable[[int], bool], transform: Transform, words: str) -> Transform:
     def init(parameters: Bundle) -> Counted:
         return Counted(0, transform.init(parameters))
 
@@ -47,4 +47,8 @@ def _when(condition: Callable[[int], bool], transform: Transform) -> Transform:
             out, inner = await transform.apply(port, bundle, inner)
         return out, Counted(step, inner)
 
-    return transform._replace(init=init, apply=apply)
+    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
+        lines = transform.explain(parameters, num_ranks)
+        return [f"{words}:", *lines] if lines else []
+
+    return transform._replace(init=init, apply=apply, explain=explain)

@@ -1,0 +1,310 @@
+"""PowerSGD: the mean of matrices, of which only the product of two thin ones travels.
+
+    M (n, m)  ──·Q──▶  P (n, r)  ──all-reduce──▶  orthonormal columns P̂
+                                                      │
+    M̂ = P̂ Qᵀ  ◀──all-reduce──  Q = Mᵀ P̂ (m, r)  ◀─────┘          the next step begins with this Q
+
+What M̂ leaves out stays with the ranks, and goes with the next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Bundle, NotFinite, Owed, Port, Route, Transform, native, spelled
+
+EXACT_BELOW = 1024
+"""Tensors of fewer elements travel as they are, unless something else is said."""
+
+_NARROW = (torch.float16, torch.bfloat16)
+"""Computed, and sent, in float32."""
+
+
+class Remembered(NamedTuple):
+    """Of one matrix: what this rank holds back, shaped like the parameter, and Q, shape (m, r); None: not kept.
+
+    Both are of the dtype that is computed with: a residual of 16 bits would lose a part of M in every step.
+    """
+
+    owed: Owed
+    right: Tensor | None
+
+
+class LowRankState(NamedTuple):
+    """How many exchanges there were, and what is remembered of each matrix that is compressed, by name."""
+
+    step: int
+    matrices: dict[str, Remembered]
+
+
+class Shape(NamedTuple):
+    """A tensor seen as a matrix (n, m), and the rank r that it travels by."""
+
+    name: str
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether P and Q together are smaller than the matrix."""
+        return (self.rows + self.columns) * self.rank < self.rows * self.columns
+
+
+def low_rank(
+    rank: int = 2,
+    route: Route = native,
+    *,
+    exact_below: int = EXACT_BELOW,
+    warm_start: bool = True,
+    seed: int = 0,
+) -> Transform:
+    """The mean of all ranks, weighted by samples, each tensor of it by a matrix of rank r = `rank`, and what is left.
+
+    A tensor is seen as a matrix [shape[0], rest]. On rank i, with residual eᵢ:
+
+        Mᵢ = shareᵢ · gᵢ + eᵢ;  P = Σ Mᵢ Q;  P̂ = orthonormal columns of P;  Q ← Σ Mᵢᵀ P̂;  M̂ = P̂ Qᵀ;
+        eᵢ ← Mᵢ - shareᵢ · M̂
+
+    so Σ eᵢ = Σ Mᵢ - M̂: over the steps nothing is lost. M̂ is the projection of ΣM on the span of P, exact where ΣM has
+    no more than r independent directions that Q sees. With `warm_start` each step goes on from the Q of the one before,
+    which is a power iteration over the steps; without it Q is drawn anew each time. The first Q is a pure function of
+    `seed` and the parameter's name, so ranks agree on it, however parameters are put into buckets.
+
+    Vectors, tensors of fewer than `exact_below` elements, and matrices that r makes no smaller ((n + m) · r ≥ n · m)
+    travel as they are, with the Ps: two all-reduces a step by `route`, never three. At r ≥ min(n, m) that is all of
+    them, and the mean is exact.
+
+    All ranks end with the same bits where they compute alike: P̂ comes from the same sum by QR in float64, which also
+    finds orthonormal columns for a P with dependent or zero ones, so Q comes back to life after a gradient of zeros.
+    With one rank nothing is left out; what is owed from a time with several is given.
+
+    Cost: the route's for r (n + m) numbers where n · m would travel, in two messages; 6 r n m operations; memory for
+    the residual and Q. 16-bit tensors are computed, sent and owed in float32, so they gain half as much.
+
+    Raises ValueError for a rank below 1, NotFinite on every rank where one of them has NaN or an infinity in a matrix
+    (before anything is remembered; tensors that travel as they are pass it on).
+
+    Source: T. Vogels, S. P. Karimireddy and M. Jaggi, "PowerSGD: practical low-rank gradient compression for
+    distributed optimization", 2019, Algorithms 1 and 2. There all ranks keep M - M̂ of their unscaled gradients, which
+    is N times our eᵢ for equal shares; momentum comes after the exchange, as here. The paper's code makes P orthogonal
+    by Gram-Schmidt, which divides by zero where columns depend on each other. Its later package (`powersgd` on PyPI)
+    uses QR as here, sends P in one step and Q in the next, and begins after 100 uncompressed steps.
+    """
+    if rank < 1:
+        raise ValueError(f"low_rank needs a rank of at least 1, got {rank}")
+    if exact_below < 0:
+        raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
+
+    way = _LowRank(spelled("low_rank", rank=rank), rank, route, exact_below, warm_start, seed)
+    return Transform(way.init, way.apply, weighs=True, explain=way.explain)
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """See `low_rank`."""
+
+    name: str
+    rank: int
+    route: Route
+    exact_below: int
+    warm_start: bool
+    seed: int
+
+    def init(self, parameters: Bundle) -> LowRankState:
+        found = {}
+        for shape in self._compressed(parameters):
+            right = _drawn(shape, self.seed, 0, parameters.tensors[shape.name]) if self.warm_start else None
+            found[shape.name] = Remembered(Owed(), right)
+        return LowRankState(0, found)
+
+    async def apply(self, port: Port, bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
+        if port.size == 1 or not bundle.tensors:
+            return _given(bundle, state)
+        work = _Step(port, bundle, self._compressed(bundle), self.name)
+        rights = {s.name: state.matrices[s.name].right for s in work.shapes}
+        for s in work.shapes:
+            if rights[s.name] is None:
+                rights[s.name] = _drawn(s, self.seed, state.step + 1, bundle.tensors[s.name])
+        first = await port.compute(lambda: work.project(state.matrices, rights), work.flops / 3)
+        first = await self.route(port, first)
+        second = await port.compute(lambda: work.answer(first), work.flops / 3)
+        if work.shapes:
+            second = await self.route(port, second)
+        matrices = await port.compute(lambda: work.settle(second, state.matrices, self.warm_start), work.flops / 3)
+        return work.out, LowRankState(state.step + 1, state.matrices | matrices)
+
+    def explain(self, parameters: Bundle, num_ranks: int) -> list[str]:
+        if num_ranks == 1:
+            return [f"{self.name}: nothing is sent, and nothing is left out, by one worker alone"]
+        return _explained(self.name, self.route, parameters, self._compressed(parameters), num_ranks)
+
+    def _compressed(self, bundle: Bundle) -> list[Shape]:
+        return [shape for shape in _shapes(bundle.tensors, self.rank, self.exact_below) if shape.pays]
+
+
+class _Step:
+    """One exchange on one rank: the three computations around the two all-reduces."""
+
+    def __init__(self, port: Port, bundle: Bundle, shapes: Sequence[Shape], name: str) -> None:
+        self.shapes, self.name, self.rank = shapes, name, port.rank
+        self.share = 1 / port.size if bundle.share is None else bundle.share
+        scaled = bundle.scaled(self.share) if self.share else torch.zeros_like(bundle.flat)
+        self.out = bundle.with_flat(scaled)
+        self.dtype = torch.float32 if scaled.dtype in _NARROW else scaled.dtype
+        matrices = {shape.name for shape in shapes}
+        self.exact = [view for name, view in self.out.views.items() if name not in matrices]
+        self.sums: dict[str, Tensor] = {}
+        """Mᵢ of each matrix, shape (n, m)."""
+        self.lefts: list[Tensor] = []
+        """P̂ of each matrix, shape (n, r)."""
+        self._begin = sum(shape.rows * shape.rank for shape in shapes)
+        """Where the first message goes on with what travels as it is."""
+        self.flops = float(sum(6 * s.rank * s.rows * s.columns for s in shapes))
+
+    def project(self, before: Mapping[str, Remembered], rights: Mapping[str, Tensor | None]) -> Tensor:
+        """The first message: P of each matrix, then what travels as it is."""
+        message = self._message([s.rows * s.rank for s in self.shapes] + [view.numel() for view in self.exact])
+        for shape, left in zip(self.shapes, self._matrices(message, left=True), strict=True):
+            residual = before[shape.name].owed.residual
+            matrix = self._sum(shape, residual)
+            self.sums[shape.name] = matrix
+            right = rights[shape.name]
+            assert right is not None
+            torch.mm(matrix, right.to(matrix), out=left)
+        for view, place in zip(self.exact, self._rest(message), strict=True):
+            place.copy_(view.reshape(-1))
+        return message
+
+    def answer(self, message: Tensor) -> Tensor:
+        """From the summed first message, the second: Q of each matrix. What travelled as it is, is in its place."""
+        for view, place in zip(self.exact, self._rest(message), strict=True):
+            view.copy_(place.view(view.shape))
+        lefts = list(self._matrices(message, left=True))
+        if lefts and not message.is_meta and not bool(message[: self._begin].isfinite().all()):
+            self._refuse(lefts)
+        self.lefts = [_orthonormal(left) for left in lefts]
+        answer = self._message([s.columns * s.rank for s in self.shapes])
+        for shape, left, right in zip(self.shapes, self.lefts, self._matrices(answer, left=False), strict=True):
+            torch.mm(self.sums[shape.name].t(), left, out=right)
+        return answer
+
+    def settle(self, message: Tensor, before: Mapping[str, Remembered], keep: bool) -> dict[str, Remembered]:
+        """M̂ into its place, and what it leaves out into the residual's memory."""
+        after = {}
+        rights = self._matrices(message, left=False)
+        for shape, left, right in zip(self.shapes, self.lefts, rights, strict=True):
+            view, matrix = self.out.views[shape.name], self.sums.pop(shape.name)
+            residual = before[shape.name].owed.residual
+            if residual is None or residual.dtype is not self.dtype:
+                residual = torch.empty_like(view, dtype=self.dtype)
+            if view.dtype is self.dtype:  # matrix is view
+                residual.copy_(view)
+                torch.mm(left, right.t(), out=matrix)
+                residual.sub_(view, alpha=self.share)
+            else:
+                view.copy_(torch.mm(left, right.t()).view(view.shape))
+                torch.sub(matrix.view(view.shape), view, alpha=self.share, out=residual)
+            after[shape.name] = Remembered(Owed(residual), right.clone() if keep else None)
+        return after
+
+    def _sum(self, shape: Shape, residual: Tensor | None) -> Tensor:
+        """Mᵢ, where the gradient lay if it can be computed with there."""
+        view = self.out.views[shape.name]
+        if view.dtype is not self.dtype:
+            view = view.to(self.dtype)
+        if residual is not None:
+            view.add_(residual)
+        return view.view(shape.rows, shape.columns)
+
+    def _message(self, sizes: Sequence[int]) -> Tensor:
+        return torch.empty(sum(sizes), dtype=self.dtype, device=self.out.flat.device)
+
+    def _matrices(self, message: Tensor, *, left: bool) -> list[Tensor]:
+        """The message's Ps (`left`) or Qs, as windows into it."""
+        found, place = [], 0
+        for shape in self.shapes:
+            rows = shape.rows if left else shape.columns
+            found.append(message[place : place + rows * shape.rank].view(rows, shape.rank))
+            place += rows * shape.rank
+        return found
+
+    def _rest(self, message: Tensor) -> list[Tensor]:
+        """What follows the Ps in the first message."""
+        return list(message[self._begin :].split([view.numel() for view in self.exact]))
+
+    def _refuse(self, lefts: Sequence[Tensor]) -> NoReturn:
+        """An infinity or NaN of any rank is in a row of P on all of them, so all of them stop here."""
+        shape, left = next((s, p) for s, p in zip(self.shapes, lefts, strict=True) if not bool(p.isfinite().all()))
+        wrong = int((~left.isfinite()).any(dim=1).nonzero()[0])
+        row = self.sums[shape.name][wrong]
+        own = (~row.isfinite()).nonzero()
+        if len(own):
+            column = int(own[0])
+            place, value = f"{shape.name} on rank {self.rank}", float(row[column])
+        else:
+            column = 0
+            place, value = f"{shape.name} (or of its row) in the sum over all ranks", float(left[wrong].sum())
+        raise NotFinite(self.name, wrong * shape.columns + column, value, place)
+
+
+def _shapes(tensors: Mapping[str, Tensor], rank: int, exact_below: int) -> list[Shape]:
+    """Those tensors that could be compressed."""
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.dim() >= 2 and tensor.numel() >= max(1, exact_below):
+            rows, columns = tensor.shape[0], tensor.numel() // tensor.shape[0]
+            found.append(Shape(name, rows, columns, min(rank, rows, columns)))
+    return found
+
+
+def _drawn(shape: Shape, seed: int, step: int, like: Tensor) -> Tensor:
+    """Q from a normal distribution, the same on all ranks and devices, shape (m, r)."""
+    random = torch.Generator().manual_seed(crc32(f"{seed},{step},{shape.name}".encode()))
+    dtype = torch.float32 if like.dtype in _NARROW else like.dtype
+    return torch.randn(shape.columns, shape.rank, generator=random, dtype=dtype).to(like.device)
+
+
+def _orthonormal(left: Tensor) -> Tensor:
+    """Orthonormal columns with the same span (a larger one, where columns depend on each other), shape (n, r)."""
+    columns: Tensor = torch.linalg.qr(left.double()).Q
+    return columns.to(left.dtype)
+
+
+def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
+    """Alone: what was owed when there were others is given."""
+    after = {}
+    for name, (owed, right) in state.matrices.items():
+        if owed.residual is not None:
+            bundle = bundle.with_flat(bundle.flat)
+            bundle.views[name].add_(owed.residual)
+        after[name] = Remembered(Owed(), right)
+    return bundle, LowRankState(state.step, after)
+
+
+def _explained(name: str, route: Route, parameters: Bundle, shapes: Sequence[Shape], num_ranks: int) -> list[str]:
+    """What a step sends, in lines to read."""
+    flat = parameters.flat
+    width = 4 if flat.dtype in _NARROW else flat.element_size()
+    lefts, rights = sum(s.rows * s.rank for s in shapes), sum(s.columns * s.rank for s in shapes)
+    exact = flat.numel() - sum(s.rows * s.columns for s in shapes)
+    ring = 2 * (num_ranks - 1) / num_ranks
+    sent, plain = ring * width * (lefts + exact + rights), ring * flat.numel() * flat.element_size()
+    by = getattr(route, "__name__", str(route))
+    return [
+        f"{name}: all-reduce of P, {_shown(width * lefts)}, with {_shown(width * exact)} of small tensors, then of Q, "
+        f"{_shown(width * rights)}, by {by}",
+        f"because P and Q of {len(shapes)} of {len(parameters.tensors)} tensors are sums over ranks, and their product "
+        "is the mean's best part",
+        f"each rank sends {_shown(sent)}; uncompressed {_shown(plain)}, {plain / max(1.0, sent):.1f} times as much",
+    ]
+
+
+def _shown(num_bytes: float) -> str:
+    return f"{num_bytes / 1e3:,.3g} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.4g} MB"

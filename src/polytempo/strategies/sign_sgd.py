@@ -1,0 +1,31 @@
+"""signSGD: workers vote on the direction of every parameter; or, with feedback, they send scaled signs."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import vote
+from polytempo.compression import feedback as fed_back
+from polytempo.compression import sign, through
+from polytempo.core import Strategy, spelled
+
+
+def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
+    """Send one bit for each number of the gradient: the majority's sign is the update, or the mean of scaled signs.
+
+    Without `feedback`: g ← sign(Σᵢ sign(gᵢ)), 0 on a tie. Every parameter moves by the learning rate, so that has to be
+    about a hundredth of SGD's; all workers weigh the same, and fewer than half of them cannot turn a vote.
+    With `feedback` (EF-signSGD): v = g + r; v̂ = mean|v| · sign(v); r ← v - v̂; the mean of the v̂, with SGD's learning
+    rate. Tensors of fewer than `exact_below` elements travel as they are, and are voted on all the same. With one
+    worker nothing is encoded: it is plain SGD, with steps of another size than those of several voters.
+
+    Cost: votes (N-1)/32 of float32's bytes; with feedback 2(N-1)/N · 1/32, and memory for one more gradient.
+
+    Source: J. Bernstein, J. Zhao, K. Azizzadenesheli and A. Anandkumar, "signSGD with majority vote is communication
+    efficient and fault tolerant", 2019; S. P. Karimireddy, Q. Rebjock, S. U. Stich and M. Jaggi, "Error feedback fixes
+    SignSGD and other gradient compression schemes", 2019. The former's server sends the majority's bit back; here
+    everybody gathers all votes and counts. Its momentum on the workers is not part of this.
+    """
+    if feedback:
+        transform = through(fed_back(sign(scaled=True)), exact_below=exact_below)
+    else:
+        transform = through(sign(scaled=False), vote, exact_below=exact_below)
+    return Strategy(spelled("sign_sgd", feedback=feedback, exact_below=exact_below), gradients=transform)

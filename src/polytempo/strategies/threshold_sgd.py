@@ -1,0 +1,27 @@
+"""Threshold SGD: a worker sends ±τ where what it accumulated exceeds τ, and keeps the rest."""
+
+from __future__ import annotations
+
+from polytempo.compression import feedback, threshold, through
+from polytempo.core import Strategy, spelled
+
+
+def threshold_sgd(tau: float = 1e-3, density: float | None = None, exact_below: int = 1024) -> Strategy:
+    """Send an index and a sign for each entry of r + g beyond ±`tau`; each message moves it by τ.
+
+    v = g/N + r; where |v| > τ, ±τ travels, once; r ← v ∓ τ. With `density` τ adapts, so that about this share of the
+    entries is sent, and `tau` is where it begins. Too small a τ and the residuals grow for ever; too large a one and
+    nothing happens for long. Tensors of fewer than `exact_below` elements travel as they are. With one worker nothing
+    is left out.
+
+    Cost: (N-1) · 4 bytes for each entry that is sent, fewer where they are many; memory for one more gradient.
+
+    Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015. There τ is in units
+    of the weights' update and workers do not wait for each other; here it is in units of this worker's part of the mean
+    gradient, so that it does not depend on the learning rate, and all take part in every step.
+    """
+    codec = feedback(threshold(tau=tau, density=density))
+    return Strategy(
+        spelled("threshold_sgd", tau=tau, density=density, exact_below=exact_below),
+        gradients=through(codec, exact_below=exact_below),
+    )
