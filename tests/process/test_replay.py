@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import polytempo as pt
 from polytempo.cli.main import app
+from polytempo.compression import bf16, feedback, fp16
 from polytempo.core import Strategy
 from polytempo.engines import run_served
 from polytempo.engines.crew import WorkerDied
@@ -75,6 +76,11 @@ RUNS: dict[str, tuple[Strategy, int, dict[int, int]]] = {
     "pushes that overlap with pulls": (s.downpour(push_every=2, pull_every=3, shards=2), 2, {}),
     "gradients that wait for others": (s.softsync(), 4, {}),
     "a shard's head is killed": (s.staleness_aware(replicas=1), 2, {30: 2}),
+    "encoded both ways, a worker is killed": (
+        s.downpour(2, 3, shards=2, codec=feedback(bf16()), pull_codec=fp16()),
+        3,
+        {30: 1},
+    ),
 }
 
 

@@ -253,10 +253,10 @@ def test_an_optimizer_becomes_a_rule_and_parameters_a_layout() -> None:
     model, optimizer = two_groups({"lr": 0.5})
     assert update_rule_of(optimizer) == UpdateRule("sgd", momentum=0.9)
     assert [tuple(parameter) for parameter in parameters_of(model, optimizer)] == [
-        ("0.weight", 6, 0, 0),
-        ("0.bias", 2, 0, 0),
-        ("1.weight", 2, 1, 0),
-        ("1.bias", 1, 1, 0),
+        ("0.weight", 6, 0, 0, (2, 3)),
+        ("0.bias", 2, 0, 0, (2,)),
+        ("1.weight", 2, 1, 0, (1, 2)),
+        ("1.bias", 1, 1, 0, (1,)),
     ]
 
 

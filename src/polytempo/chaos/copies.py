@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polytempo.chaos.world import Violation, World
+from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
@@ -17,11 +18,16 @@ _MOST_HELD = 200
 """Replies held back, or entries not confirmed: workers have few requests each, so there can never be many."""
 
 
-def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule) -> Shard:
+def counted(num_shards: int, num_tickets: int) -> tuple[Parameter, ...]:
+    """The parameters of all shards: a number for each ticket and shard."""
+    return (Parameter("counts", num_shards * num_tickets),)
+
+
+def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule, codec: Codec | None = None) -> Shard:
     """A shard with a weight of 0 for each ticket, and the plainest optimizer."""
     span = Span(number * num_tickets, (number + 1) * num_tickets)
-    service = Service(rule, UpdateRule("sgd"))
-    parameters = (Parameter("counts", num_shards * num_tickets),)
+    service = Service(rule, UpdateRule("sgd"), codec=codec, pull_codec=codec)
+    parameters = counted(num_shards, num_tickets)
     return Shard(number, parameters, (span,), torch.zeros(num_tickets), service, native=False)
 
 

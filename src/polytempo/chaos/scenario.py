@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from polytempo.chaos.bugs import planted
 from polytempo.chaos.checkers import Checkers, Promises
-from polytempo.chaos.copies import Copies, new_shard
+from polytempo.chaos.copies import Copies, counted, new_shard
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import Launcher
 from polytempo.chaos.network import Cut, Death, Fault, Plan
@@ -19,6 +19,7 @@ from polytempo.chaos.scenario_rules import draw_rule, undivided
 from polytempo.chaos.storm import Cast, Limits, storm
 from polytempo.chaos.worker import Habits, Worker, spans
 from polytempo.chaos.world import Violation, World
+from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
@@ -140,11 +141,11 @@ def _cast(workers: int, shards: int, replicas: int) -> Cast:
     return Cast(tuple(range(workers)), copies, workers + shards * (replicas + 1))
 
 
-def run(seed: int, bug: str | None = None) -> Outcome:
-    """Run a seed, with a planted bug or none."""
+def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> Outcome:
+    """Run a seed, with a planted bug or none. `codec`: pushes and pulls travel by it; it must be lossless."""
     with planted(bug).planted() if bug is not None else nullcontext():
         scenario = draw(seed)
-        stage = Stage(scenario)
+        stage = Stage(scenario, codec)
         try:
             stage.perform()
         except Violation as violation:
@@ -155,9 +156,10 @@ def run(seed: int, bug: str | None = None) -> Outcome:
 class Stage:
     """The world of one scenario."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, codec: Codec | None = None) -> None:
         """Place everybody."""
         self.scenario, cast = scenario, scenario.cast
+        self._codec = codec
         self.world = World(scenario.plan, scenario.seed)
         self.copies = Copies(cast.workers, cast.copies, self.world)
         self.checkers = Checkers(self.world, self.copies, scenario.tickets, scenario.promises)
@@ -207,7 +209,13 @@ class Stage:
     def _worker(self, node: int, incarnation: int) -> Worker:
         scenario = self.scenario
         chains, coordinator = self.launcher.coordinator.chains, scenario.cast.coordinator
-        client = Client(node, incarnation, self._spans, chains, coordinator, TIMING)
+        codec, parameters = self._codec, counted(scenario.shards, scenario.tickets)
+        client = Client(
+            *(node, incarnation, self._spans, chains, coordinator, TIMING),
+            parameters=parameters,
+            codec=codec,
+            pull_codec=codec,
+        )
         factor = scenario.slowed if node == scenario.workers - 1 else 1.0
         habits = scenario.habits.slowed(factor)
         return Worker(client, scenario.tickets, habits, self._random, self.checkers.read)
@@ -218,7 +226,7 @@ class Stage:
         return Node(node, shard, coordinator, TIMING, blank=blank, on_save=self._saves.save)
 
     def _shard(self, number: int) -> Shard:
-        return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule)
+        return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule, self._codec)
 
     def _launcher(self) -> Launcher:
         scenario, cast = self.scenario, self.scenario.cast

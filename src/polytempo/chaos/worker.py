@@ -25,6 +25,9 @@ from polytempo.server.layout import Span, Spans
 from polytempo.server.message import Message, Outbox, Ticket
 from polytempo.server.through import through
 
+_FLOPS_PER_S = 2.0**30
+"""A power of two, so that seconds come back to the bit."""
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -113,8 +116,8 @@ class Worker:
                     return out
                 case Take():
                     value = self._mail.popleft() if self._mail else None
-                case Compute(_, seconds):
-                    self._until_s = now_s + seconds
+                case Compute(_, flops):
+                    self._until_s = now_s + flops / _FLOPS_PER_S
                     return out
                 case _:
                     raise TypeError(f"this world does not perform {op}")
@@ -168,7 +171,7 @@ class _Training:
         self.client.begin([ticket.number], (1.0,), 1)
         self.clock += 1
         seconds = self.random.uniform(self.habits.least_s, self.habits.most_s)
-        await self.port.compute(lambda: None, seconds)
+        await self.port.compute(lambda: None, seconds * _FLOPS_PER_S)
         if ticket.again or len(self.held) >= self.habits.push_every:
             await self.push()
 

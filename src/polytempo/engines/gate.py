@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, final
 
 import torch
 from msgspec.structs import asdict, replace
+from torch import Tensor
 
 from polytempo.core.ranges import Ranges
 from polytempo.server.coordinator import Coordinator
@@ -134,10 +135,10 @@ class Play:
                 sent.append((to, message))
         return sent
 
-    def add_square(self, entry: Pushing, push: Push) -> None:
-        """Add one shard's part to the norm of a gradient."""
+    def add_square(self, entry: Pushing, push: Push, gradient: Tensor) -> None:
+        """Add one shard's part to the norm of a gradient: `gradient` is what the push carries."""
         key = (entry.worker, entry.incarnation), entry.clock, entry.tickets
-        for part in (push.gradient, *(rows.values for rows in push.rows)):
+        for part in (gradient, *(rows.values for rows in push.rows)):
             self.squares[key] += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
 
     def check_stop(self, version: int) -> None:
@@ -324,7 +325,7 @@ class ShardDoor:
             play.differs(self.gate.where, difference_of(entry, replayed))
         if isinstance(message, Push) and isinstance(entry, Pushing):
             self.pushes.append(Arrived(shard.number, shard.index, before, entry))
-            play.add_square(entry, message)
+            play.add_square(entry, message, shard.gradient_of(message))
             if shard.number == 0:
                 play.has_pushed(entry, shard.version)
         return out

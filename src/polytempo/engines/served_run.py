@@ -242,6 +242,8 @@ class ServedRun:
             outgoing=Outgoing(empty, lambda tensor: self.arenas.reference(tensor) is not None),
             dtype=self.weights.dtype,
             parameters=self.parameters,
+            codec=self.service.codec,
+            pull_codec=self.service.pull_codec,
         )
         course = course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
         mail = self.mail.mailbox(role.node, own_process=True)

@@ -157,6 +157,8 @@ class _Run:
             self.timing,
             dtype=dtype_of(course.model),
             parameters=self.parameters,
+            codec=self.service.codec,
+            pull_codec=self.service.pull_codec,
         )
         return await through(client, port, work(port.among(self.cast.workers), course, client))
 

@@ -174,6 +174,8 @@ class Stage:
             _TIMING,
             dtype=self.dtype,
             parameters=self.parameters,
+            codec=self.service.codec,
+            pull_codec=self.service.pull_codec,
         )
         course = course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
         course.compute_gradients = _noting(course.compute_gradients, self.losses[life])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
 from torch import Tensor
 
+from polytempo.server.encoded import Pushes, Undecodable
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Push
+from polytempo.server.state import Waiting
 from polytempo.server.tables import Tables
 from polytempo.server.update import Optimizer
 
@@ -28,12 +31,30 @@ class Admission:
         look: Look,
         *,
         tables: Tables | None = None,
+        pushes: Pushes | None = None,
     ) -> None:
-        self._tables = tables
+        self._tables, self._pushes = tables, pushes
         self._parameters, self._spans = parameters, spans
         self._shape, self._dtype = tuple(weights.shape), weights.dtype
         self._optimizer, self._look = optimizer, look
         self._good_lrs: tuple[float, ...] | None = None
+
+    def admit(self, push: Push, version: int, queues: Mapping[int, Sequence[Waiting]]) -> tuple[Push, str]:
+        """`push` with its gradient decoded where it came encoded, and why it is refused; "" if it is not.
+
+        `queues`: the pushes that wait still, whose gradients are not to be written over.
+        """
+        if self._pushes is not None:
+            kept = [waiting.gradient for queue in queues.values() for waiting in queue]
+            try:
+                push = replace(push, gradient=self._pushes.gradient(push.gradient, kept))
+            except Undecodable as error:
+                return push, f"worker {push.worker}, clock {push.clock}: {error}"
+        return push, self.fault(push, version)
+
+    def gradient_of(self, push: Push) -> Tensor:
+        """What `push` carries, decoded into new memory. Raises Undecodable."""
+        return push.gradient if self._pushes is None else self._pushes.seen(push.gradient)
 
     def fault(self, push: Push, version: int) -> str:
         """Why `push` is refused by a shard whose weights are of `version`; "" if it is not."""

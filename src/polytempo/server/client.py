@@ -12,11 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from polytempo.core.codec import Codec
 from polytempo.core.errors import PolytempoError, TimedOut
+from polytempo.server.encoded import Encoder, Opened
 from polytempo.server.layout import Parameter, Spans, part, place_
 from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
 from polytempo.server.outgoing import Outgoing
-from polytempo.server.pieces import split
+from polytempo.server.pieces import split, without_tables
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
 from polytempo.server.touched import TableRows, Touched
@@ -48,7 +50,10 @@ class Client:
     `versions[s]` is the version of shard s that the worker's parameters come from. Everything that is sent comes out of
     `outbox`; everything that arrives goes into `receive`. `parameters` are needed where some of them are tables: these
     are no part of the flat vectors, but travel by touched rows, in by `accrue` and out by `pulled_rows`. `outgoing`
-    lends what is pushed from memory that the shards read in place.
+    lends what is pushed from memory that the shards read in place. `codec` encodes it instead, and the shards encode
+    by `pull_codec` what is pulled: both as in `Service`, and both need `parameters`.
+
+    What the codec holds back is this life's: whoever comes back with the next incarnation owes nothing.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Client:
         outgoing: Outgoing | None = None,
         dtype: torch.dtype = torch.float32,
         parameters: Sequence[Parameter] = (),
+        codec: Codec | None = None,
+        pull_codec: Codec | None = None,
     ) -> None:
         self.worker, self.incarnation, self.coordinator = worker, incarnation, coordinator
         self.timing = timing or Timing()
@@ -84,6 +91,9 @@ class Client:
         self._outgoing = outgoing
         self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
         self._pulled = self._empty(numel, dtype)
+        dense = without_tables(parameters)
+        self._encoder = None if codec is None else Encoder(codec, dense, self.shards, dtype, worker)
+        self._opened = None if pull_codec is None else Opened(pull_codec, dense, self.shards, dtype)
         heads = [chain[0] if chain else coordinator for chain in chains]  # one without a copy is gone, and never asked
         self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
         self.layout = 0
@@ -125,9 +135,13 @@ class Client:
         return [] if self._touched is None else self._touched.taken()
 
     def push(self, flat: Tensor, clock: int, samples: int = 0) -> Pending:
-        """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`."""
+        """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`.
+
+        Raises NotFinite where there is a codec and `flat` has NaN or an infinity: no shard would see it any more.
+        """
         pending = Pending(f"push of step {clock}", set(self._live))
-        if self._outgoing is not None:
+        messages = None if self._encoder is None else self._encoder.encode(flat)
+        if self._outgoing is not None and messages is None:
             flat = self._outgoing.lend(flat, pending)
         tickets, count = tuple(self._tickets), samples or self._samples
         batches = tuple(self._batches)
@@ -136,7 +150,7 @@ class Client:
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
         for shard in self._live:
-            mine = part(flat, self.shards[shard])
+            mine = part(flat, self.shards[shard]) if messages is None else messages[shard]
             facts = (clock, self.versions[shard], count, self._lrs, tickets, mine, rows[shard])
             self._add(shard, partial(_push, facts), pending)
         self._pushed_batches[pending] = batches
@@ -160,6 +174,15 @@ class Client:
     def held(self) -> int:
         """How many tickets' gradients have not been pushed yet."""
         return len(self._tickets)
+
+    def flops(self, *, pushes: bool) -> float:
+        """What a push, or else a pull, costs this worker in operations: what its codec asks for."""
+        coded = self._encoder if pushes else self._opened
+        return 0.0 if coded is None else coded.flops
+
+    def owed(self) -> Tensor | None:
+        """What the codec holds back of each element, flat; None without a codec."""
+        return None if self._encoder is None else self._encoder.owed()
 
     @property
     def idle(self) -> bool:
@@ -211,7 +234,10 @@ class Client:
             return
         del self._pending[reply.shard, reply.sequence]
         if isinstance(reply, Pulled):
-            place_(self._pulled, self.shards[reply.shard], reply.values)
+            if self._opened is None:
+                place_(self._pulled, self.shards[reply.shard], reply.values)
+            else:
+                self._opened.place_(self._pulled, reply.shard, reply.values)
             if self._touched is not None:
                 self._touched.arrive(reply.shard, reply.version, reply.rows)
             self.versions[reply.shard] = reply.version
@@ -259,6 +285,9 @@ class Client:
         self._coming = None
         self.layout, self.shards = view.layout, view.spans
         self._live = [shard for shard, spans in enumerate(view.spans) if spans]
+        for coded in (self._encoder, self._opened):
+            if coded is not None:
+                coded.move(view.spans)
         for chain in view.chains[len(self._asked) : len(view.spans)]:
             head = chain[0] if chain else self.coordinator  # it has come and gone, and is never asked
             self._asked.append(Requests(self.worker, self.incarnation, head, self.timing))

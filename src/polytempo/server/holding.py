@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from polytempo.core import Codec
 from polytempo.core.rule import Service
 from polytempo.server.admission import Admission
 from polytempo.server.buffers import Empty
+from polytempo.server.encoded import Coding, Pushes, Shown
 from polytempo.server.layout import Parameter, Spans, segments
 from polytempo.server.tables import Tables
 from polytempo.server.update import Optimizer
@@ -28,5 +30,13 @@ class Holder:
         assert self._service.optimizer is not None, "the shard has seen to it"
         where = segments(self._parameters, spans)
         optimizer = Optimizer(self._service.optimizer, where, values.dtype, native=self._native)
-        weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis)
-        return weights, Admission(self._parameters, spans, values, optimizer, weights.look, tables=self._tables)
+        codec, pull_codec = self._service.codec, self._service.pull_codec
+        shown = None if pull_codec is None else Shown(self._coding(pull_codec, spans, values))
+        pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
+        weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis, shown=shown)
+        return weights, Admission(
+            self._parameters, spans, values, optimizer, weights.look, tables=self._tables, pushes=pushes
+        )
+
+    def _coding(self, codec: Codec, spans: Spans, values: Tensor) -> Coding:
+        return Coding(self._parameters, spans, codec, values.dtype, own=True)

@@ -31,6 +31,8 @@ class Parameter(NamedTuple):
     group: int = 0
     """The optimizer's parameter group."""
     row_width: int = 0
+    shape: tuple[int, ...] = ()
+    """What codecs see; (): a vector."""
 
 
 class Span(NamedTuple):

@@ -154,12 +154,16 @@ class Node:
         return max(0.0, min(self._beat_at_s, self._retry_at_s) - now_s)
 
     def flops(self, message: Message) -> float:
-        """What taking `message` costs: about four operations for each element of a gradient."""
+        """What taking `message` costs: about four operations for each element of a gradient, and the codec's."""
         if isinstance(message, Replicate):
             return self.flops(message.entry)
+        service, numel = self.shard.service, self.shard.weights.numel()
+        if isinstance(message, Pull) and service.pull_codec is not None:
+            return service.pull_codec.flops / 2 * numel
         if not isinstance(message, Push):
             return 0.0
-        return 4.0 * (message.gradient.numel() + sum(rows.values.numel() for rows in message.rows))
+        decoding = 0.0 if service.codec is None else service.codec.flops / 2 * numel
+        return decoding + 4.0 * (numel + sum(rows.values.numel() for rows in message.rows))
 
     # ------------------------------------------------------------------ entries
 

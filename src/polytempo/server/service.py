@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
+from polytempo.core.codec import Codec, check_codec
 from polytempo.core.rule import Modified, Rate, Rule, Service, UpdateRule
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
+from polytempo.server.codecs import check_pull_codec, check_push_codec
 from polytempo.server.pull import pull
 from polytempo.server.push import push
 
@@ -29,8 +31,10 @@ def service(
     warm_start: int = 0,
     waits: bool = False,
     rate: Rate | None = None,
+    codec: Codec | None = None,
+    pull_codec: Codec | None = None,
 ) -> Service:
-    """`Service` with its numbers checked.
+    """`Service` with its numbers checked, and its codecs.
 
     `replicas` are the further copies of each shard: with r of them, what was acknowledged survives the loss of any r
     processes. "evenly" is for rules that make workers wait for each other (see `server.dealer`).
@@ -43,7 +47,16 @@ def service(
         raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
     if warm_start < 0:
         raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {warm_start}")
-    return Service(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits, rate)
+    for each in (codec, pull_codec):
+        if each is not None:
+            check_codec(each)
+    check_push_codec(codec)
+    check_pull_codec(pull_codec)
+    return Service(
+        *(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits, rate),
+        codec=codec,
+        pull_codec=pull_codec,
+    )
 
 
 def served(

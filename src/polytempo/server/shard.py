@@ -98,6 +98,10 @@ class Shard:
         """The present weights, to be read only, and only until the next entry."""
         return self._weights.present
 
+    def gradient_of(self, push: Push) -> Tensor:
+        """What `push` carries, decoded."""
+        return self._admission.gradient_of(push)
+
     # ------------------------------------------------------------------ entries
 
     def look(self, request: Request) -> Look:
@@ -148,7 +152,7 @@ class Shard:
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
         verdict: Literal["dropped", "refused"] = "refused"
-        reason = self._admission.fault(push, self.version)
+        push, reason = self._admission.admit(push, self.version, self._waiting)
         if not reason and push.tickets:
             had = [ticket for ticket in push.tickets if ticket in self._tickets]
             if len(had) == len(push.tickets):

@@ -60,7 +60,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     known: dict[int, Known]
     waiting: dict[int, list[Waiting]]
     leases: dict[int, list[tuple[int, int]]]
-    """Worker -> (sequence of the answered request, buffer that the answer lends)."""
+    """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
     reads: dict[int, tuple[int, int]]
     """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
     lrs: tuple[float, ...]

@@ -63,6 +63,8 @@ class _Mail:
     async def begun(self, op: Push | Pull) -> Pending:
         """Send a push or pull on its way."""
         client = self._client
+        if flops := client.flops(pushes=isinstance(op, Push)):
+            await self._port.compute(lambda: None, flops)  # the time that the codec takes on the virtual clock
         while not client.idle and (taken := await self._port.take(0.0)) is not None:  # an answer may open the line
             await self._sort(await self._port.now(), *taken)
         pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)

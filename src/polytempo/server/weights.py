@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from polytempo.server.buffers import Buffers, Empty
+from polytempo.server.encoded import Shown
 from polytempo.server.update import Moments, Optimizer, Term, add_, first_unfinite, init
 
 
@@ -28,10 +29,13 @@ class _Foreseen(NamedTuple):
 class Weights:
     """The present weights, older ones that are lent, the optimizer's moments, and the sum of gradients so far.
 
-    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones.
+    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `shown`: what encodes
+    the weights for those who pull; then nothing is lent to them.
     """
 
-    def __init__(self, values: Tensor, optimizer: Optimizer, empty: Empty, *, keeps_reads: bool) -> None:
+    def __init__(
+        self, values: Tensor, optimizer: Optimizer, empty: Empty, *, keeps_reads: bool, shown: Shown | None = None
+    ) -> None:
         self.numel, self.dtype = values.numel(), values.dtype
         self.version = 0
         """How often the weights have changed."""
@@ -45,12 +49,13 @@ class Weights:
         """Memory for the sum; something is in it where `summed`."""
         self.summed = False
         self.leases: dict[int, list[tuple[int, int]]] = {}
-        """Worker -> (sequence of the answered request, buffer that the answer lends)."""
+        """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
         """Worker -> (version, buffer) of the weights that it read last."""
         self.lrs: tuple[float, ...] = ()
         """The learning rates that came with the gradient that was added last."""
         self._optimizer, self._empty, self._keeps_reads = optimizer, empty, keeps_reads
+        self._shown = shown
         self._terms: list[Term] = []
         self._foresees = optimizer.descends
         self._scale: float | None = None
@@ -65,13 +70,16 @@ class Weights:
     # ------------------------------------------------------------------ lending
 
     def lend_present(self, worker: int, sequence: int) -> Tensor:
-        """The present weights for `worker`, with the answer to its request `sequence`."""
-        self.buffers.hold(self.current)
+        """The present weights for `worker`, with the answer to its request `sequence`; or a message that says them."""
         if self._keeps_reads:
             self.buffers.hold(self.current)
             if worker in self.reads:
                 self.buffers.release(self.reads[worker][1])
             self.reads[worker] = self.version, self.current
+        if self._shown is not None:
+            self.leases.setdefault(worker, []).append((sequence, -1))
+            return self._shown.message(self.present, self.version)
+        self.buffers.hold(self.current)
         return self.lend(worker, sequence, self.current)
 
     def lend(self, worker: int, sequence: int, number: int) -> Tensor:
@@ -83,7 +91,8 @@ class Weights:
         """`worker` has made another request, so it has read what it was lent: the sequences of those answers."""
         leases = self.leases.pop(worker)
         for _, number in leases:
-            self.buffers.release(number)
+            if number >= 0:
+                self.buffers.release(number)
         return [sequence for sequence, _ in leases]
 
     def leave(self, worker: int) -> None:
@@ -205,3 +214,5 @@ class Weights:
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
         self._terms, self._foreseen = [], None
+        if self._shown is not None:
+            self._shown.forget()

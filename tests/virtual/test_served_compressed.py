@@ -1,0 +1,457 @@
+"""Encoded pushes and pulls: what travels, what is held, what is owed, and what a shard makes of nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polytempo import strategies
+from polytempo.cluster import ethernet
+from polytempo.compression import bf16, dgc, dynamic8, exact, feedback, fp16, int8, one_bit, random_k, top_k
+from polytempo.compression.packing import Piece
+from polytempo.core import Codec, NotFinite, Occasion, Owed, Strategy
+from polytempo.core.rule import Service, UpdateRule
+from polytempo.engines.simulate import simulate
+from polytempo.engines.simulate_served import simulate_served
+from polytempo.jobs import find
+from polytempo.server.carried import Kept, carried
+from polytempo.server.client import Client
+from polytempo.server.encoded import Encoder, Overflown, ranges
+from polytempo.server.hardsync import hardsync
+from polytempo.server.layout import Parameter, Span, Spans, shard_map, with_shard_added
+from polytempo.server.message import (
+    COORDINATOR,
+    Members,
+    Message,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    View,
+)
+from polytempo.server.node import Node
+from polytempo.server.on_arrival import on_arrival
+from polytempo.server.service import served, service
+from polytempo.server.shard import Shard
+from polytempo.server.softsync import softsync
+from polytempo.server.timing import Timing
+from polytempo.torch.options import RunOptions
+
+DIGITS = find("digits")
+MODEL = (Parameter("w", 6000, shape=(60, 100)), Parameter("b", 60, shape=(60,)), Parameter("v", 1940, shape=(1940,)))
+NUMEL = 8000
+BY_ROWS = ((Span(0, 2000),), (Span(2000, 4000),), (Span(4000, 6000),), (Span(6000, 8000),))
+"""Four shards, all cuts between rows or parameters."""
+FED = [feedback(bf16()), feedback(int8()), feedback(one_bit()), feedback(top_k(0.01))]
+LAUNCHER = 9
+by_name = {"ids": lambda codec: codec.name}
+
+
+def gradients(count: int, seed: int = 0) -> list[Tensor]:
+    """Whole numbers over 256, so that sums and differences of some of them are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-1000, 1000, (NUMEL,), generator=generator) / 256 for _ in range(count)]
+
+
+def shard(codec: Codec | None, spans: Spans = (Span(0, NUMEL),), number: int = 0, **more: Any) -> Shard:
+    made = Service(**{"rule": on_arrival(), "optimizer": UpdateRule("sgd", lr=1.0), "codec": codec, **more})
+    found = Shard(number, MODEL, spans, torch.zeros(sum(span.numel for span in spans)), made, native=False)
+    found.apply(Members(COORDINATOR, 1, 1, ((0, 1), (1, 1))))
+    return found
+
+
+def client(codec: Codec | None, shards: Sequence[Spans] = ((Span(0, NUMEL),),), **more: Any) -> Client:
+    chains = [(10 + number,) for number in range(len(shards))]
+    return Client(0, 1, shards, chains, LAUNCHER, Timing(), parameters=MODEL, codec=codec, **more)
+
+
+def delivered(worker: Client, machines: Sequence[Shard], now_s: float = 0.0) -> list[Message]:
+    """Everything that `worker` has to send, answered by the shards; what was sent."""
+    sent = worker.outbox(now_s)
+    for to, request in sent:
+        assert isinstance(request, Push | Pull)
+        for reply in machines[to - 10].apply(request):
+            worker.receive(now_s, to, reply)
+    return [request for _, request in sent]
+
+
+# ---------------------------------------------------------------------------------------------------------- the layout
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 8000)], [("w", 0, 0, (60, 100)), ("b", 6000, 6000, (60,)), ("v", 6060, 6060, (1940,))]),
+        ([(2000, 4000)], [("w[2000:4000]", 0, 2000, (20, 100))]),
+        ([(2050, 2320)], [("w[2050:2100]", 0, 2050, (50,)), ("w[2100:2300]", 50, 2100, (2, 100)),
+                          ("w[2300:2320]", 250, 2300, (20,))]),
+        ([(2010, 2090)], [("w[2010:2090]", 0, 2010, (80,))]),
+        ([(5900, 6010), (7990, 8000)], [("w[5900:6000]", 0, 5900, (1, 100)), ("b[0:10]", 100, 6000, (10,)),
+                                        ("v[1930:1940]", 110, 7990, (10,))]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_a_shard_is_whole_rows_and_what_a_cut_leaves_of_a_row(
+    spans: list[tuple[int, int]], expected: list[tuple[str, int, int, tuple[int, ...]]]
+) -> None:
+    found = ranges(MODEL, tuple(Span(*span) for span in spans))
+    assert [(each.name, each.begin, each.start, each.shape) for each in found] == expected
+    assert {each.name[0] for each in found if each.is_small} <= {"b"}
+
+
+# ------------------------------------------------------------------------------------------------- same as uncompressed
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_worker_with_exact_wires_is_plain_to_the_bit(shards: int) -> None:
+    plain, encoded = (
+        simulate(DIGITS, strategies.async_sgd(shards=shards, codec=codec, pull_codec=codec), 1, steps=8)
+        for codec in (None, exact())
+    )
+    assert plain.parameters_sha256 == encoded.parameters_sha256
+
+
+def synchronous(shards: int, codec: Codec | None, pull_codec: Codec | None = None) -> Strategy:
+    made = service(hardsync(), shards=shards, replicas=1, deals="evenly", codec=codec, pull_codec=pull_codec)
+    return served(f"hardsync, {shards} shards", made)
+
+
+def final(strategy: Strategy) -> str | None:
+    return simulate_served(DIGITS, strategy, 3, ethernet(), RunOptions(steps=4)).parameters_sha256
+
+
+def test_three_workers_with_exact_wires_are_plain_to_the_bit() -> None:
+    assert final(synchronous(2, None)) == final(synchronous(2, exact(), exact()))
+
+
+def test_one_shard_and_four_are_the_same_where_a_codec_knows_no_groups() -> None:
+    """With groups, cuts inside of rows make others: see the next test for cuts between rows."""
+    one, four, plain = (final(synchronous(n, codec, bf16())) for n, codec in ((1, FED[0]), (4, FED[0]), (1, None)))
+    assert one == four != plain
+
+
+@pytest.mark.parametrize("codec", [feedback(bf16()), feedback(one_bit())], **by_name)
+def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Codec) -> None:
+    """Not for top_k, whose k largest are those of a shard's range, nor for int8, whose blocks begin with a range."""
+    given = gradients(4)
+    found = []
+    for shards in (((Span(0, NUMEL),),), BY_ROWS):
+        worker, machines = client(codec, shards), [shard(codec, s, n) for n, s in enumerate(shards)]
+        for clock, gradient in enumerate(given):
+            worker.push(gradient, clock)
+            delivered(worker, machines)
+        found.append(torch.cat([machine.weights for machine in machines]))
+    assert torch.equal(found[0][:6000], found[1][:6000])
+    assert torch.equal(*found) or codec.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
+
+
+# --------------------------------------------------------------------------------------------------- nothing gets lost
+
+
+@pytest.mark.parametrize("codec", FED, **by_name)
+def test_what_was_decoded_and_what_is_owed_is_what_was_pushed_though_shards_move(codec: Codec) -> None:
+    """Three layouts, the second with cuts inside of rows; SGD with rate 1 adds up what is decoded."""
+    given = gradients(6)
+    layouts = [shard_map(MODEL, 3), with_shard_added(MODEL, shard_map(MODEL, 3)), ((Span(0, NUMEL),),)]
+    encoder = Encoder(codec, MODEL, layouts[0], torch.float32, worker=0)
+    decoded = torch.zeros(NUMEL, dtype=torch.float64)
+    for number, layout in enumerate(layouts):
+        before = encoder.owed()
+        encoder.move(layout)
+        assert torch.equal(encoder.owed(), before)
+        machines = [shard(codec, spans, n) for n, spans in enumerate(layout)]
+        for gradient in given[2 * number : 2 * number + 2]:
+            for machine, spans, wire in zip(machines, layout, encoder.encode(gradient), strict=True):
+                seen = machine.gradient_of(Push(0, 1, 1, 0, 0, 1, (), (), wire)).double()
+                at = 0
+                for begin, end in spans:
+                    decoded[begin:end] += seen[at : at + end - begin]
+                    at += end - begin
+    assert encoder.owed().any()
+    torch.testing.assert_close(decoded + encoder.owed(), sum(given).double(), rtol=1e-5, atol=1e-4)
+
+
+def test_what_a_codec_remembers_of_an_element_goes_with_it() -> None:
+    """Residuals by element, thresholds from the range that had most of it, and None where nothing was."""
+    before = [
+        Kept(0, (4,), (Owed(torch.tensor([1.0, 2.0, 3.0, 4.0])), {"tau": 0.5})),
+        Kept(4, (1, 2), (Owed(), {"tau": 0.25})),
+        Kept(6, (2,), (Owed(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
+    ]
+    fresh = (Owed(), {"tau": 1.0})
+    owed, rest = carried(before, 3, (2, 2), fresh)
+    assert (owed.residual.tolist(), rest) == ([[4.0, 0.0], [0.0, 7.0]], {"tau": 0.25})
+    assert carried(before, 4, (2,), fresh) == (Owed(), {"tau": 0.25})
+    assert carried(before, 8, (2,), fresh) == fresh
+    assert carried([], 0, (2,), None) is None
+
+
+def test_a_client_keeps_what_it_owes_when_shards_come() -> None:
+    before, after = shard_map(MODEL, 1), with_shard_added(MODEL, shard_map(MODEL, 1))
+    worker, machine = client(feedback(bf16()), before), shard(feedback(bf16()))
+    worker.push(gradients(1)[0], 1)
+    delivered(worker, [machine])
+    owed = worker.owed()
+    assert owed is not None
+    assert owed.any()
+    worker.receive(0.0, LAUNCHER, View(1, ((10,), (11,)), ((0, 1),), layout=1, spans=after))
+    assert worker.layout == 1
+    assert torch.equal(worker.owed(), owed)  # type: ignore[arg-type]
+
+
+def test_what_is_owed_moves_bit_by_bit_while_training_goes_on() -> None:
+    """2 shards at first, 3 after an epoch, 1 after two; a synchronous schedule, and a codec that knows no groups."""
+    plain = strategies.backup_workers(backups=0, shards=2)
+    assert plain.server is not None
+    encoded = replace(plain, server=replace(plain.server, codec=feedback(bf16()), pull_codec=bf16()))
+    hashes = [
+        simulate(DIGITS, strategy, 3, epochs=3, batch_size=120, reshape=reshape).parameters_sha256
+        for strategy, reshape in ((plain, {}), (encoded, {}), (encoded, {1: 3, 2: 1}))
+    ]
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def damaged(wire: Tensor) -> dict[str, Tensor]:
+    return {
+        "another dtype": wire.view(torch.int32),
+        "no vector": wire.view(1, -1),
+        "nothing": wire[:0],
+        "too short": wire[:-8],
+        "too long": torch.cat([wire, wire[:8]]),
+        "uncompressed": torch.zeros(NUMEL),
+    }
+
+
+@pytest.mark.parametrize("how", damaged(torch.zeros(16, dtype=torch.uint8)))
+@pytest.mark.parametrize("codec", FED, **by_name)
+def test_what_cannot_be_decoded_is_refused_and_the_shard_goes_on(codec: Codec, how: str) -> None:
+    machine = shard(codec)
+    (wire,) = Encoder(codec, MODEL, [(Span(0, NUMEL),)], torch.float32, 0).encode(gradients(1)[0])
+    (reply,) = machine.apply(Push(0, 1, 1, 1, 0, 1, (), (0,), damaged(wire)[how]))
+    assert isinstance(reply, Pushed)
+    assert reply.verdict == "refused"
+    assert "worker 0, clock 1: " in reply.reason
+    assert codec.name in reply.reason
+    assert not machine.weights.any()
+    (reply,) = machine.apply(Push(0, 1, 2, 1, 0, 1, (), (0,), wire))
+    assert isinstance(reply, Pushed)
+    assert reply.verdict == "applied"
+    assert machine.weights.any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("codec", FED, **by_name)
+def test_bytes_at_random_never_end_a_shard(codec: Codec, seed: int) -> None:
+    machine = shard(codec)
+    (wire,) = Encoder(codec, MODEL, [(Span(0, NUMEL),)], torch.float32, 0).encode(gradients(1)[0])
+    noise = torch.randint(0, 256, wire.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    (reply,) = machine.apply(Push(0, 1, 1, 1, 0, 1, (), (0,), noise))
+    assert isinstance(reply, Pushed)
+    assert torch.isfinite(machine.weights).all()
+    assert reply.verdict != "refused" or not machine.weights.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_never_leaves_the_worker(value: float) -> None:
+    worker = client(bf16(), BY_ROWS)
+    worker.begin((7,), (1.0,), 1)
+    bad = gradients(1)[0]
+    bad[4003] = value
+    with pytest.raises(NotFinite, match=r"element 3 of w\[4000:6000\] on rank 0 is (nan|inf), which bf16\(\)"):
+        worker.push(bad, 1)
+    assert not worker.outbox(0.0)
+    assert worker.held == 1
+
+
+@pytest.mark.parametrize("pull_codec", [int8(), dynamic8()], **by_name)
+def test_weights_that_have_overflowed_end_no_shard_and_are_told_to_who_pulls(pull_codec: Codec) -> None:
+    """No gradient was wrong, so nobody has refused one; the shard serves the others' pushes, and has copies."""
+    worker = client(None, BY_ROWS, pull_codec=pull_codec)
+    machines = [shard(None, spans, number, pull_codec=pull_codec) for number, spans in enumerate(BY_ROWS)]
+    steep = torch.zeros(NUMEL)
+    steep[4003] = -3e38
+    for clock in (1, 2):
+        worker.push(steep, clock)
+        delivered(worker, machines)
+    (answer,) = machines[2].apply(Pull(1, 1, 1, 0, -1))
+    assert isinstance(answer, Pulled)
+    worker.pull(3)
+    told = rf"^shard 2 holds inf as w\[4003\], which pull_codec={pull_codec.name[:4]}.* lower the learning rate"
+    with pytest.raises(Overflown, match=told):
+        delivered(worker, machines)
+    copy = shard(None, BY_ROWS[2], 2, pull_codec=pull_codec)
+    copy.load(*machines[2].dump())
+    again = [each.apply(Pull(1, 1, 2, 1, -1))[0] for each in (machines[2], copy)]
+    assert all(isinstance(each, Pulled) and torch.equal(each.values, answer.values) for each in again)
+    (pushed,) = machines[2].apply(Push(1, 1, 3, 1, 0, 1, (), (), torch.ones(2000)))
+    assert isinstance(pushed, Pushed)
+    assert pushed.verdict == "applied"
+
+
+def test_finite_weights_that_a_codec_refuses_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, worker = shard(None, pull_codec=int8()), client(None, pull_codec=int8())
+    worker.push(gradients(1)[0] / 3, 1)
+    delivered(worker, [machine])
+
+    def refusing(*given: Any) -> Any:
+        raise NotFinite("int8(256)", 0, 0.0)
+
+    monkeypatch.setattr("polytempo.server.encoded.Coding.encode", refusing)
+    pending = worker.pull(2)
+    delivered(worker, [machine])
+    assert pending.value is not None
+    assert torch.equal(pending.value, machine.weights)
+
+
+def test_what_dgc_has_not_sent_is_counted_without_its_momentum() -> None:
+    codec = dgc(0.01, momentum=0.5, dense_below=0)
+    encoder, state = Encoder(codec, MODEL, [(Span(0, NUMEL),)], torch.float32, worker=0), None
+    for step, gradient in enumerate(gradients(2), start=1):
+        encoder.encode(gradient)
+        _, state = codec.encode(gradient[6060:], state, Occasion(step, 0, Piece("v", 0, 1940, codec).number))
+    assert state is not None
+    assert torch.equal(encoder.owed()[6060:], state.v.residual)
+    before = encoder.owed()
+    encoder.move(BY_ROWS)
+    assert torch.equal(encoder.owed(), before)
+
+
+def test_impossible_codecs_are_refused_when_the_strategy_is_built() -> None:
+    for named, remedy in (
+        (lambda: strategies.downpour(codec=random_k(0.1)), r"random_k.*workers .* at different steps; use top_k"),
+        (lambda: strategies.async_sgd(codec=feedback(random_k(0.1))), r"feedback\(random_k.*use top_k"),
+        (lambda: strategies.softsync(pull_codec=feedback(bf16())), r"feedback\(bf16\(\)\) remembers.*use bf16\(\)"),
+        (lambda: strategies.ssp(pull_codec=top_k(0.01)), r"does not keep every weight.*use bf16\(\)"),
+        (lambda: strategies.staleness_aware(pull_codec=one_bit()), r"one_bit\(\) does not keep every weight"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            named()
+    for codec in (fp16(), bf16(), int8(), exact()):
+        assert strategies.downpour(pull_codec=codec).server.pull_codec is codec  # type: ignore[union-attr]
+
+
+def test_codecs_are_part_of_a_strategys_name_where_there_are_any() -> None:
+    assert str(strategies.async_sgd()) == "async_sgd(shards=1, replicas=0, rate=None)"
+    named = str(strategies.async_sgd(codec=feedback(bf16()), pull_codec=fp16()))
+    assert named == "async_sgd(shards=1, replicas=0, rate=None, codec=feedback(bf16()), pull_codec=fp16())"
+
+
+# ----------------------------------------------------------------------------------------------- copies, and repetition
+
+
+def test_a_push_that_comes_again_is_the_same_bytes() -> None:
+    worker = client(feedback(one_bit()))
+    worker.push(gradients(1)[0], 1)
+    ((_, first),) = worker.outbox(0.0)
+    again = [message for _, message in worker.tick(worker.timing.retry_s + 1.0) if isinstance(message, Push)]
+    assert isinstance(first, Push)
+    assert again[0] is first
+    assert first.num_bytes == Message.HEADER_BYTES + first.gradient.numel()
+
+
+def test_two_copies_and_one_that_comes_later_are_the_same() -> None:
+    """Gradients that wait, answers that were given, and the residual of nobody: all is in the log's entries."""
+    more = {"rule": softsync(1), "pull_codec": bf16(), "replicas": 2}
+    codec = feedback(one_bit())
+    nodes = {node: Node(node, shard_without(codec, more), LAUNCHER, Timing(), blank=node == 3) for node in (1, 2, 3)}
+    answers: list[Message] = []
+
+    def give(source: int, to: int, message: Message) -> None:
+        if to not in nodes:
+            answers.append(message)
+            return
+        for receiver, answer in nodes[to].receive(0.0, source, message):
+            give(to, receiver, answer)
+
+    def see(epoch: int, *chain: int) -> None:
+        for node in nodes:
+            give(LAUNCHER, node, View(epoch, (chain,), ((0, 1), (1, 1))))
+
+    see(1, 1, 2)
+    give(LAUNCHER, 1, Members(COORDINATOR, 1, 1, ((0, 1), (1, 1))))
+    encoders = [Encoder(codec, MODEL, [(Span(0, NUMEL),)], torch.float32, worker) for worker in (0, 1)]
+    for clock, gradient in enumerate(gradients(5), start=1):
+        worker = clock % 2  # the fifth waits for another one
+        (wire,) = encoders[worker].encode(gradient)
+        sequence = 2 * ((clock + 1) // 2) - 1
+        give(worker, 1, Push(worker, 1, sequence, clock, 0, 1, (1.0,), (clock,), wire))
+        if clock < 5:
+            give(worker, 1, Pull(worker, 1, sequence + 1, clock, -1))
+    see(2, 1, 2, 3)
+    (wire,) = encoders[0].encode(gradients(6)[5])
+    give(0, 1, Push(0, 1, 5, 6, 0, 1, (1.0,), (6,), wire))
+    first, *others = (node.shard for node in nodes.values())
+    assert first.version == 3
+    for other in others:
+        assert torch.equal(first.weights, other.weights)
+        assert (first.version, first.index) == (other.version, other.index)
+    pulled = [message for message in answers if isinstance(message, Pulled)]
+    assert {message.values.dtype for message in pulled} == {torch.uint8}
+    assert {message.values.numel() for message in pulled} == {2 * (NUMEL - 60) + 4 * 60}
+
+
+def shard_without(codec: Codec, more: dict[str, Any]) -> Shard:
+    """Without members; its node is told of them."""
+    made = Service(**{"rule": on_arrival(), "optimizer": UpdateRule("sgd", lr=1.0), "codec": codec, **more})
+    return Shard(0, MODEL, (Span(0, NUMEL),), torch.zeros(NUMEL), made, native=False)
+
+
+def test_a_pull_lends_nothing_and_decodes_to_what_the_codec_keeps() -> None:
+    machine, worker = shard(None, pull_codec=bf16()), client(None, pull_codec=bf16())
+    worker.push(gradients(1)[0] / 3, 1)
+    delivered(worker, [machine])
+    for clock in (1, 2):
+        pending = worker.pull(clock)
+        delivered(worker, [machine])
+        expected = machine.weights.clone()
+        expected[:6000] = expected[:6000].bfloat16().float()
+        expected[6060:] = expected[6060:].bfloat16().float()
+        assert pending.value is not None
+        assert torch.equal(pending.value, expected)  # b is small, and comes as it is
+    restored = shard(None, pull_codec=bf16())
+    restored.load(*machine.dump())
+    assert torch.equal(restored.weights, machine.weights)
+    assert restored.dump()[0] == machine.dump()[0]
+
+
+# ------------------------------------------------------------------------------------------------------- what it is for
+
+
+def test_the_trace_prices_what_travels() -> None:
+    def sent(codec: Codec | None, pull_codec: Codec | None) -> tuple[float, float, float]:
+        result = simulate(DIGITS, strategies.async_sgd(codec=codec, pull_codec=pull_codec), 2, steps=20)
+        assert result.server is not None
+        return result.bytes_sent_per_rank, result.server["bytes_sent"], result.seconds
+
+    plain, half, pushed = sent(None, None), sent(bf16(), bf16()), sent(feedback(top_k(0.01)), None)
+    assert half[0] / plain[0] == pytest.approx(0.5, abs=0.1)
+    assert half[1] / plain[1] == pytest.approx(0.5, abs=0.1)
+    assert pushed[0] < 0.3 * plain[0]
+    assert pushed[1] == pytest.approx(plain[1], rel=0.1)
+
+
+@pytest.mark.parametrize("codec", [feedback(top_k(0.01)), feedback(one_bit())], **by_name)
+def test_downpour_learns(codec: Codec) -> None:
+    strategy = strategies.downpour(lr=0.02, shards=2, codec=codec, pull_codec=bf16())
+    result = simulate(DIGITS, strategy, 4, epochs=8)
+    assert result.accuracy is not None
+    assert result.accuracy >= 0.9
+    assert result.server is not None
+    assert result.server["refused"] == 0
+
+
+def test_every_strategy_with_codecs_uses_every_batch_and_repeats_to_the_bit() -> None:
+    for make in (strategies.async_sgd, strategies.softsync, strategies.ssp, strategies.staleness_aware):
+        strategy = make(shards=2, codec=feedback(one_bit()), pull_codec=fp16())  # type: ignore[operator]
+        first, second = (simulate(DIGITS, strategy, 3, steps=8) for _ in range(2))
+        assert (first.trace_hash, first.parameters_sha256) == (second.trace_hash, second.parameters_sha256)
+        assert first.server is not None
+        assert sum(worker["samples"] for worker in first.server["workers"]) == 8 * 3 * 32
