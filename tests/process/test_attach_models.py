@@ -20,6 +20,7 @@ from process.crew import batches, close, flat, loop, mine, small, squared, toget
 pytestmark = pytest.mark.process
 
 s = pt.strategies
+all_gather = pt.compression.all_gather
 
 STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "adasum": (s.adasum(), 3),
@@ -32,6 +33,16 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "robust_sgd": (s.robust_sgd(), 3),
     "shared_memory": (s.shared_memory(), 3),
     "sync_sgd": (s.sync_sgd(), 3),
+    "bf16_sgd": (s.bf16_sgd(), 3),
+    "dgc": (s.dgc(0.1), 3),
+    "int8_sgd": (s.int8_sgd(route=all_gather, exact_below=4), 3),  # two-sided, another rank would own another stripe
+    "one_bit_sgd": (s.one_bit_sgd(route=all_gather, exact_below=4), 3),
+    "power_sgd": (s.power_sgd(1, exact_below=4), 3),
+    "qsgd": (s.qsgd(route=all_gather, exact_below=4), 3),
+    "sign_sgd": (s.sign_sgd(exact_below=4), 3),
+    "terngrad": (s.terngrad(), 3),
+    "threshold_sgd": (s.threshold_sgd(0.05, exact_below=4), 3),
+    "top_k_sgd": (s.top_k_sgd(0.1, exact_below=4), 3),
 }
 """Every strategy, and a number of steps after which all ranks have met."""
 

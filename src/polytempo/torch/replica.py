@@ -9,7 +9,7 @@ A replica performs nothing itself: its exchanges are coroutines over a port.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -54,6 +54,7 @@ class Replica:
                 f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
                 "use pt.run(job, strategy, workers=4) or `polytempo train`"
             )
+        check_momentum(optimizer, strategy.momentum, str(strategy))
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step = 0
         self.share: float | None = None
@@ -200,19 +201,23 @@ class Replica:
             found.scalars.update(scalars)
         return found
 
-    def restore(self, source: Saved) -> None:
-        """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew."""
+    def restore(self, source: Saved, debts: Sequence[Saved] | None = None) -> None:
+        """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
+
+        `debts`: the states whose `Owed` this rank takes over; without them, those of `source`.
+        """
         for bucket in self.buckets:
             layout = Bundle(bucket.parameters)
             bucket.state = self.strategy.gradients.init(layout)
             if _holds(source, "gradients"):
-                bucket.state = restored(bucket.state, source, "gradients", layout)
+                bucket.state = restored(bucket.state, source, "gradients", layout, debts)
         for i, group in enumerate(_by_kind({n: p.detach() for n, p in self.trainable.items()}).values()):
             if i < len(self.parameter_states):
                 layout = Bundle(group)
                 self.parameter_states[i] = self.strategy.parameters.init(layout)
                 if _holds(source, f"parameters/{i}"):
-                    self.parameter_states[i] = restored(self.parameter_states[i], source, f"parameters/{i}", layout)
+                    begun = self.parameter_states[i]
+                    self.parameter_states[i] = restored(begun, source, f"parameters/{i}", layout, debts)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step = step
@@ -243,6 +248,19 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
             f"{shapes[0]}; nobody would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
         )
     return found
+
+
+def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
+    """Raise ValueError where `who` gives gradients this momentum already and the optimizer has momentum, too.
+
+    Both together make steps 1/((1 - m)(1 - m')) times as long: 100 times at 0.9, and the run diverges.
+    """
+    own = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
+    if momentum > 0 and own > 0:
+        raise ValueError(
+            f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its momentum "
+            f"{own:g} once more; use dgc(momentum=0), or an optimizer without momentum"
+        )
 
 
 def _holds(source: Saved, path: str) -> bool:

@@ -12,7 +12,7 @@ from polytempo.core import Strategy, is_idle
 from polytempo.core.rule import UpdateRule
 from polytempo.server.layout import Parameter
 from polytempo.server.tables import serves_rows, takes_rows
-from polytempo.torch.replica import sparse_tables, trainable
+from polytempo.torch.replica import check_momentum, sparse_tables, trainable
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
@@ -88,8 +88,12 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
     An embedding with sparse gradients is a table: of it only rows travel that gradients touch.
 
     Raises ValueError where they are of several dtypes or on several devices, or of a dtype that no shard holds, and
-    where there are tables and the optimizer, or the `strategy`, cannot go with them.
+    where there are tables and the optimizer, or the `strategy`, cannot go with them; also where the shards apply an
+    optimizer with momentum to gradients that the strategy's codec gives momentum, too.
     """
+    server = None if strategy is None else strategy.server
+    if server is not None and server.codec is not None and server.optimizer is None:
+        check_momentum(optimizer, getattr(server.codec, "momentum", 0.0), server.codec.name)
     found = trainable(model, optimizer)
     kinds = {(parameter.dtype, parameter.device) for parameter in found.values()}
     if len(kinds) > 1:
@@ -110,8 +114,8 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
         _check_tables(min(tables), optimizer, strategy)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return tuple(
-        Parameter(name, parameter.numel(), groups[id(parameter)], parameter.shape[1] if name in tables else 0)
-        for name, parameter in found.items()
+        Parameter(name, p.numel(), groups[id(p)], p.shape[1] if name in tables else 0, tuple(p.shape))
+        for name, p in found.items()
     )
 
 

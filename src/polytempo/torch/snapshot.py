@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import Mismatch, Port
+from polytempo.core import Port
 from polytempo.core.state import Saved, Scalar
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
@@ -47,10 +47,12 @@ async def load(port: Port, course: Course, root: Path) -> int:
     """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
 
     With another number of ranks than saved, rank r takes the optimizer and the strategy's state of saved
-    rank r mod N; parameters are the saved ranks' mean where those differed.
+    rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks still owed (residuals of
+    error feedback) goes to exactly one rank each, so that their sum stays what it was.
 
     A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
-    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError.
+    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError, as are
+    another strategy and another job.
     """
     folder = latest(root)
     await agree(port, {"checkpoint": folder.name if folder else None})
@@ -59,10 +61,10 @@ async def load(port: Port, course: Course, root: Path) -> int:
     manifest = read_manifest(folder)
     strategy = str(course.replica.strategy)
     if manifest.about["strategy"] != strategy:
-        raise Mismatch(f"{folder} was saved by {manifest.about['strategy']}, this run uses {strategy}; use the same")
+        raise ValueError(f"{folder} was saved by {manifest.about['strategy']}, this run uses {strategy}; use the same")
     job = manifest.about["job"]
     if job != course.job.name:
-        raise Mismatch(f"{folder} was saved by job {job!r}, this run trains {course.job.name!r}; use another --out")
+        raise ValueError(f"{folder} was saved by job {job!r}, this run trains {course.job.name!r}; use another --out")
     saved_ranks = len(manifest.parts)
     own = read_part(folder, port.rank % saved_ranks)
     in_step = course.replica.strategy.in_step
@@ -74,7 +76,8 @@ async def load(port: Port, course: Course, root: Path) -> int:
     course.replica.model.load_state_dict(model)
     fresh = _rates(course.replica.optimizer)
     optimizer_restore(course.replica.optimizer, Saved(whole.tensors, whole.scalars))
-    course.replica.restore(Saved(_under(own.tensors, "strategy/"), _under(own.scalars, "strategy/")))
+    debtors = [own if s == port.rank else read_part(folder, s) for s in range(port.rank, saved_ranks, port.size)]
+    course.replica.restore(_strategy(own), [_strategy(part) for part in debtors])
     course.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     course.seconds = float(own.scalars["seconds"] or 0.0)
     if course.scheduler is not None:
@@ -82,6 +85,10 @@ async def load(port: Port, course: Course, root: Path) -> int:
     if course.options.lr is not None:
         _set_rates(course, fresh, folder)
     return course.replica.step
+
+
+def _strategy(part: Part) -> Saved:
+    return Saved(_under(part.tensors, "strategy/"), _under(part.scalars, "strategy/"))
 
 
 def _part(course: Course, *, whole: bool) -> Part:
