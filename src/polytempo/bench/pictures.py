@@ -32,8 +32,11 @@ _LINES = {
 
 def write_picture(path: Path, result: Mapping[str, Any]) -> None:
     """Draw a result's rows into a PNG, which is there complete or not at all."""
-    draw = {"collectives": _collectives, "training": _training, "memory": _memory}[result["benchmark"]]
-    figure = draw(result["rows"])
+    if result["benchmark"] == "compression":
+        figure = _compression(result["rows"], result["settings"])
+    else:
+        draw = {"collectives": _collectives, "training": _training, "memory": _memory}[result["benchmark"]]
+        figure = draw(result["rows"])
     machine = result["machine"]
     about = f"{machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}; {result['begun'][:10]}"
     figure.text(0.995, 0.006, about, ha="right", va="bottom", fontsize=7, color=_QUIET)
@@ -133,6 +136,30 @@ def _memory(rows: Rows) -> Figure:
     axes.margins(x=0.2)
     axes.set_xlabel("peak memory of all workers, GiB", fontsize=8.5, color=_QUIET)
     _dress(axes, f"{rows[0]['workers']} workers, {rows[0]['parameters']:,} parameters, Adam")
+    return figure
+
+
+def _compression(rows: Rows, settings: Mapping[str, Any]) -> Figure:
+    """Time a step over the link's speed, a line a codec; the link that was asked for is a dotted line."""
+    figure = _blank(8.0, 4.6)
+    axes = figure.subplots()
+    speeds = [10 ** (6 + place / 20) for place in range(101)]
+    plain = {**settings["uncompressed"], "codec": "uncompressed"}
+    for number, row in enumerate([plain, *rows]):
+        fixed_s = row["computing_s"] + row["rounds"] * settings["latency_s"]
+        times_us = [1e6 * (fixed_s + row["serial_bytes"] * 8 / bits) for bits in speeds]
+        style = look(number)
+        width = 2.2 if row is plain else 1.3
+        options: dict[str, Any] = {"color": style.color, "linestyle": style.dash.matplotlib, "linewidth": width}
+        axes.plot(speeds, times_us, label=row["codec"], **options)
+    axes.axvline(8 * settings["bytes_per_s"], color=_QUIET, linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: duration(value).replace(".00", "")))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("link of each host, bit/s", fontsize=8.5, color=_QUIET)
+    axes.legend(fontsize=7, frameon=False, ncols=2)
+    _dress(axes, f"exchange of a step, {settings['workers']} workers, {settings['parameters']:,} parameters")
     return figure
 
 

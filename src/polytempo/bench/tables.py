@@ -28,7 +28,7 @@ NAMES = {
 
 def table(result: Mapping[str, Any]) -> Table:
     """A result's table."""
-    tables = {"collectives": _collectives, "training": _training, "memory": _memory}
+    tables = {"collectives": _collectives, "training": _training, "memory": _memory, "compression": _compression}
     return tables[result["benchmark"]](result["rows"])
 
 
@@ -104,6 +104,33 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
     ]
     return columns, list(cells)
+
+
+def _compression(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (
+        *("codec", "way", "smaller", "encode", "decode", "computing a step", "sending", "step", "uncompressed"),
+        "wins below",
+    )
+    cells = [
+        (
+            *(row["codec"], row["way"], f"{_three_digits(row['ratio'])}{TIMES}"),
+            *(
+                "-" if row[key] is None else duration(row[key] * 1e6)
+                for key in ("encode_s", "decode_s", "computing_s", "communication_s", "step_s", "uncompressed_s")
+            ),
+            _link_speed(row["wins_below_bytes_per_s"]),
+        )
+        for row in rows
+    ]
+    return columns, list(cells)
+
+
+def _link_speed(bytes_per_s: float | str | None) -> str:
+    """`940 Mbit/s`, `25.0 Gbit/s`; `any speed`, `never`."""
+    if bytes_per_s is None or isinstance(bytes_per_s, str):
+        return "never" if bytes_per_s is None else f"{bytes_per_s} speed"
+    bits = 8 * bytes_per_s
+    return f"{_three_digits(bits / 1e9)} Gbit/s" if bits >= 999.5e6 else f"{_three_digits(bits / 1e6)} Mbit/s"
 
 
 def _ratio(found: Mapping[str, float] | None) -> str:

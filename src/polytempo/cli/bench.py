@@ -37,7 +37,7 @@ def collectives(given: Mapping[str, Any]) -> None:
         rounds=_at_least_one("--rounds", _or(given["rounds"], 2 if quick else 7)),
         turn_s=_positive("--turn-s", _or(given["turn_s"], 0.01 if quick else 0.1)),
     )
-    _perform("collectives", lambda: measure_collectives(plan), given)
+    perform("collectives", lambda: measure_collectives(plan), given)
 
 
 def training(given: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ def training(given: Mapping[str, Any]) -> None:
         rounds=_at_least_one("--rounds", _or(given["rounds"], 2 if quick else 9)),
         turn_s=_positive("--turn-s", _or(given["turn_s"], 0.1 if quick else 1.0)),
     )
-    _perform("training", lambda: measure_training(plan), given)
+    perform("training", lambda: measure_training(plan), given)
 
 
 def memory(given: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ def memory(given: Mapping[str, Any]) -> None:
         parameters=_count("--parameters", _or(given["parameters"], "1M" if quick else "100M")),
         steps=_at_least_one("--steps", _or(given["steps"], 2 if quick else 3)),
     )
-    _perform("memory", lambda: measure_memory(plan), given)
+    perform("memory", lambda: measure_memory(plan), given)
 
 
 def parse_size(text: str) -> int:
@@ -72,7 +72,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
-def _perform(name: str, measure: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> None:
+def perform(name: str, measure: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> None:
     """Measure, show, and write three files into the run's folder."""
     folder = _folder(name, given["out"])
     with notes_on_stderr():

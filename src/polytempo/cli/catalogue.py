@@ -1,12 +1,14 @@
-"""What the command line can name: strategies, routes, graphs, merges, clusters, straggler distributions."""
+"""What the command line can name: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from polytempo import aggregation, collectives, strategies
+from polytempo import aggregation, collectives, compression, strategies
 from polytempo.cli.call import parse_call, split_calls
 from polytempo.cli.resolve import Factory, Function, resolve
 from polytempo.cluster import (
@@ -30,6 +32,16 @@ COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=1
 
 STRATEGIES: Mapping[str, Function] = {name: getattr(strategies, name) for name in sorted(strategies.__all__)}
 
+NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
+"""What `compression` has besides codecs."""
+
+CODECS: Mapping[str, Function] = {
+    name: getattr(compression, name) for name in sorted(compression.__all__) if name not in NO_CODECS
+}
+WAYS: Mapping[str, Function] = {"all_gather": compression.all_gather, "reduce_scatter": compression.reduce_scatter}
+"""On which wires meet that cannot be summed."""
+
+_CODECS = {name: Factory(function) for name, function in CODECS.items()}
 _ROUTES: Mapping[str, object] = {
     "native": collectives.native,
     "ring": collectives.ring,
@@ -49,6 +61,7 @@ _MERGES: Mapping[str, object] = {
     "median": aggregation.median,
     "trimmed_mean": Factory(aggregation.trimmed_mean),
     "krum": Factory(aggregation.krum),
+    "vote": aggregation.vote,
 }
 _CLUSTERS: Mapping[str, Function] = {
     "ethernet": ethernet,
@@ -66,6 +79,8 @@ _STRAGGLERS: Mapping[str, Function] = {
 }
 _DISTRIBUTIONS = {name: Factory(function) for name, function in _STRAGGLERS.items()}
 _NAMES: Mapping[str, Mapping[str, object]] = {
+    "codec": _CODECS,
+    "pull_codec": _CODECS,
     "route": _ROUTES,
     "between": _ROUTES,
     "graph": _GRAPHS,
@@ -77,9 +92,32 @@ _NAMES: Mapping[str, Mapping[str, object]] = {
 
 def strategy_from(text: str) -> Strategy:
     """The strategy that `text` spells, such as `local_sgd(period=8, route=ring)`."""
-    strategy = resolve(parse_call(text), STRATEGIES, _NAMES, what="strategy")
+    call = parse_call(text)
+    if call.name not in STRATEGIES and call.name in {"low_rank", *CODECS}:
+        raise ValueError(_no_strategy(call.name))
+    names = {**_NAMES, "route": routes_of(STRATEGIES[call.name])} if call.name in STRATEGIES else _NAMES
+    strategy = resolve(call, STRATEGIES, names, what="strategy")
     assert isinstance(strategy, Strategy)
     return strategy
+
+
+def _no_strategy(name: str) -> str:
+    """What to write for those who name a codec, or low_rank, where a strategy is needed."""
+    if name == "low_rank":
+        return "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"
+    recipe = f"{name}_sgd, or " if f"{name}_sgd" in STRATEGIES else ""
+    written = "feedback(top_k)" if name == "feedback" else name
+    return f"{name} is a codec, not a strategy; write {recipe}local_sgd(codec={written})"
+
+
+def routes_of(function: Function) -> Mapping[str, object]:
+    """What a strategy's `route` can name, by its type: a `Path` carries any wires.
+
+    Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
+    """
+    parameter = inspect.signature(function).parameters.get("route")
+    takes_paths = parameter is not None and "Path" in re.findall(r"\w+", str(parameter.annotation))
+    return {**_ROUTES, **WAYS} if takes_paths else _ROUTES
 
 
 def strategies_from(text: str | None) -> list[Strategy]:

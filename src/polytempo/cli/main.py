@@ -156,11 +156,29 @@ def doctor(json: p.Json = None) -> None:
 
 @app.command()
 def strategies(json: p.Json = None) -> None:
-    """List the strategies, with the paper of each."""
+    """List strategies, codecs and ways, with the paper of each."""
     with exit_code():
         from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))
+
+
+@app.command()
+def explain(
+    strategy: p.Explained,
+    workers: p.Many = None,
+    job: p.OfJob = None,
+    parameters: p.OfSize = None,
+    json: p.Json = None,
+) -> None:
+    """Say what each step of STRATEGY sends, on which way, and why.
+
+    Bytes are those of the busiest worker, for the model of a job or for a perceptron of so many parameters.
+    """
+    with exit_code():
+        from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
+
+        command(strategy, workers, job, parameters, as_json=bool(json))
 
 
 @app.command()
@@ -227,6 +245,26 @@ def memory(
     """Weigh what all workers together need to train with Adam."""
     with exit_code():
         from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
+
+        command(_given(context))
+
+
+@bench.command()
+def compression(
+    context: typer.Context,
+    model: b.Model = None,
+    link: b.Link = None,
+    latency_us: b.Latency = None,
+    workers: b.Workers = None,
+    codecs: b.Codecs = None,
+    rounds: b.Rounds = None,
+    quick: b.Quick = None,
+    out: b.Out = None,
+    json: p.Json = None,
+) -> None:
+    """Tell of each codec the speed of the network below which it pays."""
+    with exit_code():
+        from polytempo.cli.bench_compression import compression as command  # imports torch, which takes seconds
 
         command(_given(context))
 

@@ -70,3 +70,12 @@ Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="Whose p
 ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
 ]
+
+Explained = Annotated[
+    str, typer.Argument(metavar="STRATEGY", help="Such as 'top_k_sgd(0.01)' or 'local_sgd(period=8, codec=int8)'.")
+]
+Many = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 8.")]
+OfJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
+OfSize = Annotated[
+    str | None, typer.Option("--parameters", metavar="P", help="A perceptron of so many instead: 6e6, 250k, 25M.")
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -39,7 +40,7 @@ def resolve(
 
 
 def signature_of(function: Function) -> str:
-    """The function's signature as a person writes it: `local_sgd(period: int = 8, route = native)`."""
+    """The function's signature as a person writes it: `local_sgd(period: int = 8, route: Route = native)`."""
     hints = _hints(function)
     parameters = inspect.signature(function).parameters.values()
     return f"{_name_of(function)}({', '.join(_shown(p, hints.get(p.name)) for p in parameters)})"
@@ -153,10 +154,18 @@ def _shown(parameter: inspect.Parameter, hint: Any) -> str:
         "*" if parameter.kind is parameter.VAR_POSITIONAL else "**" if parameter.kind is parameter.VAR_KEYWORD else ""
     )
     plain = all(kind in _PLAIN or kind is NoneType for kind in _members(hint))
-    typed = f": {_type_name(hint)}" if plain and hint is not None else ""
+    typed = f": {_type_name(hint)}" if plain and hint is not None else _alias(parameter.annotation)
     if parameter.default is parameter.empty:
         return f"{star}{parameter.name}{typed}"
     return f"{parameter.name}{typed} = {_spelled_value(parameter.default)}"
+
+
+def _alias(annotation: object) -> str:
+    """`: Route | Path`: a type by the names that the source gives it, without None."""
+    names = annotation.split(" | ") if isinstance(annotation, str) else []
+    if not names or not all(re.fullmatch(r"[A-Z]\w*", name) for name in names):
+        return ""
+    return ": " + " | ".join(name for name in names if name != "None")
 
 
 def _spelled_value(value: object) -> str:

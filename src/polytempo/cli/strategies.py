@@ -3,30 +3,64 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
 from typing import NamedTuple
 
-from polytempo.cli.catalogue import STRATEGIES
+from polytempo.cli.catalogue import CODECS, STRATEGIES, WAYS, routes_of
 from polytempo.cli.resolve import Function, signature_of
 from polytempo.cli.show import show_json, show_table
 
+WIDTH = 120
+
 
 class Entry(NamedTuple):
-    """A strategy as the list shows it."""
+    """A strategy, a codec or a way as the list shows it."""
 
     name: str
     signature: str
     summary: str
     source: str
+    kind: str = "strategy"
 
 
 def strategies(*, as_json: bool) -> None:
-    """Print every strategy: its signature, what it does, and its paper."""
-    entries = [described(name, function) for name, function in STRATEGIES.items()]
+    """Print every strategy, then every codec that `codec=` takes: how it is written, what it does, and its paper."""
+    found = [
+        *_entries("strategy", STRATEGIES, signature_of),
+        *_entries("codec", CODECS, signature_of),
+        *_entries("way", WAYS, lambda function: str(function.__name__)),
+    ]
     if as_json:
-        show_json([entry._asdict() for entry in entries])
-    else:
-        rows = [(entry.signature, entry.summary, entry.source) for entry in entries]
-        show_table(("strategy", "what it does", "source"), rows)
+        show_json([entry._asdict() for entry in found])
+        return
+    for kind in ("strategy", "codec", "way"):
+        rows = [(entry.signature, entry.summary, entry.source) for entry in found if entry.kind == kind]
+        if kind != "strategy":
+            print()
+        if sys.stdout.isatty():
+            show_table((kind, "what it does", "source"), rows)
+        else:
+            _show_paragraphs(kind, rows)
+    takers = [name for name, function in STRATEGIES.items() if WAYS.keys() <= routes_of(function).keys()]
+    print(f"\ncodec=… takes codecs; route=… takes ways in {', '.join(takers) or 'no strategy'}")
+
+
+def _show_paragraphs(kind: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """Where there is no terminal: columns would be 400 characters wide. The signature stands alone, for grep."""
+    print(f"{kind}: how it is written, what it does, source")
+    indent = "    "
+    for signature, *about in rows:
+        print(f"\n{fill(signature, WIDTH, subsequent_indent=2 * indent)}")
+        for text in filter(None, about):
+            print(fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def _entries(kind: str, table: Mapping[str, Function], written: Callable[[Function], str]) -> list[Entry]:
+    return [
+        described(name, function)._replace(kind=kind, signature=written(function)) for name, function in table.items()
+    ]
 
 
 def described(name: str, function: Function) -> Entry:

@@ -1,0 +1,273 @@
+"""`bench compression`: does it pay? Codecs are timed on this machine, and the network is reckoned.
+
+A step of a codec costs its computing, c seconds, and b bytes one behind the other over a link of B bytes a second in r
+rounds of latency α; an uncompressed step b₀ bytes in r₀ rounds (the ring), and c₀ for packing and scaling:
+
+    T(B) = c + r·α + b/B          T₀(B) = c₀ + r₀·α + b₀/B          T < T₀  ⟺  B < (b₀ - b) / (c + r·α - c₀ - r₀·α)
+
+c is measured: all that rank 0's side of the transform computes, encoding, decoding what arrives from the others, and
+what lies between. b and r are what the virtual world charges for the transform's own operations, so the prices are
+those of `collectives`, and the way is the one that `through` has chosen. Computing and sending do not overlap here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from types import coroutine
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polytempo.bench.machine import memory_bytes, written
+from polytempo.cluster import Cluster, Link
+from polytempo.compression.packing import EXACT_BELOW
+from polytempo.core import ALONE, Bundle, Codec, Op, Port, Program, Transform
+from polytempo.core.op import Compute
+from polytempo.strategies import sync_sgd
+from polytempo.worlds import VirtualWorld
+
+UNCOMPRESSED = "sync_sgd()"
+_MAX_WORKERS = 64
+_COPIES = 8
+"""Of the model, that a rank holds at most: gradients, residuals, sums, wires."""
+_BATCH = 32
+
+
+class Candidate(NamedTuple):
+    """What is measured: a transform of gradients, and the codec in it, if it is one."""
+
+    name: str
+    transform: Transform
+    codec: Codec | None = None
+
+
+class Plan(NamedTuple):
+    """What is asked for. `sizes`: a perceptron's layers. `link`: of each worker's host. `steps` are measured."""
+
+    sizes: Sequence[int]
+    link: Link
+    workers: int
+    candidates: Sequence[Candidate]
+    steps: int
+
+
+class Costs(NamedTuple):
+    """One step of one rank: seconds of computing, bytes one behind the other on the link, rounds of latency."""
+
+    computing_s: float
+    serial_bytes: float
+    rounds: float
+    sent_bytes: float
+    """By rank 0, on its way to anybody: what a trace counts."""
+    way: str
+
+    def communication_s(self, link: Link) -> float:
+        """r·α + b/B."""
+        return self.rounds * link.latency_s + self.serial_bytes / link.bytes_per_s
+
+    def step_s(self, link: Link) -> float:
+        """c + r·α + b/B."""
+        return self.computing_s + self.communication_s(link)
+
+
+def compression(plan: Plan) -> dict[str, Any]:
+    """Measure; the result as `written` lays it out.
+
+    A row: codec, way, sent_bytes and ratio (uncompressed / sent), encode_s and decode_s (of all tensors that are
+    encoded; None where it is no codec), computing_s, serial_bytes, rounds, communication_s, step_s, uncompressed_s,
+    and wins_below_bytes_per_s (None: at no speed; "any": at all). Errors: ValueError for what cannot be measured.
+    """
+    check(plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        gradients = [gradient_of(plan.sizes, rank) for rank in range(plan.workers)]
+        plain = costs(sync_sgd().gradients, gradients, plan.steps)
+        rows = [_row(each, plain, gradients, plan) for each in plan.candidates]
+    finally:
+        torch.set_num_threads(threads)
+    settings = {
+        "model": "-".join(map(str, plan.sizes)),
+        "parameters": sum(t.numel() for t in gradients[0].values()),
+        "workers": plan.workers,
+        "bytes_per_s": plan.link.bytes_per_s,
+        "latency_s": plan.link.latency_s,
+        "steps": plan.steps,
+        "uncompressed": _written(plain, plan.link),
+    }
+    return written("compression", settings, {}, rows)
+
+
+def check(plan: Plan) -> None:
+    """Refuse what cannot be measured."""
+    if len(plan.sizes) < 2 or min(plan.sizes) < 1:
+        raise ValueError("--model: at least two layers of at least one unit, such as 784-2048-10")
+    if not 2 <= plan.workers <= _MAX_WORKERS:
+        raise ValueError(f"--workers {plan.workers}: from 2 to {_MAX_WORKERS}; one worker has nobody to send to")
+    if not plan.candidates:
+        raise ValueError("--codecs: name at least one")
+    parameters = sum((a + 1) * b for a, b in pairwise(plan.sizes))
+    needed, there = plan.workers * parameters * 4 * _COPIES, memory_bytes("MemAvailable")
+    if there is not None and needed > there:
+        raise ValueError(
+            f"all {plan.workers} workers are played by this process, and their {parameters:,} parameters need about "
+            f"{needed / 2**30:.1f} GiB, of which {there / 2**30:.1f} are free; ask for fewer workers or a smaller model"
+        )
+
+
+def wins_below(coded: Costs, plain: Costs, latency_s: float) -> float | None:
+    """Bytes a second below which `coded` is faster than `plain`; inf: always; None: never."""
+    saved_bytes = plain.serial_bytes - coded.serial_bytes
+    lost_s = coded.computing_s - plain.computing_s + (coded.rounds - plain.rounds) * latency_s
+    if saved_bytes <= 0:
+        return None
+    return inf if lost_s <= 0 else saved_bytes / lost_s
+
+
+def gradient_of(sizes: Sequence[int], rank: int) -> dict[str, Tensor]:
+    """A gradient of a perceptron of these layers: of cross-entropy on a random batch, another one for each rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    torch.manual_seed(1 + rank)
+    loss = functional.cross_entropy(model(torch.randn(_BATCH, sizes[0])), torch.randint(sizes[-1], (_BATCH,)))
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -------------------------------------------------------------------------------------------- a step of a transform
+
+
+class _Watch:
+    """Seconds that a rank's side of a step has computed."""
+
+    seconds = 0.0
+
+    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            begun = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return run
+
+
+@coroutine
+def _watched(program: Program[Any], watch: _Watch) -> Generator[Op[Any], Any, Any]:
+    """The program with its computing timed, and charged nothing by the virtual clock."""
+    advance: Callable[[], Op[Any]] = lambda: program.send(None)  # noqa: E731
+    while True:
+        try:
+            op = watch.timed(advance)()
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(op, Compute):
+            op = replace(op, work=watch.timed(op.work), flops=0.0)
+        try:
+            answer = yield op
+        except Exception as error:
+            advance = _throwing(program, error)
+        else:
+            advance = _sending(program, answer)
+
+
+def _sending(program: Program[Any], answer: Any) -> Callable[[], Op[Any]]:
+    return lambda: program.send(answer)
+
+
+def _throwing(program: Program[Any], error: Exception) -> Callable[[], Op[Any]]:
+    return lambda: program.throw(error)
+
+
+def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int) -> Costs:
+    """What a step of `transform` costs a rank: the median of so many steps, after one that warms up."""
+    computing, serial_bytes, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
+    _, rounds, _ = _played(transform, gradients, 1, Link(1.0, inf))
+    sent = world.trace.bytes_sent[0] / (1 + steps)
+    ops = dict.fromkeys(e.op for e in world.trace.events if e.rank == 0 and e.op not in ("compute", "barrier"))
+    way = ", ".join(op.replace("_", "-") for op in ops)
+    return Costs(statistics.median(computing[1:]), serial_bytes[-1], rounds[-1], sent, way)
+
+
+def _played(
+    transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, link: Link
+) -> tuple[list[float], list[float], VirtualWorld]:
+    """Rank 0's seconds of computing for each step, and the virtual seconds that it took."""
+    computing: list[float] = []
+    passed: list[float] = []
+
+    async def program(port: Port) -> None:
+        own = gradients[port.rank]
+        state = transform.init(Bundle(own))
+        for _ in range(steps):
+            bundle = Bundle({name: t.clone() for name, t in own.items()})
+            begun_s = await port.now()
+            watch = _Watch()
+            _, state = await _watched(transform.apply(port, bundle, state), watch)
+            if port.rank == 0:
+                computing.append(watch.seconds)
+                passed.append(await port.now() - begun_s)
+            await port.barrier()
+
+    world = VirtualWorld(Cluster(network=link), len(gradients))
+    world.run(program)
+    return computing, passed, world
+
+
+# ---------------------------------------------------------------------------------------------------- the codec alone
+
+
+def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int) -> tuple[float, float]:
+    """Seconds to encode, and to decode and add, all tensors that are encoded: medians."""
+    tensors = [t for t in gradient.values() if t.numel() >= EXACT_BELOW]
+    states = [codec.init(t) for t in tensors]
+    outs = [torch.zeros_like(t) for t in tensors]
+    rooms = [torch.zeros(codec.wire_bytes(t), dtype=torch.uint8).view(codec.wire_dtype(t)) for t in tensors]
+    encoding, decoding = [], []
+    for call in range(calls + 1):
+        when = ALONE._replace(step=1 + call)
+        begun = time.perf_counter()
+        found = [codec.encode(t, s, when, room) for t, s, room in zip(tensors, states, rooms, strict=True)]
+        encoded = time.perf_counter()
+        for (wire, _), out in zip(found, outs, strict=True):
+            codec.add_(wire, out, when)
+        encoding.append(encoded - begun)
+        decoding.append(time.perf_counter() - encoded)
+        states = [state for _, state in found]  # of a codec with feedback: the same memory, in place
+    return statistics.median(encoding[1:]), statistics.median(decoding[1:])
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def _row(candidate: Candidate, plain: Costs, gradients: Sequence[dict[str, Tensor]], plan: Plan) -> dict[str, Any]:
+    found = costs(candidate.transform, gradients, plan.steps)
+    encode_s, decode_s = (None, None)
+    if candidate.codec is not None:
+        encode_s, decode_s = codec_seconds(candidate.codec, gradients[0], plan.steps)
+    below = wins_below(found, plain, plan.link.latency_s)
+    return {
+        "codec": candidate.name,
+        **_written(found, plan.link),
+        "ratio": plain.sent_bytes / max(1.0, found.sent_bytes),
+        "encode_s": encode_s,
+        "decode_s": decode_s,
+        "uncompressed_s": plain.step_s(plan.link),
+        "wins_below_bytes_per_s": "any" if below == inf else below,
+    }
+
+
+def _written(found: Costs, link: Link) -> dict[str, Any]:
+    named = found._asdict()
+    return {**named, "communication_s": found.communication_s(link), "step_s": found.step_s(link)}

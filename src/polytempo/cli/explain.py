@@ -1,0 +1,214 @@
+"""`polytempo explain`: what a strategy sends, on which way, and why; nothing is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo import jobs
+from polytempo.cli.catalogue import strategy_from
+from polytempo.cli.show import show_json, size
+from polytempo.cluster import ethernet
+from polytempo.compression.packing import Packing, whole
+from polytempo.core import Bundle, Codec, Port, Program, Strategy, Transform, is_idle, world_port
+from polytempo.core.op import Pull, Push, Start, Work
+from polytempo.core.rule import Service
+from polytempo.core.state import settled
+from polytempo.worlds import VirtualWorld
+
+MOST_WORKERS = 4096
+_WATCHED_STEPS = 64
+"""How far ahead a strategy that does not explain itself is watched."""
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
+_INPUTS, _OUTPUTS = 784, 10
+
+
+class Section(NamedTuple):
+    """A heading, and lines below it."""
+
+    title: str
+    lines: list[str]
+
+
+def explain(strategy: str, workers: int | None, job: str | None, parameters: str | None, *, as_json: bool) -> None:
+    """Print what each step of `strategy` sends, for a job's model or a perceptron of so many parameters."""
+    workers = 8 if workers is None else workers
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(f"--workers {workers}: must be from 1 to {MOST_WORKERS}")
+    if job is not None and parameters is not None:
+        raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
+    made = strategy_from(strategy)
+    with torch.device("meta"):
+        model = perceptron(count(parameters)) if parameters is not None else jobs.find(job or "digits").model()
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if not tensors:
+        raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")
+    given = Bundle(tensors)
+    sections = list(explained(made, given, workers))
+    numel, num_bytes = given.flat.numel(), given.flat.numel() * given.flat.element_size()
+    if as_json:
+        said = {section.title: section.lines for section in sections}
+        facts = {"strategy": made.name, "workers": workers, "model": parameters or job or "digits"}
+        show_json({**facts, "tensors": len(tensors), "parameters": numel, "bytes": num_bytes, "sends": said})
+        return
+    model_name = f"a perceptron of {numel:,}" if parameters else f"{job or 'digits'}: {numel:,}"
+    who = "1 worker" if workers == 1 else f"{workers} workers"
+    print(f"{made.name}, {who}")
+    print(f"{model_name} parameters in {len(tensors)} tensors, {size(num_bytes)}")
+    for section in sections:
+        print(f"\n{section.title}")
+        print(*(f"  {line}" for line in section.lines), sep="\n")
+
+
+def explained(strategy: Strategy, parameters: Bundle, workers: int) -> Iterator[Section]:
+    """What happens at each of the places where workers meet. `parameters` may lie on the meta device."""
+    if strategy.server is not None:
+        yield Section("a parameter server", list(_served(strategy, strategy.server, parameters)))
+        return
+    if strategy.one_copy is not None:
+        yield Section("one copy", ["the parameters exist once on a host, and all of its workers write to them"])
+    places = (
+        ("gradients, before the optimizer's step", strategy.gradients),
+        ("parameters, after the optimizer's step", strategy.parameters),
+    )
+    for title, transform in places:
+        if workers == 1 or is_idle(transform, workers):
+            yield Section(
+                title, ["nothing is sent" if is_idle(transform, 2) else "nothing is sent by one worker alone"]
+            )
+            continue
+        yield Section(title, transform.explain(parameters, workers) or _watched(transform, parameters, workers))
+    if strategy.carries_optimizer:
+        yield Section(
+            "optimizer", ["tensors of its state, such as momentum, travel with the parameters, as many bytes"]
+        )
+
+
+# ---------------------------------------------------------------------- strategies that do not say it themselves
+
+
+def _watched(transform: Transform, parameters: Bundle, workers: int) -> list[str]:
+    """When it sends, seen with two workers; how much, in the first such step of all of them. Nothing is computed."""
+    try:
+        steps = sorted({step for step, sent in _sent(transform, parameters, 2, _WATCHED_STEPS).items() if sent})
+        busiest = _sent(transform, parameters, workers, steps[0])[steps[0]] if steps else 0
+    except NotImplementedError:  # of torch, for what has no values
+        return ["what it sends depends on the values"]
+    if not steps:
+        return [f"nothing is sent in the first {_WATCHED_STEPS} steps"]
+    plain = parameters.flat.numel() * parameters.flat.element_size()
+    return [
+        f"{size(plain)} of values, uncompressed, {often(steps)}",
+        f"the busiest worker sends {size(busiest)} each time",
+    ]
+
+
+def _sent(transform: Transform, parameters: Bundle, workers: int, num_steps: int) -> dict[int, int]:
+    """Bytes from the busiest worker in each step."""
+
+    async def program(port: Port) -> None:
+        state = transform.init(parameters.copy())
+        for step in range(1, num_steps + 1):
+            await port.mark(step)
+            _, state = await transform.apply(port, parameters.copy(), state)
+        await settled(state)
+
+    trace = VirtualWorld(ethernet(), workers).run(program).trace
+    sent: dict[tuple[int, int], int] = {}
+    for event in trace.events:
+        sent[event.step, event.rank] = sent.get((event.step, event.rank), 0) + event.bytes
+    return {step: max(sent.get((step, rank), 0) for rank in range(workers)) for step in range(1, num_steps + 1)}
+
+
+def often(steps: list[int]) -> str:
+    """`every 8 steps`: the pattern of the steps that are given, of the first ones that were watched."""
+    first = steps[0]
+    if steps == list(range(first, _WATCHED_STEPS + 1, first)):
+        return "every step" if first == 1 else f"every {first} steps"
+    if steps == list(range(first, _WATCHED_STEPS + 1)):
+        return f"every step from step {first} on"
+    return f"in {len(steps)} of the first {_WATCHED_STEPS} steps"
+
+
+# ---------------------------------------------------------------------- strategies with a parameter server
+
+
+def _served(strategy: Strategy, service: Service, parameters: Bundle) -> Iterator[str]:
+    shards = "1 shard" if service.shards == 1 else f"{service.shards} shards"
+    copies = f", each with {service.replicas} further copies" if service.replicas else ""
+    yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
+    when = _asked(strategy, parameters)
+    yield f"a push is {_what(parameters, service.codec)}{when['push']}"
+    yield f"a pull is {_what(parameters, service.pull_codec)}{when['pull'] or ', before the first step only'}"
+    yield "workers do not send to each other"
+
+
+def _what(parameters: Bundle, codec: Codec | None) -> str:
+    plain = parameters.flat.numel() * parameters.flat.element_size()
+    if codec is None:
+        return f"{size(plain)}, uncompressed"
+    packing = Packing(whole(parameters.views, codec), parameters.views)
+    most = "" if packing.fixed else "at most "
+    factor = plain / max(1, packing.num_bytes)
+    return f"{most}{size(packing.num_bytes)} by {codec.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+
+
+def _asked(strategy: Strategy, parameters: Bundle) -> dict[str, str]:
+    """How often a worker pushes and pulls: `, every 5 steps`, or nothing where that depends on what happens."""
+    port = world_port(0, [0, 0])
+    states = [transform.init(parameters) for transform in (strategy.gradients, strategy.parameters)]
+    steps: dict[str, list[int]] = {"push": [], "pull": []}
+
+    async def step() -> None:
+        for i, transform in enumerate((strategy.gradients, strategy.parameters)):
+            _, states[i] = await transform.apply(port, parameters.copy(), states[i])
+
+    for number in range(1, _WATCHED_STEPS + 1):
+        for op in _ops(step(), parameters.flat):
+            steps["push" if isinstance(op, Push) else "pull"].append(number)
+    return {name: f", {often(found)}" if found else "" for name, found in steps.items()}
+
+
+def _ops(program: Program[None], flat: Tensor) -> Iterator[Push | Pull]:
+    """The pushes and pulls of a program; all that it asks for is answered at once."""
+    value: Any = None
+    while True:
+        try:
+            op = program.send(value)
+        except StopIteration:
+            return
+        what = op.what if isinstance(op, Start) else op
+        if isinstance(what, Push | Pull):
+            yield what
+        value = op.handle if isinstance(op, Work) else Work(flat) if isinstance(op, Start) else flat
+
+
+# ---------------------------------------------------------------------- models
+
+
+def perceptron(numel: int) -> nn.Sequential:
+    """784 - h - h - 10 with about `numel` parameters."""
+    least = _size(1)
+    if numel < least:
+        raise ValueError(f"--parameters {numel}: a perceptron of 784 inputs has at least {least}")
+    ends = _INPUTS + _OUTPUTS + 2
+    hidden = round((-ends + (ends**2 + 4 * (numel - _OUTPUTS)) ** 0.5) / 2)
+    layers = [nn.Linear(_INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, _OUTPUTS)]
+    return nn.Sequential(*layers)
+
+
+def _size(hidden: int) -> int:
+    return hidden * (_INPUTS + hidden + _OUTPUTS + 2) + _OUTPUTS
+
+
+def count(text: str) -> int:
+    """`6e6`, `250k`, `25M` or `1_000_000` as a number of parameters."""
+    match = re.fullmatch(r"([\d_]+(?:\.\d+)?(?:e\d{1,2})?)([kmg]?)", text.strip().lower(), re.ASCII)
+    number = float(match[1]) * _SCALES.get(match[2], 1) if match else 0.0
+    if not 1 <= number <= 1e12:
+        raise ValueError(f"--parameters {text}: a number of parameters such as 6e6, 250k or 25M, up to 1e12")
+    return round(number)
