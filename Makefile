@@ -12,6 +12,10 @@ BROWSER := $(shell command -v chromium || command -v chromium-browser || command
 	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
 WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
 
+# These tests start processes that want the cores for themselves; the others (most of a command is its start) need one
+# core each, so two run at a time.
+WITH_PROCESSES := $(patsubst %,tests/native/test_%.py,group limit sanitizers step) tests/agreement tests/process
+
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
 
@@ -52,10 +56,11 @@ test: install lint ## everything: lint, types, all tests (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q $(WITHOUT_BROWSER)
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(WITH_PROCESSES))
+	$(PYTEST) -q $(WITHOUT_BROWSER) $(WITH_PROCESSES)
 
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
-	$(PYTEST) -q tests/test_architecture.py tests/unit tests/laws tests/virtual
+	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
 
 lint: install
 	$(BIN)/ruff check .

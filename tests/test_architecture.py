@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-AXES = {"synchronization", "aggregation", "collectives", "server"}
+AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -21,8 +21,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"core"},
     "synchronization": {"core"},
     "aggregation": {"core"},
+    "compression": {"core", "native"},
     "collectives": {"core"},
-    "server": {"core", "native"},
+    "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
     "wire": {"core", "native", "server.message"},
     "chaos": {"core", "server"},
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
     },
     "jobs": {"torch.job", "data"},
-    "bench": {"core", "native", "strategies", "worlds", "report", "torch", "engines"},
+    "bench": {"core", "native", "cluster", "compression", "strategies", "worlds", "report", "torch", "engines"},
     "cli": {
         "core",
         "native",
@@ -72,10 +73,13 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.bench_compression"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
     ("torch/autoload.py", "polytempo.torch.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
 }
 """Imports inside functions, each with its reason."""
 
@@ -137,7 +141,8 @@ def test_the_order_is_one_way() -> None:
     for position, (name, others) in enumerate(MAY_IMPORT.items()):
         above = set(order[:position])
         assert {other.split(".")[0] for other in others} <= above, name
-    assert all(MAY_IMPORT[axis] <= {"core", "native"} for axis in AXES)
+    assert all(MAY_IMPORT[axis] <= {"core", "native"} for axis in AXES - {"server"})
+    assert MAY_IMPORT["server"] <= {"core", "native", "compression.packing"}, "what is pushed may be encoded"
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if folder(path)], ids=where)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from polytempo import strategies
-from polytempo.cli.catalogue import COMPARED, STRATEGIES, cluster_from, strategies_from, strategy_from
+from polytempo.cli.catalogue import CODECS, COMPARED, STRATEGIES, cluster_from, strategies_from, strategy_from
 from polytempo.cli.main import app
 from polytempo.cli.strategies import described, source_in
 from polytempo.core import Strategy
@@ -41,6 +42,10 @@ def test_every_strategy_can_be_named_and_has_a_paper(name: str) -> None:
         "robust_sgd(merge=median)",
         "robust_sgd(merge=trimmed_mean(cut=2))",
         "robust_sgd(merge=krum)",
+        "robust_sgd(merge=vote)",
+        "one_bit_sgd(route=all_gather)",
+        "top_k_sgd(route=reduce_scatter)",
+        "bf16_sgd(route=ring)",
     ],
 )
 def test_routes_graphs_and_merges_are_named(text: str) -> None:
@@ -73,18 +78,46 @@ def test_the_source_is_a_paragraph() -> None:
 
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """One entry a strategy."""
+    """One entry a strategy, a codec and a way; some names are both, so each says its kind."""
     with pytest.raises(SystemExit) as end:
         app(["strategies", "--json"])
     assert end.value.code == 0
     entries = json.loads(capsys.readouterr().out)
-    assert [entry["name"] for entry in entries] == sorted(strategies.__all__)
+    names = {
+        kind: [entry["name"] for entry in entries if entry["kind"] == kind] for kind in ("strategy", "codec", "way")
+    }
+    assert names == {
+        "strategy": sorted(strategies.__all__),
+        "codec": sorted(CODECS),
+        "way": ["all_gather", "reduce_scatter"],
+    }
+    assert len(entries) == sum(map(len, names.values()))
 
 
 def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line a strategy, with how it is written."""
+    """Paragraphs that fit, each beginning with how it is written; codecs and routes by their types."""
     with pytest.raises(SystemExit):
         app(["strategies"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(strategies.__all__)
-    assert any(line.startswith("local_sgd(period: int = 8, route = native)  ") for line in lines)
+    assert max(map(len, lines)) <= 120
+    first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
+    assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last line
+    assert "local_sgd(period: int = 8, route: Route = native, codec: Codec = none)" in first
+    assert "bf16_sgd(route: Route | Path = none)" in first
+    assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
+    assert lines[-1].startswith("codec=… takes codecs; route=… takes ways in bf16_sgd, ")
+
+
+@pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))
+def test_every_codec_can_be_named(name: str) -> None:
+    """By its name alone, inside of feedback, and as it calls itself."""
+    takes = "downpour" if name == "dgc" else "local_sgd"
+    strategy = strategy_from(f"{takes}(codec={name})")
+    assert f"codec={name}(" in strategy.name
+    assert strategy_from(strategy.name).name == strategy.name
+    if name in ("dgc", "qsgd", "terngrad"):
+        with pytest.raises(ValueError, match=f"{name}.*use it without feedback"):
+            strategy_from(f"local_sgd(codec=feedback({name}))")
+    else:
+        fed = strategy_from(f"local_sgd(codec=feedback({name}))")
+        assert strategy_from(fed.name).name == fed.name

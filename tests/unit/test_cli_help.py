@@ -42,7 +42,7 @@ def test_help_names_every_command() -> None:
     """And each command's help its options."""
     main = polytempo("--help")
     assert main.returncode == 0
-    for command in ("train", "compare", "simulate", "doctor", "strategies"):
+    for command in ("train", "compare", "simulate", "doctor", "strategies", "explain"):
         assert f"\n  {command} " in main.stdout
     train = polytempo("train", "--help").stdout
     for option in ("strategy", "workers", "data", "epochs", "until", "steps", "batch-size", "lr", "seed", "threads"):

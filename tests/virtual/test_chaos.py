@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polytempo.chaos.scenario import Outcome, draw, run
+from polytempo.compression import exact
 
 SEEDS = 40
 
@@ -17,6 +18,12 @@ def told(outcome: Outcome) -> str:
 def test_what_is_promised_is_kept(seed: int) -> None:
     """Repeat one with `polytempo chaos --seeds 1 --first SEED`."""
     outcome = run(seed)
+    assert outcome.violation is None, told(outcome)
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_what_is_promised_is_kept_of_encoded_pushes_and_pulls_too(seed: int) -> None:
+    outcome = run(seed, codec=exact())
     assert outcome.violation is None, told(outcome)
 
 
