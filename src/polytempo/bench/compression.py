@@ -33,7 +33,6 @@ from polytempo.core.op import Compute
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import VirtualWorld
 
-UNCOMPRESSED = "sync_sgd()"
 _MAX_WORKERS = 64
 _COPIES = 8
 """Of the model, that a rank holds at most: gradients, residuals, sums, wires."""
