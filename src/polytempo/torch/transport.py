@@ -29,7 +29,9 @@ def transport_like(group: Any) -> Any:
     number = store.add(f"polytempo/transports/{rank}", 1)
     place = PrefixStore(f"polytempo/transport/{number}", store)
     if "cpu:polytempo" not in dist.get_backend_config(group).split(","):
-        return dist.ProcessGroupGloo(place, rank, size, timeout)
+        own: Any = dist.ProcessGroupGloo(place, rank, size, timeout)
+        own.barrier().wait()  # a rank that left while another still connects would be an error of gloo's there
+        return own
     options = _DistributedBackendOptions()
     options.store, options.group_rank, options.group_size, options.timeout = place, rank, size, timeout
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
