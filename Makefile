@@ -12,9 +12,10 @@ BROWSER := $(shell command -v chromium || command -v chromium-browser || command
 	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
 WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
 
-# These tests start processes that want the cores for themselves; the others (most of a command is its start) need one
-# core each, so two run at a time.
-WITH_PROCESSES := $(patsubst %,tests/native/test_%.py,group limit sanitizers step) tests/agreement tests/process
+# These tests want the machine for themselves: they keep all cores busy, or look at what a whole host has left behind.
+# Of the others two files run at a time.
+ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
+	$(patsubst %,tests/process/test_%.py,backend faults sudden_death)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
@@ -56,8 +57,8 @@ test: install lint ## everything: lint, types, all tests (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(WITH_PROCESSES))
-	$(PYTEST) -q $(WITHOUT_BROWSER) $(WITH_PROCESSES)
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
 
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
 	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual

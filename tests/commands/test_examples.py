@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 UNDER_TORCHRUN = ("own_loop.py", "trainer.py")
 QUOTED = ("simulate_stragglers.py",)
 """What the README quotes word for word; under the virtual clock it is the same everywhere."""
-TIMEOUT_S = 100
 
 pytestmark = pytest.mark.process
 
 
 def shown_by(command: list[str], folder: Path) -> str:
     """What a command prints on standard output; it must succeed and leave nothing in the folder."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = warm.run(command, folder)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
     return done.stdout

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import warm
 from polytempo.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-TIMEOUT_S = 60
 RUNS = ("train", "compare", "simulate")
 
 # Where a file that a document names may lie; a folder is written with a slash at its end.
@@ -46,12 +43,9 @@ ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(read(d
 
 @pytest.mark.parametrize("code", blocks("python"), ids=["own-loop", "job", "strategy"])
 def test_code_runs(code: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     script = tmp_path / "from_readme.py"
     script.write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = warm.run([script.name], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,108 @@
+"""Run Python programs from a process that has loaded torch already: most of a short command is its start.
+
+A program here is what `python program.py …` or `python -m package …` would run: a process of its own with its own
+arguments, folder, environment and ends, whose interpreter ends as always. It differs in what is imported before its
+first line, and in variables that are read while torch loads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+SOURCES = str(Path(__file__).parents[1] / "src")
+LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "polytempo.cli.main", "polytempo.jobs.digits")
+
+
+def run(arguments: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    """What `python *arguments` ends with, in the folder `cwd`. Raises TimeoutExpired, with nothing left running."""
+    with TemporaryDirectory() as folder:
+        out, error = Path(folder, "out"), Path(folder, "error")
+        order = {"arguments": arguments, "cwd": str(cwd), "out": str(out), "error": str(error), "timeout": timeout}
+        code = _asked({**order, "environment": dict(os.environ)})
+        return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, text=True, env=environment, **pipes)
+    atexit.register(server.communicate)  # it ends when nobody asks any more
+    return server
+
+
+def _asked(order: dict[str, Any]) -> int:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(order), file=server.stdin, flush=True)
+    answer = json.loads(server.stdout.readline())
+    if answer is None:
+        raise subprocess.TimeoutExpired(order["arguments"], order["timeout"])
+    return int(answer)
+
+
+def _serve() -> dict[str, Any] | None:
+    """Answer orders; returns in every child, with what it has to run."""
+    for name in LOADED:
+        import_module(name)
+    for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            return order
+        print(json.dumps(_ended(child, order["timeout"])), flush=True)
+    return None
+
+
+def _ended(child: int, timeout: float) -> int | None:
+    """The exit code as subprocess counts, or None for one that had to be killed."""
+    process = os.pidfd_open(child)
+    try:
+        if not select.select([process], [], [], timeout)[0]:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(process)
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Be that program, down to how the interpreter ends."""
+    os.setsid()
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["environment"], PYTHONPATH=SOURCES, OMP_NUM_THREADS="1")
+    for descriptor, path in enumerate((os.devnull, order["out"], order["error"])):
+        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    first, *others = order["arguments"]
+    if first == "-m":
+        sys.path[0] = order["cwd"]
+        sys.argv = others
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(first).resolve().parent)
+        sys.argv = order["arguments"]
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    order = _serve()
+    if order is not None:
+        _become(order)
