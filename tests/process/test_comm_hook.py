@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,9 @@ from polytempo.core import Codec, NotFinite, PeerLost, stateless
 from polytempo.engines.local import launch
 from polytempo.engines.worker import Result, Seat
 from polytempo.strategies import sync_sgd
+from polytempo.torch.backend import create
 from polytempo.torch.ddp_hook import CommHook, comm_hook
+from polytempo.torch.transport import leave, transport_like
 from polytempo.worlds import ProcessWorld
 
 LOADED = (torch._dynamo, pt.attach)
@@ -80,21 +83,23 @@ def ddp(hook: Any, net: nn.Module | None = None, state: Any = None, **options: A
     return wrapped
 
 
-def told(story: Story) -> None:
-    """The story on both backends; all ranks end with the same bits."""
+def told(story: Story, size: int = SIZE, backends: Sequence[str] = ("gloo", "polytempo"), hosts: str = "") -> None:
+    """The story on these backends, as if on these hosts; all ranks end with the same bits."""
 
     def work(seat: Seat) -> Result:
         warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
+        if hosts:
+            os.environ["POLYTEMPO_HOST"] = hosts[seat.rank]
         ends = []
-        for backend in ("gloo", "polytempo"):
-            store = dist.FileStore(str(seat.rendezvous / backend), SIZE)
+        for backend in backends:
+            store = dist.FileStore(str(seat.rendezvous / backend), size)
             limit = timedelta(seconds=20)
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=SIZE, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=size, timeout=limit)
             ends.append([tensor.double().flatten().tolist() for tensor in story(seat.rank)])
             dist.destroy_process_group()
         return ends
 
-    ends = launch(work, SIZE, threads=1, timeout_s=60)
+    ends = launch(work, size, threads=1, timeout_s=60)
     assert ends[0] == ends[1]
     assert ends[0][0]
 
@@ -368,7 +373,11 @@ def test_a_state_of_another_codec_or_model_is_refused() -> None:
 # ---------------------------------------------------------------------- errors, and the end
 
 
-def test_a_nan_ends_training_on_every_rank_with_its_name() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_nan_ends_training_on_every_rank_with_its_name(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(create, "why_not", lambda: "it is not to be")
+
     def story(rank: int) -> Sequence[Tensor]:
         net = Net()
         wrapped = ddp(comm_hook(FED, net), net, **SMALL_BUCKETS)
@@ -385,6 +394,53 @@ def test_a_nan_ends_training_on_every_rank_with_its_name() -> None:
         return [torch.ones(1)]
 
     told(story)
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "route"),
+    [
+        *[("gloo", "", route) for route in (None, all_gather, pt.collectives.ring)],
+        *[("polytempo", "AABB", None), ("polytempo", "ABCD", all_gather)],
+    ],
+    ids=["gloo", "gloo, all_gather", "gloo, ring", "two hosts", "four hosts, all_gather"],
+)
+def test_ranks_far_from_the_one_that_fails_do_not_wait_for_it(backend: str, hosts: str, route: Any) -> None:
+    """They have no connection that ends with it, but to ranks that fail in turn, and keep the error."""
+
+    def story(rank: int) -> Sequence[Tensor]:
+        store = dist.distributed_c10d._get_default_store()
+        wrapped = ddp(comm_hook(feedback(bf16()), route=route))
+        train(wrapped, rank, range(2))
+        loss = wrapped(inputs(rank, 2) * (float("nan") if rank == 1 else 1.0)).pow(2).mean()
+        with pytest.raises(NotFinite if rank == 1 else PeerLost) as kept:
+            loss.backward()
+        store.set(f"failed/{rank}", "")
+        store.wait([f"failed/{each}" for each in range(4)])  # nobody ends before, which would close all it has
+        assert kept.value.__traceback__ is not None
+        return [torch.ones(1)]
+
+    told(story, 4, [backend], hosts)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_nobody_has_a_transport_before_all_have_met_in_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has it may leave it at once, which gloo calls an error where a rank still connects."""
+    kind = create.SharedMemoryGroup if native else dist.ProcessGroupGloo
+    if not native:
+        monkeypatch.setattr(create, "why_not", lambda: "it is not to be")
+
+    def story(rank: int) -> Sequence[Tensor]:
+        met: list[Any] = []
+        barrier = kind.barrier
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "barrier", lambda group, *given: met.append(group) or barrier(group, *given))
+            own = [transport_like(dist.group.WORLD)]
+        assert met == own
+        assert isinstance(met.pop(), kind)
+        leave(own, ProcessWorld(rank, [0] * SIZE))
+        return [torch.ones(1)]
+
+    told(story, backends=["polytempo"])
 
 
 def test_the_thread_ends_with_ddp_and_leaves_process_groups_as_they_were() -> None:
@@ -408,8 +464,11 @@ def test_what_cannot_work_is_refused_when_it_is_built() -> None:
         comm_hook(low_rank(2), route=all_gather)
     with pytest.raises(ValueError, match=r"needs the whole gradient at once, and DDP has buckets; use pt.attach"):
         comm_hook(stateless(lambda port, bundle: port.barrier(), separable=False))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match=r"strategies go with pt.attach"):
+    with pytest.raises(TypeError, match=r"got the strategy sync_sgd.*; strategies go with pt.attach"):
         comm_hook(sync_sgd())  # type: ignore[arg-type]
+    for given, remedy in ((bf16, r"got <function bf16>; write bf16\(\)"), (7, "got 7"), (low_rank, "got a transform")):
+        with pytest.raises(TypeError, match=remedy):
+            comm_hook(given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot be summed, so route=ring is impossible"):
         comm_hook(natural(), route=pt.collectives.ring)
     assert comm_hook(feedback(bf16()), route=all_gather).__name__ == "comm_hook(feedback(bf16()), route=all_gather)"

@@ -31,11 +31,12 @@ from polytempo.compression.cast import Cast
 from polytempo.compression.exact import Exact
 from polytempo.compression.packing import EXACT_BELOW
 from polytempo.compression.paths import Path
-from polytempo.core import Bundle, Codec, Port, Program, Route, Transform, native
+from polytempo.core import Bundle, Codec, Port, Program, Route, Strategy, Transform, native
+from polytempo.core.codec import check_codec
 from polytempo.core.merge import Merge
 from polytempo.torch.background import Background
 from polytempo.torch.carried import Carried
-from polytempo.torch.transport import hosts_of, leave, transport_like
+from polytempo.torch.transport import hosts_of, leave, let_go, transport_like
 from polytempo.worlds import ProcessWorld
 
 
@@ -56,6 +57,7 @@ class _Exchange:
             self.end(work(), None)
         except BaseException as error:
             error.add_note(f"while DDP exchanged the gradients of {', '.join(self._names)}")
+            let_go(error)  # before anybody else has it, whose frames are none of ours
             self.end(None, error)
         return self._error
 
@@ -302,22 +304,24 @@ def comm_hook(
     answer of a bucket's size.
 
     Errors come out of `backward()`: `NotFinite` names parameter, element and rank, `PeerLost` and `TimedOut` the rank,
-    the step and the operation. The hook is of no use afterwards: its ranks leave, and the others raise `PeerLost` (on
-    CUDA only when their process has ended, or after the group's timeout).
+    the step and the operation. The hook is of no use afterwards: its ranks leave, and the others raise `PeerLost` (in
+    DDP's own group and on CUDA only when a process has ended, or after the group's timeout).
     Raises ValueError for what `through` refuses and for a transform that needs the whole gradient at once.
     """
+    if not (model is None or isinstance(model, nn.Module)):
+        raise TypeError(f"model is what DDP wraps, an nn.Module, or left out, got {model!r}")
     if isinstance(codec, Transform):
         if merge is not None or route is not None or exact_below != EXACT_BELOW:
             raise ValueError("a transform says itself how it exchanges; merge, route and exact_below are for codecs")
         if not codec.separable:
             raise ValueError("the transform needs the whole gradient at once, and DDP has buckets; use pt.attach")
         return CommHook(codec, "a transform", model, group)
-    if not hasattr(codec, "wire_bytes"):
-        what = getattr(codec, "name", codec)
+    if isinstance(codec, Strategy):
         raise TypeError(
             f"comm_hook takes the answer of one of pt.compression, as bf16(), or a transform as "
-            f"pt.aggregation.low_rank(2), got {what!r}; strategies go with pt.attach"
+            f"pt.aggregation.low_rank(2), got the strategy {codec}; strategies go with pt.attach"
         )
+    check_codec(codec)
     transform = through(codec, merge, route, exact_below=exact_below)
     one_sum = isinstance(codec, Cast | Exact) and merge is None and route in (None, native)
     return CommHook(transform, _spelled(codec, merge, route), model, group, one_sum)

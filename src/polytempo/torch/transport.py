@@ -6,6 +6,7 @@ have ranks give different names to the groups that the program makes afterwards.
 
 from __future__ import annotations
 
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -30,22 +31,40 @@ def transport_like(group: Any) -> Any:
     place = PrefixStore(f"polytempo/transport/{number}", store)
     if "cpu:polytempo" not in dist.get_backend_config(group).split(","):
         own: Any = dist.ProcessGroupGloo(place, rank, size, timeout)
-        own.barrier().wait()  # a rank that left while another still connects would be an error of gloo's there
-        return own
-    options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size, options.timeout = place, rank, size, timeout
-    options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    return create(options)
+    else:
+        options = _DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size, options.timeout = place, rank, size, timeout
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        own = create(options)
+    own.barrier().wait()  # gloo may be in either: a rank that left while another still connects would be an error there
+    return own
 
 
 def leave(own: list[Any], world: ProcessWorld) -> None:
     """End `world` and its transport, the only thing in `own`. Ranks that still wait for this one raise `PeerLost`.
 
-    gloo closes its connections when nobody holds it any more; so whoever wants to leave holds it in a list.
+    gloo closes its connections when nobody holds it any more; so whoever wants to leave holds it in a list, and calls
+    `let_go` before where something has failed.
     """
     world.forget_groups()
     while own:
-        own.pop().shutdown()
+        own.pop().abort()
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the frames that `error`, and what it follows from, came through; frames that still run stay as they are.
+
+    A traceback keeps its frames' variables. Among them is the work that failed, and gloo's work holds its connections:
+    as long as somebody keeps the error, ranks that wait for this one would wait on.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
 
 
 def hosts_of(group: Any) -> list[int]:

@@ -62,6 +62,10 @@ class Hosts:
         """Tell the ranks of this host that this one will not come again."""
         self.local.leave()
 
+    def disconnect(self) -> None:
+        """Close the connections to other hosts: gloo does when nobody holds it. Nothing may be done here afterwards."""
+        self.gloo = self._leaders = None
+
     # ------------------------------------------------------------------ host by host
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float) -> None:
@@ -159,6 +163,11 @@ class HostsGroup(SharedMemoryGroup):
     """torch.distributed's interface over `Hosts`. Messages go through gloo, and have its limits."""
 
     group: Hosts
+
+    def abort(self) -> None:
+        """Leave the group, and close the connections to other hosts, whoever holds the group yet."""
+        self.shutdown()
+        self.group.disconnect()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that are missing."""
