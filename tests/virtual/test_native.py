@@ -83,6 +83,41 @@ def test_bytes_and_seconds(call: Callable[[Port], Op[Any]], sent_bytes: list[int
     assert outcome.seconds == pytest.approx(seconds)
 
 
+# elements that rank i gives to rank j; bytes through the busiest link, one way, with α = 0.25 and B = 100
+@pytest.mark.parametrize(
+    ("dealt", "busiest_bytes"),
+    [
+        ([[0, 10], [10, 0]], 40),
+        ([[9, 10], [10, 9]], 40),
+        ([[0, 5, 5, 5], [5, 0, 5, 5], [5, 5, 0, 5], [5, 5, 5, 0]], 60),
+        ([[0, 0, 10], [0, 0, 10], [0, 0, 0]], 80),
+        ([[0, 1, 1], [20, 0, 30], [1, 1, 0]], 200),
+        ([[50, 1], [1, 50]], 4),
+    ],
+    ids=["own empty, of 2", "own as long, of 2", "own empty, of 4", "all to one", "one to all", "own the longest"],
+)
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_all_to_all_takes_what_the_busiest_link_carries(
+    dealt: list[list[int]], busiest_bytes: int, last: int
+) -> None:
+    """Own pieces travel nowhere, and it does not matter who comes last."""
+    num_ranks = len(dealt)
+
+    async def program(port: Port) -> float:
+        if port.rank == last:
+            await port.compute(lambda: None, CLUSTER.flops_per_s)
+        begun_s = await port.now()
+        await port.all_to_all(
+            [torch.zeros(numel) for numel in dealt[port.rank]], [torch.zeros(row[port.rank]) for row in dealt]
+        )
+        return await port.now() - begun_s
+
+    outcome = VirtualWorld(CLUSTER, num_ranks).run(program)
+    assert outcome.results[last] == pytest.approx((num_ranks - 1) * 0.25 + busiest_bytes / 100)
+    others = [sum(row) - row[rank] for rank, row in enumerate(dealt)]
+    assert [outcome.trace.bytes_sent[rank] for rank in range(num_ranks)] == [4 * numel for numel in others]
+
+
 @pytest.mark.parametrize("num_ranks", range(1, 18))
 def test_a_broadcast_sends_the_buffer_once_to_every_other_rank(num_ranks: int) -> None:
     outcome = performed(lambda port: port.broadcast(torch.zeros(10)), num_ranks)

@@ -1,7 +1,7 @@
 """Collectives that a world performs itself: their answers, and the closed forms of their cost.
 
 All-reduce, all-gather and reduce-scatter are counted and priced as rings, which is what gloo and NCCL use
-for large buffers; a broadcast as a binomial tree.
+for large buffers; a broadcast as a binomial tree; an all-to-all by what its busiest member sends to others, or gets.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
             return 0
 
 
-def member_seconds(op: Collective[Any], latency_s: float, bytes_per_s: float) -> float:
-    """Seconds from the last member's arrival to the end."""
-    num_ranks = len(op.members)
+def members_seconds(ops: Sequence[Collective[Any]], latency_s: float, bytes_per_s: float) -> float:
+    """Seconds from the last member's arrival to the end, from all members' operations in the members' order."""
+    num_ranks = len(ops)
     rounds = (num_ranks - 1).bit_length()
-    match op:
+    match ops[0]:
         case AllReduce(buffer):
             return ring_price(num_ranks, num_bytes(buffer), latency_s, bytes_per_s).seconds
         case ReduceScatter(buffer):
             return (num_ranks - 1) * (latency_s + num_bytes(buffer) / num_ranks / bytes_per_s)
         case AllGather(buffer):
             return (num_ranks - 1) * (latency_s + num_bytes(buffer) / bytes_per_s)
-        case AllToAll(pieces, likes):
-            sent, got = (sum(num_bytes(piece) for piece in each) for each in (pieces, likes))
-            return (num_ranks - 1) * (latency_s + max(sent, got) / num_ranks / bytes_per_s)
+        case AllToAll():
+            busiest_bytes = max(_dealt_bytes(op, i) for i, op in enumerate(ops) if isinstance(op, AllToAll))
+            return (num_ranks - 1) * latency_s + busiest_bytes / bytes_per_s
         case Broadcast(buffer, _):
             return rounds * (latency_s + num_bytes(buffer) / bytes_per_s)
         case _:
@@ -98,6 +98,15 @@ def _dealt(ops: Sequence[Collective[Any]]) -> list[list[Tensor]]:
                 a, b = sender.members[i], sender.members[j]
                 raise Mismatch(f"all_to_all: rank {a} sends {sent} elements to rank {b}, which expects {expected}")
     return [[piece.clone() for piece in call.pieces] for call in calls]
+
+
+def _dealt_bytes(op: AllToAll, position: int) -> int:
+    """What the member at `position` sends to the others or gets from them, whichever is more: links are duplex."""
+    sent, got = (
+        sum(num_bytes(piece) for other, piece in enumerate(pieces) if other != position)
+        for pieces in (op.pieces, op.likes)
+    )
+    return max(sent, got)
 
 
 def _sum(buffers: list[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import Deadlock, Mismatch, PeerLost, Port, TimedOut, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Post, Program, Recv, Send, Start, Take, Work
-from polytempo.worlds.collective import member_bytes, member_seconds, members_answers, num_bytes
+from polytempo.worlds.collective import member_bytes, members_answers, members_seconds, num_bytes
 from polytempo.worlds.flight import Flight, Meeting, Strand, signature, who_waits_for_what
 from polytempo.worlds.mailbox import Mail, Queues
 from polytempo.worlds.network import Network
@@ -337,11 +337,12 @@ class VirtualWorld:
 
     def _settle(self, meeting: Meeting) -> None:
         ordered = [meeting.arrived[member] for member in meeting.first.members]
-        answers = members_answers([op for _, op in ordered])
+        ops = [op for _, op in ordered]
+        answers = members_answers(ops)
         members = meeting.first.members
         link = self.cluster.slowest_link(tuple(self.hosts[member] for member in members))
-        waiting_s = member_seconds(meeting.first, link.latency_s, inf)
-        busy_s = member_seconds(meeting.first, 0.0, link.bytes_per_s)
+        waiting_s = members_seconds(ops, link.latency_s, inf)
+        busy_s = members_seconds(ops, 0.0, link.bytes_per_s)
         end_s = self._network.meet(members, waiting_s, busy_s, self.now_s)
         for (flight, op), answer in zip(ordered, answers, strict=True):
 
