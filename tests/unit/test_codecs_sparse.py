@@ -16,6 +16,7 @@ from polytempo.compression import entries, entropy
 from polytempo.compression.dgc import WARMUP, Accumulated
 from polytempo.compression.feedback import Fed
 from polytempo.core import Codec, NotFinite, Occasion, Owed
+from polytempo.core.state import wide
 from polytempo.native import codes_sparse
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -269,15 +270,21 @@ def test_dgc_as_in_the_authors_code(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_dgc_at_ratio_1_is_the_tensor_or_its_momentum(dtype: torch.dtype) -> None:
-    plain, heavy, state, velocity = c.dgc(1.0, 0.0), c.dgc(1.0, 0.5), None, torch.zeros(50, dtype=dtype)
+    plain, heavy, state, velocity = c.dgc(1.0, 0.0), c.dgc(1.0, 0.5), None, torch.zeros(50, dtype=wide(dtype))
+    rest = torch.zeros_like(velocity)
     for step in range(3):
         x = normal(50, step, dtype)
         assert torch.equal(plain.decode(plain.encode(x)[0], x), x)
         wire, state = heavy.encode(x, state)
         velocity = velocity * 0.5 + x
-        assert torch.equal(heavy.decode(wire, x), velocity)
+        assert torch.equal(heavy.decode(wire, x), (velocity + rest).to(dtype))
+        rest = velocity + rest - (velocity + rest).to(dtype)
     assert torch.equal(state.u.residual, velocity)
-    assert state.v == Owed()
+    if dtype is wide(dtype):
+        assert state.v == Owed()
+    else:
+        assert torch.equal(state.v.residual, rest), "what 16 bits have rounded off"
+        assert rest.any()
 
 
 def test_dgc_without_momentum_loses_nothing() -> None:
@@ -292,6 +299,34 @@ def test_dgc_without_momentum_loses_nothing() -> None:
         assert wire.numel() <= codec.wire_bytes(x)
     torch.testing.assert_close(total + state.v.residual, given_sum, atol=1e-5, rtol=0)
     assert state.u == Owed(), "nothing of it goes on"
+
+
+@every_dtype
+def test_dgc_sends_no_zeros_where_fewer_than_k_are_not(dtype: torch.dtype) -> None:
+    codec, x = c.dgc(0.01, 0.5, dense_below=0), torch.zeros(10_000, dtype=dtype)
+    x[::1000] = 1.5
+    wire, state = codec.encode(x)
+    assert wire.numel() == 4 + 10 * (4 + x.element_size())
+    assert torch.equal(codec.decode(wire, x), x)
+    assert not state.u.residual.any()
+    assert not state.v.residual.any()
+    wire, _ = codec.encode(torch.zeros_like(x), state, Occasion(2))
+    assert words(wire) == [0]
+
+
+def test_dgc_does_not_stop_the_momentum_of_what_cancels_out() -> None:
+    """u = -v there, so v becomes 0, which is not sent; u goes on."""
+    for dtype in DTYPES[:2]:
+        x = torch.zeros(2000, dtype=dtype)
+        x[5] = -0.75
+        v = torch.zeros_like(x)
+        v[5] = 0.5
+        u = v.clone()
+        codec = c.dgc(0.01, 0.5, dense_below=0)
+        wire, state = codec.encode(x, Accumulated(Owed(u), Owed(v)))
+        assert words(wire) == [0]
+        assert state.u.residual[5] == -0.5
+        assert state.v.residual[5] == 0.0
 
 
 def test_dgc_clips_each_tensor_and_warms_up() -> None:

@@ -22,27 +22,31 @@ TRANSFORMS: dict[str, Transform] = {
     "codes everywhere": c.through(c.feedback(c.int8()), route=c.all_gather, exact_below=4),
     "a few entries": c.through(c.feedback(c.top_k(0.1)), exact_below=4),
     "entries above a threshold": c.through(c.feedback(c.threshold(0.5)), exact_below=4),
-    "momentum corrected": c.through(c.dgc(0.1, momentum=0.0), exact_below=4),
+    "momentum corrected": c.through(c.dgc(0.1, momentum=0.0, dense_below=0), exact_below=4),
     "low rank": aggregation.low_rank(1, exact_below=4),
 }
 
 
-def gradient(rank: int, step: int) -> Bundle:
+def gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Bundle:
     random = torch.Generator().manual_seed(100 * step + rank)
-    return Bundle({name: torch.randn(*shape, generator=random, dtype=torch.float64) for name, shape in SHAPES.items()})
+    return Bundle(
+        {name: torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+    )
 
 
 MOMENTUM = 0.75
 HEAVY = c.through(c.dgc(0.1, momentum=MOMENTUM, dense_below=0), exact_below=0)
 
 
-def run(transform: Transform, steps: range, states: list[State]) -> tuple[Tensor, list[State]]:
+def run(
+    transform: Transform, steps: range, states: list[State], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, list[State]]:
     """The sum of the steps' answers, which all ranks have alike, and the ranks' states afterwards."""
 
     async def program(port: Port) -> tuple[Tensor, State]:
         total, state = torch.zeros_like(gradient(0, 0).flat), states[port.rank]
         for step in steps:
-            answer, state = await transform.apply(port, gradient(port.rank, step), state)
+            answer, state = await transform.apply(port, gradient(port.rank, step, dtype), state)
             assert answer is not None
             total += answer.flat
         return total, state
@@ -81,9 +85,11 @@ def total_owed(states: list[State]) -> Tensor:
     return total.flat
 
 
-def resumed(transform: Transform, states: list[State], num_ranks: int) -> list[State]:
+def resumed(
+    transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
+) -> list[State]:
     """What `torch.snapshot.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … owed."""
-    layout = gradient(0, 0)
+    layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]
     return [
@@ -168,3 +174,29 @@ def test_the_sum_of_what_is_applied_and_owed_is_the_sum_of_all_gradients(name: s
         torch.testing.assert_close(applied + total_owed(states), expected, rtol=1e-12, atol=1e-12)
     if numbers[-1] == 1:  # alone, nothing is held back
         torch.testing.assert_close(applied, expected, rtol=1e-12, atol=1e-12)
+
+
+OWED_IN = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in OWED_IN for b in OWED_IN if a is not b], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_run_goes_on_in_another_dtype(name: str, before: torch.dtype, after: torch.dtype) -> None:
+    """What is owed is as it was, in a dtype that what comes can be added to, and wires fit where they shall go."""
+    transform = TRANSFORMS[name]
+    _, states = run(transform, range(3), [transform.init(gradient(0, 0, before)) for _ in range(2)], before)
+    debt = total_owed(states)
+    states = resumed(transform, states, 2, after)
+    assert {residual.dtype for state in states for residual in owed(state).values()} == {OWED_IN[after]}
+    torch.testing.assert_close(total_owed(states), debt, rtol=1e-6, atol=1e-6)
+    answers, states = run(transform, range(3, 6), states, after)
+    expected = torch.stack([gradient(r, step, after).flat.double() / 2 for step in range(3, 6) for r in range(2)]).sum(
+        0
+    )
+    rounding = 6 * 4 * torch.finfo(after).eps  # of answers, and of shares
+    torch.testing.assert_close(answers + total_owed(states), debt + expected, rtol=0, atol=max(rounding, 1e-5))

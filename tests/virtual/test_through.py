@@ -237,6 +237,21 @@ def test_what_is_not_finite_is_refused_by_name_before_any_residual_has_changed(p
     VirtualWorld(CLUSTER, 2).run(program)
 
 
+@pytest.mark.parametrize("path", [None, c.all_gather])
+def test_what_a_codec_without_a_memory_refuses_has_a_name_too(path: Any) -> None:
+    """TernGrad looks at the values before anything is encoded, to agree on their scale."""
+    transform = through(c.terngrad(), route=path, exact_below=0)
+
+    async def program(port: Port) -> None:
+        given = Bundle(values(1, port.rank, torch.float32))
+        given.tensors["w"][1, 0] = float("nan")
+        if port.rank == 1:
+            with pytest.raises(NotFinite, match=r"element 7 of w .*on rank 1 is nan, which terngrad\("):
+                await transform.apply(port, given, transform.init(given))
+
+    VirtualWorld(CLUSTER, 2).run(program)
+
+
 @pytest.mark.parametrize("codec", [c.fp16(), c.feedback(c.top_k(0.1)), c.feedback(c.int8()), c.terngrad()], ids=str)
 def test_a_world_that_only_prices_counts_the_same_bytes(codec: Any) -> None:
     """Tensors without values: `polytempo simulate --meta`."""

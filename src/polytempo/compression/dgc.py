@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
+from polytempo.compression.feedback import narrowed
+from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, Law, Occasion, Owed
+from polytempo.core.given import check_real, check_whole
+from polytempo.core.state import wide
 from polytempo.native import codes_sparse
 
 WARMUP = (0.25, 0.063, 0.015, 0.004)
@@ -101,6 +105,7 @@ class Dgc:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """One step. The state that is given is spent: its tensors become the next state's, in place."""
+        check_kind(x)
         x = x.detach()
         before = self.init(x) if state is None else state
         u, owed = _memory(before.u, x), before.v
@@ -115,14 +120,17 @@ class Dgc:
             for memory in (u, v):
                 codes_sparse.zero(memory, indices, indices.numel())
         else:
-            momentum = u * self.momentum + x * scale
+            momentum = u * self.momentum + x.to(u.dtype) * scale
             total = (v + momentum).reshape(-1)
             entries.check_finite(self.name, total)
             indices = self._picked(total, ratio, when)
-            wire = entries.write(indices, total[indices], n, out)
-            for memory, fresh in ((u, momentum.reshape(-1)), (v, total)):
-                fresh[indices] = 0
-                memory.copy_(fresh.view(memory.shape))
+            indices, values = _nonzero(indices, narrowed(total[indices], x))
+            wire = entries.write(indices, values, n, out)
+            fresh = momentum.reshape(-1)
+            fresh[indices] = 0
+            total[indices] -= values  # 0, but for what 16 bits have rounded off
+            u.copy_(fresh.view(u.shape))
+            v.copy_(total.view(v.shape))
         return wire, self._kept(u, Owed(v))
 
     def encode_(
@@ -158,14 +166,17 @@ class Dgc:
 
     def _whole(self, x: Tensor, u: Tensor, v: Owed, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
         """All of u, and what may be owed from sparser steps. Momentum goes on, for nothing of it was kept back."""
-        momentum = u * self.momentum + x * scale
+        momentum = u * self.momentum + x.to(u.dtype) * scale
         owed = v.residual
-        sent = (momentum if owed is None else momentum + owed).reshape(-1)
-        entries.check_finite(self.name, sent)
-        wire = entries.write(torch.arange(sent.numel(), device=x.device), sent, sent.numel(), out)
+        total = momentum if owed is None else momentum + owed
+        entries.check_finite(self.name, total)
+        sent, n = narrowed(total, x), x.numel()
+        wire = entries.write(torch.arange(n, device=x.device), sent.reshape(-1), n, out)
         u.copy_(momentum)
         if owed is not None:
-            owed.zero_()
+            torch.sub(total, sent, out=owed)  # 0, but for what 16 bits have rounded off
+        elif sent.dtype is not total.dtype:
+            v = Owed(total - sent)
         return wire, self._kept(u, v)
 
     def _found(self, source: codes_sparse.Source, ratio: float, when: Occasion) -> tuple[Tensor, Tensor]:
@@ -186,10 +197,10 @@ class Dgc:
             assert source.velocity is not None
             total = source.residual + (source.velocity * source.momentum + x * source.scale)
             entries.refuse(self.name, bad, total)
-        return indices[:count], values[:count]
+        return _nonzero(indices[:count], values[:count])
 
     def _picked(self, total: Tensor, ratio: float, when: Occasion) -> Tensor:
-        """The same by torch: indices (int64)."""
+        """The same by torch: indices (int64), also of zeros where there are not enough others."""
         n = total.numel()
         k = math.ceil(ratio * n)
         cut = _cut(self._sampled(total, ratio, when), k / n)
@@ -211,8 +222,14 @@ class Dgc:
 def _memory(owed: Owed, like: Tensor) -> Tensor:
     """What is owed, to be written to; zeros where that is nothing."""
     if owed.residual is None:
-        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)
     return owed.residual
+
+
+def _nonzero(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the entries whose value is 0: those among the k largest where fewer than k are not."""
+    kept = values != 0
+    return (indices, values) if bool(kept.all()) else (indices[kept], values[kept])
 
 
 def _most(n: int, ratio: float) -> int:
@@ -243,8 +260,8 @@ def dgc(
         send v where |v| is large; u ← 0, v ← 0 there          momentum factor masking
 
     Large is what reaches the threshold of a strided sample (`sample` of the tensor, and at least 2 / ratio elements).
-    Where that finds more than 1.3 or fewer than 0.8 times k = ⌈ratio · n⌉, exactly the k largest are sent.
-    Wire: see `compression.entries`; at ratio 0.001 and float32 8 bytes an entry, the most 1.3 · k of them.
+    Where that finds more than 1.3 or fewer than 0.8 times k = ⌈ratio · n⌉, exactly the k largest are sent, and of
+    them no zeros. Wire: see `compression.entries`; at ratio 0.001 and float32 8 bytes an entry, the most 1.3 · k.
 
     momentum: that of the optimizer, which then must not apply its own to these gradients (only to the weight decay, as
     in the authors' optimizer). 0 without momentum.
@@ -256,8 +273,10 @@ def dgc(
     1. Use `through(dgc(…), exact_below=0)`, or small tensors travel without their momentum.
 
     At ratio 1 and momentum 0 what is sent is x. Law: "conserving"; at momentum 0, Σ decoded + v = Σ x.
-    State: v, and u where there is momentum, a tensor each. Where ranks come or go their sums over all ranks stay; who
-    is left alone gives v and forgets u, as masking does (`Accumulated.given`).
+    State: v, and u where there is momentum, a tensor each of x's dtype; for 16-bit tensors of float32, 4 bytes an
+    element, so that they take up what is small against them (what the rounding to x's dtype leaves of a value that is
+    sent stays in v). Where ranks come or go their sums over all ranks stay; who is left alone gives v and forgets u, as
+    masking does (`Accumulated.given`).
     Cost: with the kernels two passes over x, u and v, of which one writes u and v.
 
     Deviations: the authors' sample begins at a random place, ours at one that the step and the tensor say; they send
@@ -266,6 +285,8 @@ def dgc(
 
     Raises ValueError for what is out of range, and NotFinite, before anything has changed, for NaN and infinities.
     """
+    check_real(ratio=ratio, sample=sample, momentum=momentum, clip=1 if clip is None else clip)
+    check_whole(warmup_steps=warmup_steps, dense_below=dense_below)
     for name, value in (("ratio", ratio), ("sample", sample)):
         if not 0 < value <= 1:
             raise ValueError(f"{name} is a share of the elements, over 0 and at most 1, got {value}")

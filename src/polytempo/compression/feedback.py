@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polytempo.compression import entries
 from polytempo.core import ALONE, Codec, CodecState, Law, Occasion, Owed
 from polytempo.core.codec import check_codec
+from polytempo.core.state import wide
 
 _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor on which a law has to hold."""
@@ -80,7 +82,7 @@ class Feedback:
     def statistic(self, x: Tensor, state: CodecState) -> float | None:
         """The inner codec's, of x + r."""
         residual, inner = (None, self.codec.init(x)) if state is None else (state.owed.residual, state.inner)
-        return self.codec.statistic(x if residual is None else x + residual, inner)
+        return self.codec.statistic(x if residual is None else narrowed(x + residual, x), inner)
 
     def encode(
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
@@ -90,9 +92,30 @@ class Feedback:
         Raises NotFinite before anything has changed: the `encode_` of every codec does, also where `encode` does not.
         """
         fed = self.init(x) if state is None else state
-        residual = torch.zeros_like(x) if fed.owed.residual is None else fed.owed.residual
-        wire, inner = self.codec.encode_(x, residual, fed.inner, when, out)
+        residual = fed.owed.residual
+        if residual is None:
+            residual = torch.zeros_like(x, dtype=wide(x.dtype))
+        encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
+        wire, inner = encode_(x, residual, fed.inner, when, out)
         return wire, Fed(Owed(residual), inner)
+
+    def _encode_wide_(
+        self, x: Tensor, residual: Tensor, state: CodecState, when: Occasion, out: Tensor | None
+    ) -> tuple[Tensor, CodecState]:
+        """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is owed, too."""
+        v = x.detach() + residual
+        entries.check_finite(self.codec.name, v)
+        rounded = narrowed(v, x)
+        wire, state = self.codec.encode(rounded, state, when, out)
+        torch.sub(v, self._alone(wire, rounded, when), out=residual)
+        return wire, state
+
+    def _alone(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+        """What a wire decodes to; one for a sum, in a sum with as many wires of zeros as it waits for."""
+        if when.terms > 1:
+            nothing, _ = self.codec.encode(torch.zeros_like(like), self.codec.init(like), when)
+            wire = wire + (when.terms - 1) * nothing
+        return self.codec.decode(wire, like, when)
 
     def encode_(
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
@@ -109,11 +132,24 @@ class Feedback:
         self.codec.add_(wire, out, when)
 
 
+def narrowed(values: Tensor, like: Tensor) -> Tensor:
+    """Values of any shape in the dtype of `like`; what is finite stays finite, and NaN and infinities are as they were.
+
+    Where they have that dtype they are not copied.
+    """
+    if values.dtype is like.dtype:
+        return values
+    most = torch.finfo(like.dtype).max
+    return torch.where(values.isfinite(), values.clamp(-most, most), values).to(like.dtype)
+
+
 def feedback(codec: Codec) -> Feedback:
     """v = x + r; send encode(v); r ← v - decode(encode(v)), for each tensor.
 
     So Σ decoded + the last r = Σ x: nothing is lost, only late. A change of the learning rate changes the weight of
-    what is late. Memory: one more tensor of x's size, from the first encoding on.
+    what is late. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
+    of float32, 4 bytes an element, so that r takes up what is small against it. Their v is rounded for the codec, and
+    what that leaves is owed as well.
 
     Raises ValueError for a codec that remembers already what it did not send (`dgc`, `feedback`), and for one whose
     error may be larger than what it encodes (`qsgd` with few levels, `terngrad`): the residual would grow without end,

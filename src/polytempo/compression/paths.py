@@ -8,7 +8,8 @@ reduce_scatter   each rank owns a stripe: it gets the others'         every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from polytempo.compression.cast import Cast
 from polytempo.compression.exact import Exact
-from polytempo.compression.feedback import Fed, Feedback
+from polytempo.compression.feedback import narrowed
 from polytempo.compression.packing import EXACT_BELOW, Packing, stripes, whole
+from polytempo.compression.stripe import add_others_, begun, merged, sliced, take_residual_
 from polytempo.core import Bundle, Codec, CodecState, NotFinite, Occasion, Owed, Port, Program, Route
 from polytempo.core.merge import Merge
+from polytempo.core.state import wide
 from polytempo.native.library import available
 from polytempo.native.update import DTYPES_CHECKED, unfinite
 
@@ -77,9 +80,7 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, way: Way) -> 
 
     def decode() -> Tensor:
         if way.merge is None:
-            total = torch.zeros_like(bundle.flat)
-            _add(packing, messages, [bundle.with_flat(total)] * port.size, step)
-            return total
+            return _total(way.codec, packing, messages, bundle, step)
         buffers = [bundle.with_flat(torch.zeros_like(bundle.flat)) for _ in messages]
         _add(packing, messages, buffers, step)
         return way.merge([buffer.flat for buffer in buffers])
@@ -102,11 +103,11 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, way: Way)
     _refuse_nonfinite(contribution, way.codec, state.codecs, rank)
     parts = way.striped(bundle, port.size)
     flops = sum(part.flops for part in parts)
-    codecs = state.codecs | _begun(parts, contribution.views, state.codecs)
+    codecs = state.codecs | begun(parts, contribution.views, state.codecs)
 
     def encode() -> list[Tensor]:
         return [
-            part.encode(contribution.views, _sliced(part, codecs), step, rank)[0] if owner != rank else _none(bundle)
+            part.encode(contribution.views, sliced(part, codecs), step, rank)[0] if owner != rank else _none(bundle)
             for owner, part in enumerate(parts)
         ]
 
@@ -117,16 +118,14 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, way: Way)
     arrived = await port.all_to_all(pieces, likes)
 
     def reduce() -> Tensor:
-        _take_residual_(mine, contribution.views, codecs)
+        owed = sliced(mine, codecs)
+        take_residual_(mine, contribution.views, owed)
         if way.merge is None:
             total = contribution
-            others = [message for sender, message in enumerate(arrived) if sender != rank]
-            senders = [sender for sender in range(port.size) if sender != rank]
-            for sender, message in zip(senders, others, strict=True):
-                mine.add_(message, total.views, step, sender)
+            add_others_(mine, total.views, owed, arrived, step, rank)
         else:
-            total = _merged(way.merge, mine, contribution, arrived, step, rank)
-        return mine.encode(total.views, _sliced(mine, codecs), step, rank)[0]
+            total = merged(way.merge, mine, contribution, arrived, step, rank)
+        return mine.encode(total.views, owed, step, rank)[0]
 
     sum_wire = await port.compute(reduce, mine.flops * port.size)
     longest = max(part.num_bytes for part in parts)
@@ -192,7 +191,12 @@ async def _summed(port: Port, route: Route, contribution: Bundle, codec: Cast | 
     when, room = Occasion(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
     wire = await port.compute(lambda: codec.encode(flat, None, when, room)[0], codec.flops * flat.numel())
     total = await route(port, wire)
-    return contribution.with_flat(await port.compute(lambda: flat.copy_(total), codec.flops * flat.numel()))
+
+    def decode() -> Tensor:
+        smaller = torch.finfo(flat.dtype).max < torch.finfo(total.dtype).max  # only decoding keeps finite what is
+        return flat.copy_(codec.decode(total, flat) if smaller and not total.is_meta else total)
+
+    return contribution.with_flat(await port.compute(decode, codec.flops * flat.numel()))
 
 
 def _rooms(codec: Codec, views: Sequence[Tensor], terms: int) -> tuple[Tensor, list[Tensor]]:
@@ -266,6 +270,24 @@ async def _gathered(port: Port, message: Tensor, packing: Packing) -> list[Tenso
     return [m[:n] for m, n in zip(await port.all_gather(padded), lengths, strict=True)]
 
 
+def _total(codec: Codec, packing: Packing, messages: Sequence[Tensor], bundle: Bundle, step: int) -> Tensor:
+    """The sum of what the messages say, flat, in the order of ranks.
+
+    16 bits are added in float32, and what is finite stays so; but a few entries where they belong, and nothing else is
+    touched.
+    """
+    flat = torch.zeros_like(bundle.flat)
+    if codec.sparse or wide(flat.dtype) is flat.dtype:
+        _add(packing, messages, [bundle.with_flat(flat)] * len(messages), step)
+        return flat
+    part, total = bundle.with_flat(flat), torch.zeros_like(flat, dtype=wide(flat.dtype))
+    for rank, message in enumerate(messages):
+        packing.add_(message, part.views, step, rank)
+        total += flat
+        flat.zero_()
+    return flat.copy_(narrowed(total, flat))
+
+
 def _add(packing: Packing, messages: Sequence[Tensor], outs: Sequence[Bundle], step: int) -> None:
     for rank, (message, out) in enumerate(zip(messages, outs, strict=True)):
         packing.add_(message, out.views, step, rank)
@@ -279,7 +301,10 @@ async def _agreed(
         if codec.statistic(torch.zeros(1), codec.init(torch.zeros(1))) is not None:
             await port.all_gather(torch.zeros(len(views), dtype=torch.float64))
         return [None] * len(views)
-    found = [codec.statistic(view, states.get(name)) for name, view in views.items()]
+    found = []
+    for name, view in views.items():
+        with _named(f"{name} on rank {port.rank}"):
+            found.append(codec.statistic(view, states.get(name)))
     own = [value for value in found if value is not None]
     if not own:
         return [None] * len(found)
@@ -293,56 +318,17 @@ def _encoded(codec: Codec, x: Tensor, state: CodecState, when: Occasion, name: s
     """Fill `room`; the next state."""
     if x.is_meta:
         return state
-    try:
+    with _named(f"{name} on rank {when.rank}"):
         return codec.encode(x, state, when, room)[1]
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """A codec does not know whose tensor it refuses."""
+    try:
+        yield
     except NotFinite as error:
-        raise NotFinite(error.codec, error.index, error.value, f"{name} on rank {when.rank}") from None
-
-
-def _begun(
-    parts: Sequence[Packing], views: Mapping[str, Tensor], states: Mapping[str, CodecState]
-) -> dict[str, CodecState]:
-    """The states of tensors that are cut into stripes; their residuals exist from now on."""
-    begun: dict[str, CodecState] = {}
-    for piece in (piece for part in parts for piece in part.pieces):
-        state = states.get(piece.name)
-        if isinstance(piece.codec, Feedback) and (state is None or state.owed.residual is None):
-            begun[piece.name] = Fed(Owed(torch.zeros_like(views[piece.name])), None)
-    return begun
-
-
-def _sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
-    """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
-    return {
-        piece.name: Fed(Owed(piece.of(states[piece.name].owed.residual)), None)
-        for piece in part.pieces
-        if isinstance(piece.codec, Feedback)
-    }
-
-
-def _take_residual_(part: Packing, views: Mapping[str, Tensor], states: Mapping[str, CodecState]) -> None:
-    """x += r; r ← 0, on a stripe."""
-    for name, fed in _sliced(part, states).items():
-        piece = next(piece for piece in part.pieces if piece.name == name)
-        residual = fed.owed.residual
-        piece.of(views[name]).add_(residual)
-        residual.zero_()
-
-
-def _merged(merge: Merge, part: Packing, own: Bundle, arrived: Sequence[Tensor], step: int, rank: int) -> Bundle:
-    """The merge of all ranks' stripes, at this rank's place of the whole."""
-    outs = []
-    for sender, message in enumerate(arrived):
-        out = own if sender == rank else own.with_flat(torch.zeros_like(own.flat))
-        if sender != rank:
-            part.add_(message, out.views, step, sender)
-        outs.append(out)
-    merged = own.with_flat(torch.empty_like(own.flat))
-    for piece in part.pieces:
-        slices = [piece.of(out.views[piece.name]) for out in outs]
-        merge_of = merge([each.reshape(-1) for each in slices])
-        piece.of(merged.views[piece.name]).copy_(merge_of.view_as(slices[0]))
-    return merged
+        raise NotFinite(error.codec, error.index, error.value, place) from None
 
 
 def _none(bundle: Bundle) -> Tensor:

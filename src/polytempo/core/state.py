@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polytempo.core.bundle import Bundle
@@ -33,6 +34,14 @@ class Owed(NamedTuple):
     """
 
     residual: Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what numbers of that dtype are owed and added up: float32 for 16 bits, to which small ones cannot be added.
+
+    In bfloat16 0.5 + 0.001 is 0.5: a residual would stop to grow, and what comes to it would be lost.
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class Saved(NamedTuple):
@@ -65,7 +74,7 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequenc
 
     A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
     in the dtype and on the device of `like`, or of `layout`. What is `Owed` becomes the sum over `debts`, which is
-    `source` alone where nothing is said.
+    `source` alone where nothing is said; it has the dtype that is owed for tensors of `layout` (`wide`).
     """
     if isinstance(like, Owed):
         return _owed(f"{path}/0", [source] if debts is None else debts, next(iter(layout.tensors.values())))
@@ -91,7 +100,7 @@ def _owed(path: str, debts: Sequence[Saved], like: Tensor) -> Owed:
     found = [debt.tensors[path] for debt in debts if path in debt.tensors]
     if not found:
         return Owed()
-    total = found[0].to(device=like.device, copy=True)
+    total = found[0].to(device=like.device, dtype=wide(like.dtype), copy=True)
     for residual in found[1:]:
         total += residual.to(total)
     return Owed(total)
