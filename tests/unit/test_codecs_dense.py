@@ -83,6 +83,27 @@ def test_sign_in_figures() -> None:
     assert sign(scaled=False).decode(plain, x).tolist() == [1, -1, 1, -1]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ["kernels where there are", "torch"])
+def test_the_sign_of_zero_is_a_matter_of_turns(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 where element + rank + step is odd, whichever sign the zero has; all others keep theirs, and so does x."""
+    if way == "torch":
+        monkeypatch.setattr(codes_dense, "fits", lambda *tensors: False)
+    codec, x = sign(scaled=False), torch.tensor([0.0, -0.0, 1e-7, -1e-7, 0.0, -0.0, 3.0] * 15, dtype=dtype)
+    before = x.clone()
+    for rank, step in ((0, 1), (1, 1), (0, 2), (5, 8), (2, 2**31)):
+        when = Occasion(step, rank)
+        wire, _ = codec.encode(x, None, when)
+        decoded = codec.decode(wire, x, when)
+        turns = [1.0 if (element + rank + step) % 2 else -1.0 for element in range(len(x))]
+        assert decoded.tolist() == torch.where(x == 0, torch.tensor(turns, dtype=dtype), x.sign()).tolist()
+        assert decoded[:7].tolist() == ([1, -1, 1, -1, 1, -1, 1] if (rank + step) % 2 else [-1, 1, 1, -1, -1, 1, 1])
+        residual = x.clone()
+        assert torch.equal(codec.encode_(torch.zeros_like(x), residual, None, when)[0], wire)
+        assert torch.equal(residual, x - decoded)
+    assert torch.equal(x, before)
+
+
 def test_the_numbers_of_the_tree() -> None:
     """All distinct and ascending, alike on both sides of 0, a decade for each zero before the first 1."""
     numbers = Tree.of(tree()).numbers.double()

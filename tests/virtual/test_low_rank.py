@@ -211,6 +211,19 @@ def test_warm_steps_approach_the_best_approximation() -> None:
     assert last(warm=True) < 1e-3 < 0.1 < last(warm=False)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-23, 1.0, 1e18, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_any_scale_are_approximated_alike(dtype: torch.dtype, scale: float) -> None:
+    """Q is as large as they are, and their product with it would be as their square: beyond float32, or nothing."""
+    random = torch.Generator().manual_seed(0)
+    matrix = torch.outer(torch.randn(60, generator=random), torch.randn(50, generator=random))
+    matrix += 0.05 * torch.randn(60, 50, generator=random)
+    given = [{"w": (matrix * scale).to(dtype)}] * 2
+    answers, *_ = stepped(low_rank(1, exact_below=0), [given] * 6)
+    errors = [float((row[0]["w"].double() / scale - matrix).norm() / matrix.norm()) for row in answers]
+    assert errors == pytest.approx([0.096, 0.096, 0.064, 0.064, 0.064, 0.064], abs=0.003)
+
+
 # ------------------------------------------------------------------------------------------------------ what is sent
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, NotFinite, Owed, Port, Route, Transform, native, spelled
+from polytempo.core.given import check_whole
+from polytempo.core.route import check_route
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
@@ -73,9 +75,11 @@ def low_rank(
         eᵢ ← Mᵢ - shareᵢ · M̂
 
     so Σ eᵢ = Σ Mᵢ - M̂: over the steps nothing is lost. M̂ is the projection of ΣM on the span of P, exact where ΣM has
-    no more than r independent directions that Q sees. With `warm_start` each step goes on from the Q of the one before,
-    which is a power iteration over the steps; without it Q is drawn anew each time. The first Q is a pure function of
-    `seed` and the parameter's name, so ranks agree on it, however parameters are put into buckets.
+    no more than r independent directions that Q sees. For P, each column of Q is divided by its largest entry, which P̂
+    does not notice: gradients near 1e-30 and 1e30 are projected as those near 1. With `warm_start` each step goes on
+    from the Q of the one before, which is a power iteration over the steps; without it Q is drawn anew each time. The
+    first Q is a pure function of `seed` and the parameter's name, so ranks agree on it, however parameters are put into
+    buckets.
 
     Vectors, tensors of fewer than `exact_below` elements, and matrices that r makes no smaller ((n + m) · r ≥ n · m)
     travel as they are, with the Ps: two all-reduces a step by `route`, never three. At r ≥ min(n, m) that is all of
@@ -97,6 +101,8 @@ def low_rank(
     by Gram-Schmidt, which divides by zero where columns depend on each other. Its later package (`powersgd` on PyPI)
     uses QR as here, sends P in one step and Q in the next, and begins after 100 uncompressed steps.
     """
+    check_whole(rank=rank, exact_below=exact_below, seed=seed)
+    check_route(route)
     if rank < 1:
         raise ValueError(f"low_rank needs a rank of at least 1, got {rank}")
     if exact_below < 0:
@@ -177,7 +183,7 @@ class _Step:
             self.sums[shape.name] = matrix
             right = rights[shape.name]
             assert right is not None
-            torch.mm(matrix, right.to(matrix), out=left)
+            torch.mm(matrix, _without_scale(right).to(matrix), out=left)
         for view, place in zip(self.exact, self._rest(message), strict=True):
             place.copy_(view.reshape(-1))
         return message
@@ -271,6 +277,15 @@ def _drawn(shape: Shape, seed: int, step: int, like: Tensor) -> Tensor:
     return torch.randn(shape.columns, shape.rank, generator=random, dtype=dtype).to(like.device)
 
 
+def _without_scale(right: Tensor) -> Tensor:
+    """Q with columns whose largest entry is ±1, or all are 0, shape (m, r). The span of P = M Q stays the same.
+
+    Q = Mᵀ P̂ is as large as M, so M Q would be as its square: beyond float32 long before M is.
+    """
+    largest = right.abs().amax(dim=0)
+    return right / torch.where(largest > 0, largest, 1)
+
+
 def _orthonormal(left: Tensor) -> Tensor:
     """Orthonormal columns with the same span (a larger one, where columns depend on each other), shape (n, r)."""
     columns: Tensor = torch.linalg.qr(left.double()).Q
@@ -297,12 +312,15 @@ def _explained(name: str, route: Route, parameters: Bundle, shapes: Sequence[Sha
     ring = 2 * (num_ranks - 1) / num_ranks
     sent, plain = ring * width * (lefts + exact + rights), ring * flat.numel() * flat.element_size()
     by = getattr(route, "__name__", str(route))
+    how_much = f"each rank sends {_shown(sent)}; uncompressed {_shown(plain)}"
+    if route is not native:  # which sends more than a ring, or less evenly
+        how_much = f"messages are as long as these make them; uncompressed {_shown(flat.numel() * flat.element_size())}"
     return [
         f"{name}: all-reduce of P, {_shown(width * lefts)}, with {_shown(width * exact)} of small tensors, then of Q, "
         f"{_shown(width * rights)}, by {by}",
         f"because P and Q of {len(shapes)} of {len(parameters.tensors)} tensors are sums over ranks, and their product "
         "is the mean's best part",
-        f"each rank sends {_shown(sent)}; uncompressed {_shown(plain)}, {plain / max(1.0, sent):.1f} times as much",
+        f"{how_much}, {plain / max(1.0, sent):.1f} times as much",
     ]
 
 

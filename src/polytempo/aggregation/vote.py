@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -19,10 +20,10 @@ def vote(buffers: Sequence[Tensor]) -> Tensor:
     Source: J. Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", 2019,
     Algorithm 1. There the server's answer travels as one bit, so a tie is decided by the sign of zero.
     """
-    ayes = buffers[0].sign()
+    ayes = buffers[0].sign().to(torch.float32)  # bfloat16 counts to 256 only
     for buffer in buffers[1:]:
         ayes += buffer.sign()
-    return ayes.sign_()
+    return ayes.sign_().to(buffers[0].dtype)
 
 
 vote.coordinate_wise = False  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """8-bit floats of a dynamic tree: as many bits for the mantissa as the exponent leaves.
 
-Source: T. Dettmers, "8-bit approximations for parallelism in deep learning", 2015, section 3 ("dynamic tree").
+Source: T. Dettmers, "8-bit approximations for parallelism in deep learning", 2016, section 3 ("dynamic tree").
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from polytempo.compression.int8 import (
 )
 from polytempo.compression.values import opened, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_whole
 from polytempo.native import codes_dense as native
 
 DECADES = 7
@@ -223,6 +224,7 @@ def dynamic8(block: int = 4096) -> Dynamic8:
     In float64 numbers are looked up in float32.
     Raises NotFinite as `int8` does, and ValueError where block < 1.
     """
+    check_whole(block=block)
     if block < 1:
         raise ValueError(f"block must be a number of elements >= 1, got {block}")
     return Dynamic8(block)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polytempo.compression.values import check_flat, room
+from polytempo.compression.values import check_flat, check_kind, room
 from polytempo.core import ALONE, CodecState, Law, NotFinite, Occasion
 
 
@@ -47,12 +47,14 @@ class Exact:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The values, flat."""
+        check_kind(x)
         return room(self.name, self.wire_bytes(x), x, out, x.dtype).copy_(x.detach().reshape(-1)), state
 
     def encode_(
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """All of x + residual; nothing is left. Raises NotFinite, as every `encode_` does: NaN would stay for ever."""
+        check_kind(x)
         x = x.detach()
         bad = (~x.reshape(-1).isfinite()).nonzero()
         if len(bad):

@@ -1,6 +1,6 @@
 """Linear 8-bit codes: a scale for each block of elements, and a byte for each element.
 
-Source: T. Dettmers, "8-bit approximations for parallelism in deep learning", 2015, section 3 ("linear"; there one scale
+Source: T. Dettmers, "8-bit approximations for parallelism in deep learning", 2016, section 3 ("linear"; there one scale
 for a tensor). A scale for each block keeps one large element from making zeros of all the others.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polytempo.compression.values import check_kind, opened, room
 from polytempo.core import ALONE, CodecState, Law, NotFinite, Occasion
+from polytempo.core.given import check_whole
 from polytempo.native import codes_dense as native
 
 MOST_CODE = 127
@@ -207,6 +208,7 @@ def int8(block: int = 256) -> Int8:
     Raises NotFinite for NaN and infinities, with everything as it was (if the residual itself is not finite, or so
     large that it overflows with a small x, earlier blocks of it may have been encoded), and ValueError where block < 1.
     """
+    check_whole(block=block)
     if block < 1:
         raise ValueError(f"block must be a number of elements >= 1, got {block}")
     return Int8(block)

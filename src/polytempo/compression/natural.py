@@ -17,6 +17,7 @@ from polytempo.compression.draw import draw_key, draws
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import is_native
 
@@ -135,4 +136,5 @@ def natural(seed: int = 0) -> Natural:
 
     Deviation: the signs are a plane of their own, instead of 9-bit numbers side by side.
     """
+    check_whole(seed=seed)
     return Natural(seed)

@@ -167,7 +167,8 @@ def one_bit() -> OneBit:
     into the cache (two for longer rows), and with a residual one more over x. Sums are in float64.
 
     Law: with n the length of a row, ‖x - x̂‖² ≤ (1 - 1/n) ‖x‖². For x̂ is x's projection on two classes, so
-    ‖x̂‖² = Σ ‖class‖₁² / size ≥ Σ ‖class‖² / n. One large element among zeros meets the bound; for normal x it is 0.64.
+    ‖x̂‖² = Σ ‖class‖₁² / size ≥ Σ ‖class‖² / n. One large element among zeros meets the bound; the
+    error for normal x is 0.36 ‖x‖².
     Below 1.2e-38 (6.1e-5 in float16) the means themselves round, and it does not hold.
 
     Deviations: the paper's groups are a matrix's columns, which CNTK stores one behind the other, as torch does rows.

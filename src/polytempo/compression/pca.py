@@ -15,8 +15,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from polytempo.compression.values import check_flat, fitted, refused, room
+from polytempo.compression.values import check_flat, check_kind, fitted, refused, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -85,6 +86,7 @@ class Pca:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Raises NotFinite."""
+        check_kind(x)
         x = x.detach()
         if not x.to(torch.float32).isfinite().all():
             raise refused(self.name, x)
@@ -162,6 +164,7 @@ def pca(rank: int = 4) -> Pca:
     one unit or the kernels of one channel, and the components travel with them, since there is no other occasion to
     agree on them. We know of no paper that is *the* source of this; it is low-rank approximation with a mean.
     """
+    check_whole(rank=rank)
     if rank < 1:
         raise ValueError(f"rank must be a number of components >= 1, got {rank}")
     return Pca(rank)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
+from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_real
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Prune:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """What is large enough in x."""
-        flat = x.reshape(-1)
+        check_kind(x)
+        flat = x.detach().reshape(-1)
         indices = self._kept(flat)
         return entries.write(indices, flat[indices], flat.numel(), out), state
 
@@ -65,6 +68,7 @@ class Prune:
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """What is large enough in v = x + residual; residual ← v, and 0 where sent."""
+        check_kind(x)
         x = x.detach()
         v = (x + residual).reshape(-1)
         indices = self._kept(v)
@@ -111,6 +115,7 @@ def prune(below: float = 1.0) -> Prune:
 
     Raises ValueError for `below` not in [0, 1], and NotFinite, before anything has changed, for NaN and infinities.
     """
+    check_real(below=below)
     if not 0 <= below <= 1:
         raise ValueError(f"below is a share of the root mean square, from 0 to 1, got {below}")
     return Prune(below)

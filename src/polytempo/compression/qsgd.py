@@ -18,6 +18,7 @@ from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
 
@@ -175,6 +176,7 @@ def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Qsgd:
     Agrees with the public numpy version of the formula (XJiaoLEE/PPGC, train/QSGD.py, which prints
     quantize([0, 1, 0.5, 0.2, -0.3, -0.9], 1)): the same uniform numbers make the same levels.
     """
+    check_whole(levels=levels, bucket=bucket, seed=seed)
     if not 1 <= levels <= MOST_LEVELS:
         raise ValueError(f"levels must be between 1 and {MOST_LEVELS}, got {levels}; for more, fp16() is as small")
     if bucket < 1:

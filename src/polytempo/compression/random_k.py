@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
-from polytempo.compression.values import check_flat, room
+from polytempo.compression.values import check_flat, check_kind, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_real, check_whole
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -75,6 +76,7 @@ class RandomK:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The values drawn. Looks at all of x for what is no number, also where nobody would see it."""
+        check_kind(x)
         x = x.detach()
         wire = room(self.name, self.wire_bytes(x), x, out, x.dtype)
         entries.check_finite(self.name, x)
@@ -84,6 +86,7 @@ class RandomK:
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The values drawn of v = x + residual; residual ← v - decode(wire): 0 where drawn, unless it is scaled."""
+        check_kind(x)
         v = x.detach() + residual
         wire, state = self.encode(v, state, when, out)
         flat = v.reshape(-1)
@@ -138,7 +141,10 @@ class RandomK:
         return like.numel() / max(self.num_sent(like), 1) if like.numel() else 1.0
 
     def _scaled(self, wire: Tensor, like: Tensor) -> Tensor:
-        return wire * self._scale(like) if self.unbiased else wire
+        if not self.unbiased:
+            return wire
+        most = torch.finfo(wire.dtype).max
+        return (wire * self._scale(like)).clamp_(-most, most)
 
 
 def _mixed(z: int) -> int:
@@ -177,11 +183,14 @@ def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Rand
 
     unbiased=False: x̂ has the values. Law: contraction k/n, in expectation; use it with `feedback`.
     unbiased=True: x̂ has n/k times the values (scaled when decoded, so wires of 16 bits do not overflow more easily).
-    Law: E x̂ = x, E‖x̂ - x‖² = (n/k - 1)‖x‖². With feedback it diverges; use it without.
+    Law: E x̂ = x, E‖x̂ - x‖² = (n/k - 1)‖x‖², unless n/k · |x| is beyond the dtype's range: then x̂ is its largest number.
+    With feedback it diverges; use it without.
 
     Raises ValueError for a ratio not in (0, 1]; before anything has changed also where n/k is 2^31 or more, and
     NotFinite for NaN and infinities.
     """
+    check_real(ratio=ratio)
+    check_whole(seed=seed)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio is a share of the elements, over 0 and at most 1, got {ratio}")
     return RandomK(ratio, unbiased, seed)

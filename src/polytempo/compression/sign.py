@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.one_bit import bits_loss, packed, to_float, unpacked, words_per_row
-from polytempo.compression.values import opened, room
+from polytempo.compression.values import check_kind, opened, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
 from polytempo.native import codes_dense as native
 
@@ -63,10 +63,12 @@ class Sign:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Signs and scale."""
+        check_kind(x)
         x = x.detach()
         wire, scale, words = self._room(x, out)
         if not x.numel():
             return wire, state
+        x = x if self.scaled else _taking_turns(x, when)
         if native.fits(x):
             refuse_sum(self.name, x, None, native.sign_(x, None, scale, words))
             return wire, state
@@ -82,7 +84,7 @@ class Sign:
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         x = x.detach()
-        if native.fits(x, residual) and x.numel():
+        if self.scaled and native.fits(x, residual) and x.numel():
             wire, scale, words = self._room(x, out)
             refuse_sum(self.name, x, residual, native.sign_(x, residual, scale, words))
             return wire, state
@@ -124,20 +126,36 @@ class Sign:
         return torch.cat([-scale, scale]), wire[head:]
 
 
+def _taking_turns(x: Tensor, when: Occasion) -> Tensor:
+    """x with ±1 in place of its zeros, as `sign` says; x itself, where it has none, which one pass finds out."""
+    if int(torch.count_nonzero(x)) == x.numel():
+        return x
+    flat = x.reshape(-1).clone()
+    for first in (0, 1):
+        every_other = flat[first::2]
+        every_other.masked_fill_(every_other == 0, 1 if (first + when.rank + when.step) % 2 else -1)
+    return flat.view(x.shape)
+
+
 def sign(scaled: bool = True) -> Sign:
     """x̂ = scale · (1 where v ≥ 0, else -1); scale = ‖v‖₁ / n over the tensor's n elements, or 1 where not `scaled`.
 
         wire  [ scale: float32, where scaled | bit j % 32 of word j / 32 is element j, the rest of the last word is 0 ]
 
-    Cost: 1 bit an element. With the native core one pass over memory, and two with a residual.
+    One bit has no word for 0. Where scaled, a zero's bit is 1: feedback takes back what that adds. Where not scaled, it
+    is the parity of (element + `when.rank` + `when.step`). So the votes of an even number of ranks for an entry without
+    a gradient are a tie, and those of an odd number are 1 and -1 in turn, step by step, which leads nowhere. What the
+    owner of a stripe encodes again, a sum of such votes, changes its sign from step to step, too.
+
+    Cost: 1 bit an element. With the native core one pass over memory, and two with a residual. Where not scaled, one
+    more looks for zeros, and x is copied if it has any.
 
     Law where scaled: ‖x - x̂‖² = ‖x‖² - ‖x‖₁² / n ≤ (1 - 1/n) ‖x‖², a contraction; use it with `feedback`.
     Where not scaled x̂ promises nothing of x's size: it is one vote for each element, made for
-    `pt.aggregation.vote`, whose answer is scaled by the learning rate alone. With feedback nothing is lost, but the
-    residual grows without limit where |x| > 1, and where |x| is far below 1 it only oscillates by 1.
+    `pt.aggregation.vote`, whose answer is scaled by the learning rate alone. `feedback` refuses it: a residual would
+    grow without limit where |x| > 1, and only oscillate by 1 where |x| is far below.
 
-    Deviations: the papers' sign(0) is 0, and has no bit; here it is 1, so a tensor of zeros arrives as ones where not
-    scaled, and as zeros where scaled.
+    Deviations: the papers' sign(0) is 0.
     Raises NotFinite for NaN and infinities; then everything is as it was.
     """
     return Sign(scaled)

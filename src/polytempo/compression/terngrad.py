@@ -19,6 +19,7 @@ from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import num_words, packed, unpacked, whole_fields
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_real, check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
 
@@ -43,8 +44,9 @@ class TernGrad:
     @property
     def law(self) -> Law:
         """Unbiased without clipping: E‖t - v‖² = s‖v‖₁ - ‖v‖² ≤ (√n - 1) / 2 · ‖v‖², where s is this tensor's own."""
-        if self.clip:
-            return Law("conserving", lambda like: self.clip or 0.0)
+        clip = self.clip
+        if clip:
+            return Law("conserving", lambda like: 1 + clip**2 / 8 if clip <= 4 else clip - 1)
         return Law("unbiased", lambda like: max(0.0, (sqrt(like.numel()) - 1) / 2))
 
     def init(self, like: Tensor) -> CodecState:
@@ -184,7 +186,12 @@ def terngrad(clip: float | None = 2.5, seed: int = 0) -> TernGrad:
 
     Before that, g is clipped to ±clip · σ (None or 0: not), for one large gᵢ would make s and so the variance large.
     Unclipped, E t = g and E‖t‖² = s‖g‖₁, which is at most (1 + √n) / 2 · ‖g‖². With clipping E t is the clipped g:
-    biased, by what is cut off; and E‖t‖² ≤ clip · ‖g‖², whatever n. With feedback what was cut off is owed.
+    biased, by what is cut off; and E‖t‖² ≤ clip · ‖g‖², whatever n.
+
+    Law for clip = c: E‖t - g‖² ≤ (1 + c²/8) ‖g‖² where c ≤ 4, else (c - 1) ‖g‖². For with σ = 1 an element of |gᵢ| = a
+    adds c a - a² if a ≤ c, else (a - c)² < a². The worst g is one large element that is cut off nearly whole, and many
+    small ones of c/4, for which c a - 2a² is greatest; beyond c = 4 many of 1. All of that is more than ‖g‖², so
+    `feedback` refuses this codec.
 
     Ranks that share s, the largest of all (`statistic`), send whole numbers: their wires are added by an all-reduce,
     and the sum is exactly that of the ternaries, times s. Then s is not on the wire, and E‖t‖² = s‖g‖₁ holds with the
@@ -198,6 +205,8 @@ def terngrad(clip: float | None = 2.5, seed: int = 0) -> TernGrad:
     Deviations: σ is taken around zero, √(mean of g²), for around the mean a tensor of equal entries would be clipped to
     nothing. Each tensor is a layer. Probabilities are multiples of 2^-30.
     """
+    check_real(clip=0 if clip is None else clip)
+    check_whole(seed=seed)
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip must be a number of standard deviations >= 0, or None, got {clip}")
     return TernGrad(clip, seed)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
+from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_real
 from polytempo.native import codes_sparse
 
 _HEADER = "<If"
@@ -102,6 +104,7 @@ class Threshold:
     def _encoded(
         self, x: Tensor, residual: Tensor | None, state: CodecState, out: Tensor | None
     ) -> tuple[Tensor, CodecState]:
+        check_kind(x)
         wanted = self.tau if state is None or self.density is None else float(state)
         x, tau, n = x.detach(), _representable(wanted, x.dtype), x.numel()
         entries.check_count(self.name, n)
@@ -200,6 +203,7 @@ def threshold(tau: float = 1e-3, density: float | None = None) -> Threshold:
     a residual: x and r are read twice and r written once. Raises ValueError for τ <= 0, a density not in (0, 1], or a
     tensor of 2^31 elements or more, and NotFinite for NaN and infinities; the last two before anything has changed.
     """
+    check_real(tau=tau, density=1 if density is None else density)
     if not 0 < tau < math.inf:
         raise ValueError(f"tau must be a positive number, got {tau}")
     if density is not None and not 0 < density <= 1:

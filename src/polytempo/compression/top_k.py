@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries, entropy
+from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.given import check_real
 from polytempo.native import codes_sparse
 
 _HEADER_BYTES = 4
@@ -70,6 +72,7 @@ class TopK:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The k largest of x. Reads x once, most often."""
+        check_kind(x)
         x = x.detach()
         entries.check_count(self.name, x.numel())
         if codes_sparse.serves(x):
@@ -81,6 +84,7 @@ class TopK:
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The k largest of v = x + residual; residual ← v, and 0 where sent. Reads both twice, writes it once."""
+        check_kind(x)
         x, k = x.detach(), self.num_sent(x)
         entries.check_count(self.name, x.numel())
         if codes_sparse.serves(x, residual):
@@ -181,6 +185,7 @@ def top_k(ratio: float = 0.01, entropy: bool = False) -> TopK:
     Raises ValueError for a ratio not in (0, 1] and for tensors of 2^31 elements or more, ImportError where zstandard is
     missing, and NotFinite, before anything has changed, for NaN and infinities.
     """
+    check_real(ratio=ratio)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio is a share of the elements, over 0 and at most 1, got {ratio}")
     if entropy:

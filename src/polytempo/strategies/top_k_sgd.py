@@ -17,7 +17,8 @@ def top_k_sgd(
     Without `feedback` the others are lost, and training is visibly worse: it is there to be compared with. Tensors of
     fewer than `exact_below` elements travel as they are. With one worker nothing is left out.
 
-    Cost: (N-1) · k entries from each worker, so the gain shrinks with N: past N = 1/(2 · ratio) it is gone.
+    Cost: (N-1) · k entries from each worker, of 8 bytes where the gradient is float32. A ring without compression sends
+    2(N-1)/N · 4n, which is 1/(N · ratio) times as much: the gain shrinks with N, and past N = 1/ratio it is gone.
     Memory for one more gradient.
 
     Source: A. F. Aji and K. Heafield, "Sparse communication for distributed gradient descent", 2017; S. U. Stich,
