@@ -12,7 +12,20 @@ from torch import Tensor
 
 from polytempo import strategies
 from polytempo.cluster import ethernet
-from polytempo.compression import bf16, dgc, dynamic8, exact, feedback, fp16, int8, one_bit, random_k, top_k
+from polytempo.compression import (
+    bf16,
+    dgc,
+    dynamic8,
+    exact,
+    feedback,
+    fp16,
+    int8,
+    one_bit,
+    qsgd,
+    random_k,
+    terngrad,
+    top_k,
+)
 from polytempo.compression.packing import Piece
 from polytempo.core import Codec, NotFinite, Occasion, Owed, Strategy
 from polytempo.core.rule import Service, UpdateRule
@@ -21,7 +34,7 @@ from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
 from polytempo.server.carried import Kept, carried
 from polytempo.server.client import Client
-from polytempo.server.encoded import Encoder, Overflown, ranges
+from polytempo.server.encoded import Coding, Encoder, Overflown, ranges
 from polytempo.server.hardsync import hardsync
 from polytempo.server.layout import Parameter, Span, Spans, shard_map, with_shard_added
 from polytempo.server.message import (
@@ -259,6 +272,42 @@ def test_bytes_at_random_never_end_a_shard(codec: Codec, seed: int) -> None:
     assert reply.verdict != "refused" or not machine.weights.any()
 
 
+@pytest.mark.parametrize("codec", FED, **by_name)
+def test_a_message_is_read_wherever_it_begins(codec: Codec) -> None:
+    """In whatever it came in: torch views bytes as floats only where address and offset both allow it."""
+    coding = Coding(MODEL, (Span(0, NUMEL),), codec, torch.float32, own=True)
+    message, _ = coding.encode(gradients(1)[0], coding.states, 1, 0)
+    expected, seen = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    coding.into_(message, expected)
+    memory = bytearray(message.numel() + 16)
+    for begin in range(8):
+        whole = torch.frombuffer(memory, dtype=torch.uint8, offset=begin)
+        for place in (0, -whole.data_ptr() % 8):
+            there = whole[place : place + message.numel()].copy_(message)
+            coding.into_(there, seen.zero_())
+            assert torch.equal(seen, expected)
+
+
+def test_a_worker_that_comes_back_draws_anew_and_each_life_repeats_to_the_bit() -> None:
+    """The encoder counts from 1 in every life."""
+
+    def pushed(worker: int, incarnation: int) -> Tensor:
+        life = Client(
+            *(worker, incarnation, [(Span(0, NUMEL),)], [(10,)], LAUNCHER, Timing()),
+            parameters=MODEL,
+            codec=qsgd(levels=1),
+        )
+        life.push(gradients(1)[0], 1)
+        ((_, request),) = life.outbox(0.0)
+        assert isinstance(request, Push)
+        return request.gradient
+
+    lives = [(0, 1), (0, 2), (0, 1_000_001), (1, 1), (1, 2)]
+    drawn = [pushed(*life) for life in lives]
+    for one, life in enumerate(lives):
+        assert [torch.equal(other, pushed(*life)) for other in drawn] == [one == n for n in range(len(lives))]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_a_number_never_leaves_the_worker(value: float) -> None:
     worker = client(bf16(), BY_ROWS)
@@ -330,11 +379,20 @@ def test_impossible_codecs_are_refused_when_the_strategy_is_built() -> None:
         (lambda: strategies.async_sgd(codec=feedback(random_k(0.1))), r"feedback\(random_k.*use top_k"),
         (lambda: strategies.softsync(pull_codec=feedback(bf16())), r"feedback\(bf16\(\)\) remembers.*use bf16\(\)"),
         (lambda: strategies.ssp(pull_codec=top_k(0.01)), r"does not keep every weight.*use bf16\(\)"),
-        (lambda: strategies.staleness_aware(pull_codec=one_bit()), r"one_bit\(\) does not keep every weight"),
+        (
+            lambda: strategies.staleness_aware(pull_codec=one_bit()),
+            r"one_bit\(\) may change .* by 99.9% of .* bf16\(\)",
+        ),
+        (lambda: strategies.downpour(pull_codec=int8(block=100_000)), r"int8\(block=100000\) may .* by 60.8% .* finer"),
+        (lambda: strategies.downpour(pull_codec=qsgd(levels=7)), r"qsgd\(levels=7, .* may change .* by 161.6% of"),
+        (
+            lambda: strategies.downpour(pull_codec=terngrad()),
+            r"terngrad\(.* may change the weights of a large tensor by",
+        ),
     ):
         with pytest.raises(ValueError, match=remedy):
             named()
-    for codec in (fp16(), bf16(), int8(), exact()):
+    for codec in (fp16(), bf16(), int8(), exact(), qsgd(levels=32767)):
         assert strategies.downpour(pull_codec=codec).server.pull_codec is codec  # type: ignore[union-attr]
 
 

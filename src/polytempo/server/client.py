@@ -92,7 +92,7 @@ class Client:
         self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
         self._pulled = self._empty(numel, dtype)
         dense = without_tables(parameters)
-        self._encoder = None if codec is None else Encoder(codec, dense, self.shards, dtype, worker)
+        self._encoder = None if codec is None else Encoder(codec, dense, self.shards, dtype, worker, incarnation)
         self._opened = None if pull_codec is None else Opened(pull_codec, dense, self.shards, dtype)
         heads = [chain[0] if chain else coordinator for chain in chains]  # one without a copy is gone, and never asked
         self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]

@@ -8,8 +8,10 @@ import torch
 
 from polytempo.core import Codec
 
-_KEEPS = 0.9
-"""Of the squared norm, at least: the weights of a model bear an error of some per cent, not of one half."""
+_LARGE = torch.empty(1024, 1024, device="meta")
+"""A tensor on which a law has to hold: codecs are chosen before there is a model."""
+_LOSES = 0.1
+"""Of the squared norm, at most: the weights of a model bear an error of some per cent, not of one half."""
 
 
 def check_push_codec(codec: Codec | None) -> None:
@@ -22,23 +24,39 @@ def check_push_codec(codec: Codec | None) -> None:
 
 
 def check_pull_codec(codec: Codec | None) -> None:
-    """Raise ValueError for a codec that does not keep every weight, or that remembers: pulls are of whole weights."""
+    """Raise ValueError for a codec that leaves weights out, changes them much, or remembers: all are pulled."""
     if codec is None:
         return
-    like = torch.empty(()).expand(64, 64)
     remedy = "use bf16(), fp16(), int8() or dynamic8()"
-    if codec.init(like) is not None:
+    if codec.init(_LARGE) is not None:
         raise ValueError(
             f"pull_codec={codec.name} remembers what it has not sent, and what is pulled are the weights themselves, "
             f"by whoever asks; {remedy}, without feedback"
         )
-    law = codec.law
-    keeps = law.kind == "lossless" or (law.kind == "contraction" and law.bound(like) >= _KEEPS)
-    if codec.sparse or not keeps:
+    if codec.sparse:
         raise ValueError(
             f"pull_codec={codec.name} does not keep every weight, and what it leaves out of a pull comes with no other "
             f"one; {remedy}"
         )
+    loses = _loses(codec)
+    if loses > _LOSES:
+        raise ValueError(
+            f"pull_codec={codec.name} may change the weights of a large tensor by {loses:.1%} of their squared "
+            f"norm, where {_LOSES:.0%} is the most that a model can bear; use a finer one, or {remedy[4:]}"
+        )
+
+
+def _loses(codec: Codec) -> float:
+    """The most of a large tensor's squared norm that its error may have: all, where the law promises nothing."""
+    law = codec.law
+    match law.kind:
+        case "lossless":
+            return 0.0
+        case "contraction":
+            return 1.0 - law.bound(_LARGE)
+        case "unbiased":
+            return law.bound(_LARGE)
+    return max(1.0, law.bound(_LARGE))
 
 
 def spelled_codecs(codec: Codec | None, pull_codec: Codec | None) -> dict[str, Any]:

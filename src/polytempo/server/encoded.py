@@ -131,7 +131,8 @@ class Coding:
             kind = f"{tuple(message.shape)} of {message.dtype}"
             most = "" if self.packing.fixed else "up to "
             raise Undecodable(f"{kind} is no message of {self.codec.name}, which has {most}{expected} bytes here")
-        if message.data_ptr() % _ALIGNED or not message.is_contiguous():
+        begins = message.data_ptr(), message.storage_offset()  # torch views bytes as floats only where both are aligned
+        if any(place % _ALIGNED for place in begins) or not message.is_contiguous():
             message = message.clone(memory_format=torch.contiguous_format)
         views = self._views(vector)
         for view in views.values():
@@ -151,13 +152,23 @@ class Coding:
 class Encoder:
     """What worker `worker` pushes to the shards of `shards`, encoded, and what the codec remembers between pushes.
 
+    A worker that comes back counts its pushes anew. `incarnation` keeps it from drawing what it drew in an earlier
+    life: each life counts as another rank that encodes.
+
     Cost: one look through the gradient, then the codec's.
     """
 
     def __init__(
-        self, codec: Codec, parameters: Sequence[Parameter], shards: Sequence[Spans], dtype: torch.dtype, worker: int
+        self,
+        codec: Codec,
+        parameters: Sequence[Parameter],
+        shards: Sequence[Spans],
+        dtype: torch.dtype,
+        worker: int,
+        incarnation: int = 1,
     ) -> None:
         self._codec, self._parameters, self._dtype, self._worker = codec, tuple(parameters), dtype, worker
+        self._drawn_as = worker + ((incarnation - 1) << 32)
         self._codings = self._codings_of(shards)
         self._states = [coding.states for coding in self._codings]
         self._pushes = 0
@@ -177,7 +188,12 @@ class Encoder:
         self._pushes += 1
         messages = []
         for shard, coding in enumerate(self._codings):
-            message, after = coding.encode(flat, self._states[shard], self._pushes, self._worker)
+            try:
+                message, after = coding.encode(flat, self._states[shard], self._pushes, self._drawn_as)
+            except NotFinite as error:  # with what was owed
+                if self._drawn_as != self._worker:
+                    error.add_note(f"rank {self._drawn_as} is worker {self._worker}, come back")
+                raise
             self._states[shard] = after
             messages.append(message)
         return messages
