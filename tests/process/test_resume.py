@@ -210,6 +210,14 @@ def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
         fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)
 
 
+def test_a_parameter_server_s_snapshots_are_no_checkpoint_but_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    root.mkdir()
+    (root / "snapshot-00000001-run.json").touch()
+    with pytest.raises(pt.WorkerDied, match=r"holds snapshots of a parameter server, and sync_sgd.*the --strategy"):
+        fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)
+
+
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     fitted(s.sync_sgd(), steps=2, out=tmp_path)
 

@@ -101,11 +101,11 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
-    assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last line
-    assert "local_sgd(period: int = 8, route: Route = native, codec: Codec = none)" in first
+    assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last lines
+    assert "local_sgd(period: int = 8, route: Route | Path = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | Path = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
-    assert lines[-1].startswith("codec=… takes codecs; route=… takes ways in bf16_sgd, ")
+    assert lines[-1].startswith("route=… takes ways in bf16_sgd, diloco, ")
 
 
 @pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))

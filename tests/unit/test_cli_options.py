@@ -38,6 +38,14 @@ MEANING = TrainOptions(
 )
 
 
+def test_a_list_without_names_is_refused(tmp_path: Path) -> None:
+    """It would mean the usual strategies, which nobody who writes it wants."""
+    path = tmp_path / "run.toml"
+    path.write_text("strategies = []", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"strategies = \[\]: names nothing"):
+        load_file(path)
+
+
 @pytest.mark.parametrize(("name", "text"), [("run.toml", TOML), ("run.yaml", YAML), ("run.yml", YAML)])
 def test_a_file_holds_the_options(tmp_path: Path, name: str, text: str) -> None:
     """Both formats, dashes or underscores, the same meaning."""

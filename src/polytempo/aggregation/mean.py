@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from polytempo.core import Bundle, Port, Route, Transform, native, stateless
+from polytempo.core.route import check_route
 
 
 def mean(route: Route = native) -> Transform:
@@ -21,6 +22,7 @@ def mean(route: Route = native) -> Transform:
 
     Cost: one pass over the gradients, which packs and scales them, then the route's.
     """
+    check_route(route)
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         share = 1 / port.size if bundle.share is None else bundle.share

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Port, Transform, spelled, stateless
-from polytempo.core.merge import Merge
+from polytempo.core.merge import Merge, check_merge
 
 
 def merged(merge: Merge) -> Transform:
@@ -19,6 +19,7 @@ def merged(merge: Merge) -> Transform:
 
     Cost: (N-1)·K bytes sent and N·K held by each rank.
     """
+    check_merge(merge)
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         return bundle.with_flat(merge(await port.all_gather(bundle.flat)))

@@ -53,6 +53,13 @@ def _one_or_several(value: object) -> object:
     return ", ".join(value) if isinstance(value, list) and all(isinstance(each, str) for each in value) else value
 
 
+def _named(value: object) -> object:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("names nothing; write a name, or leave it out")
+    return value
+
+
+Named = Annotated[str, BeforeValidator(_named)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
@@ -67,11 +74,11 @@ class TrainOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     job: str | None = None
-    strategy: str = "sync_sgd"
-    strategies: Annotated[str | None, BeforeValidator(_one_or_several)] = None
+    strategy: Named = "sync_sgd"
+    strategies: Annotated[Named | None, BeforeValidator(_one_or_several)] = None
     workers: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = 2
-    cluster: str | None = None
-    stragglers: str | None = None
+    cluster: Named | None = None
+    stragglers: Named | None = None
     meta: bool = False
     data: Path | None = None
     epochs: Positive | None = None
@@ -106,7 +113,7 @@ def train_options(command_line: Mapping[str, object], config: Path | None = None
     from_file = load_file(config) if config else {}
     given = {key: value for key, value in command_line.items() if value is not None}
     where = {key: f"{config}: {key} = {_shown(value)}" for key, value in from_file.items()}
-    where |= {key: f"--{key.replace('_', '-')} {value}" for key, value in given.items()}
+    where |= {key: f"--{key.replace('_', '-')} {str(value).strip() or repr(value)}" for key, value in given.items()}
     options = _validated(from_file | given, where)
     if options.data is not None and not options.data.exists():
         raise ValueError(f"{where['data']}: there is no such file or folder")

@@ -44,7 +44,7 @@ def strategies(*, as_json: bool) -> None:
         else:
             _show_paragraphs(kind, rows)
     takers = [name for name, function in STRATEGIES.items() if WAYS.keys() <= routes_of(function).keys()]
-    print(f"\ncodec=… takes codecs; route=… takes ways in {', '.join(takers) or 'no strategy'}")
+    print(f"\ncodec=… takes codecs\nroute=… takes ways in {', '.join(takers) or 'no strategy'}")
 
 
 def _show_paragraphs(kind: str, rows: Sequence[tuple[str, str, str]]) -> None:

@@ -11,7 +11,9 @@ from polytempo.compression.packing import EXACT_BELOW
 from polytempo.compression.paths import Exchanged, Path, Way, all_gather, all_reduce, flushed, reduce_scatter
 from polytempo.core import Bundle, Codec, Port, Route, State, Transform, native
 from polytempo.core.codec import check_codec
-from polytempo.core.merge import Merge
+from polytempo.core.given import check_whole
+from polytempo.core.merge import Merge, check_merge
+from polytempo.core.route import check_route
 
 _BYTES_TO_SHOW = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _NUMBER_BYTES = 8
@@ -40,9 +42,15 @@ def through(
     `compression.reduce_scatter` for all that can take them. Every rank decodes the same wires in the same order, so all
     end with the same bits. Tensors of fewer than `exact_below` elements travel as they are, except on an all-reduce.
 
+    With `feedback` and the mean, what was given is what was answered plus what ranks owe. With a `merge` that holds of
+    each rank's own wires only: a vote or a median is no sum, and what it leaves out nobody owes.
+
     With one rank nothing is encoded. Raises ValueError for what cannot work, TypeError for what is no codec or route.
     """
     check_codec(codec)
+    if merge is not None:
+        check_merge(merge)
+    check_whole(exact_below=exact_below)
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
     path = _path(codec, merge, route)
@@ -85,7 +93,11 @@ def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path
         merge_name = getattr(merge, "__name__", str(merge))
         raise ValueError(f"{merge_name} is no sum, so route={name} is impossible; use route=all_gather, or none")
     if not codec.summable:
-        raise ValueError(f"{codec.name} wires cannot be summed, so route={name} is impossible; use route=all_gather")
+        raise ValueError(
+            f"{codec.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, better, "
+            "leave out route: then the codec chooses"
+        )
+    check_route(route)
     return all_reduce(route)  # type: ignore[arg-type]
 
 

@@ -6,8 +6,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from polytempo.core.transform import Transform
+
 Merge = Callable[[Sequence[Tensor]], Tensor]
 """All ranks' flat buffers, each (numel,), in the order of ranks, to one.
 
 A merge that looks at more than one coordinate at a time says so: `merge.coordinate_wise = False`.
 """
+
+
+def check_merge(given: object) -> None:
+    """Raise TypeError for what cannot be called: the name of a merge, or a transform, such as `mean()`."""
+    if not callable(given):
+        what = "a transform" if isinstance(given, Transform) else repr(given)
+        raise TypeError(
+            f"a merge is a function of all ranks' buffers, such as pt.aggregation.vote or median, got {what}; the mean "
+            "is what there is without merge"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,3 +29,15 @@ class Price(NamedTuple):
 async def native(port: Port, buffer: Tensor) -> Tensor:
     """The sum by the world's own all-reduce: gloo, NCCL, or a ring's closed form under the virtual clock."""
     return await port.all_reduce(buffer)
+
+
+def check_route(given: object) -> None:
+    """Raise ValueError for what cannot be called as a route is: a name, a codec's way, `hierarchical` without ()."""
+    try:
+        inspect.signature(given).bind(None, None)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        name = getattr(given, "__name__", repr(given))
+        raise ValueError(
+            f"a route takes a port and a buffer, and {name} does not; use one of pt.collectives, such as ring or "
+            "hierarchical(), or leave out route (the ways of pt.compression carry a codec's wires, so they need one)"
+        ) from None

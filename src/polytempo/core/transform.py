@@ -30,7 +30,9 @@ class Transform(NamedTuple):
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
-    `explain`: what it sends, for these parameters on so many ranks, in lines to read (`polytempo explain`).
+    `explain`: what it sends, for these parameters on so many ranks, in lines to read (`polytempo explain`). Where no
+    line says how much a rank `sends`, the command plays a step and says it; where there is no line, when, too.
+    `on_its_steps`: for a transform that acts on some steps only, the one that acts on them. None: it is itself.
     """
 
     init: Callable[[Bundle], State]
@@ -39,6 +41,7 @@ class Transform(NamedTuple):
     idle_alone: bool = False
     weighs: bool = False
     explain: Explain = lambda parameters, num_ranks: []
+    on_its_steps: Transform | None = None
 
 
 def stateless(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, mean, nesterov
 from polytempo.compression import through
+from polytempo.compression.paths import Path
 from polytempo.core import Codec, Route, Strategy, Transform, chain, native, spelled
 from polytempo.core.codec import check_codec
 from polytempo.synchronization import every
@@ -13,7 +14,7 @@ def diloco(
     period: int = 16,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    route: Route = native,
+    route: Route | Path = native,
     codec: Codec | None = None,
 ) -> Strategy:
     """After `period` local steps, the mean movement of the workers is the gradient of a Nesterov step.
@@ -21,7 +22,8 @@ def diloco(
     Δ = θ_anchor - mean(θᵢ); v ← μv + Δ; θ_anchor ← θ_anchor - lr · (Δ + μv). Inner optimizers keep their state.
     With outer_lr = 1 and outer_momentum = 0 it is local SGD. With a `codec`, Δ is the mean of decode(encode(θ_anchor -
     θᵢ)): write `codec=feedback(top_k(0.1))`, for what a codec without feedback leaves out is lost. What comes late is
-    amplified by the outer momentum, so a codec that sends a hundredth needs a smaller outer_lr.
+    amplified by the outer momentum, so a codec that sends a hundredth needs a smaller outer_lr. `route` is as in
+    `local_sgd`.
 
     Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
     The paper uses AdamW inside and H = 500; its outer constants (0.7, 0.9) are the defaults here.
@@ -37,10 +39,10 @@ def diloco(
     )
 
 
-def mean_movement(route: Route, codec: Codec | None) -> Transform:
+def mean_movement(route: Route | Path, codec: Codec | None) -> Transform:
     """The mean of what the workers moved, by `codec` if there is one; `native` then is the way that suits the codec."""
     if codec is None:
-        return mean(route)
+        return mean(route)  # type: ignore[arg-type]
     check_codec(codec)
     if getattr(codec, "feeds_itself", False):
         raise ValueError(

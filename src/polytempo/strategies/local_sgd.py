@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import from_anchor, mean
+from polytempo.aggregation import from_anchor
+from polytempo.compression.paths import Path
 from polytempo.core import Codec, Route, Strategy, native, spelled
 from polytempo.strategies.diloco import mean_movement
 from polytempo.synchronization import every
 
 
-def local_sgd(period: int = 8, route: Route = native, codec: Codec | None = None) -> Strategy:
+def local_sgd(period: int = 8, route: Route | Path = native, codec: Codec | None = None) -> Strategy:
     """Every worker takes `period` steps of its own, then all continue from the mean of their models.
 
     θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … ; momentum and other state stay with the worker. With a `codec`, what each moved
     since then is encoded: θ ← θ_last - Σᵢ (1/N) decode(encode(θ_last - θᵢ)). Write `codec=feedback(top_k(0.1))`, for
     what a codec without feedback leaves out is lost.
 
+    `route`: how models are added up; `native` leaves that to the world. With a `codec`, `native` leaves it to the codec
+    (in `compression.through` that is route=None), and ways of `compression` can be given, too, such as `all_gather`.
+
     Cost: 1/H of synchronous SGD's communication; with a codec memory for θ_last, and for the residual.
 
     Source: S. U. Stich, "Local SGD converges fast and communicates little", 2019; with a codec, D. Basu, D. Data,
     C. Karakus and S. Diggavi, "Qsparse-local-SGD", 2019.
     """
-    if codec is None:
-        return Strategy(
-            spelled("local_sgd", period=period, route=route),
-            parameters=every(period, mean(route)),
-            in_step=period == 1,
-        )
+    meet = mean_movement(route, codec)
     return Strategy(
-        spelled("local_sgd", period=period, route=route, codec=codec),
-        parameters=every(period, from_anchor(mean_movement(route, codec))),
+        spelled("local_sgd", period=period, route=route, **({} if codec is None else {"codec": codec})),
+        parameters=every(period, meet if codec is None else from_anchor(meet)),
         in_step=period == 1,
     )

@@ -57,6 +57,11 @@ async def load(port: Port, course: Course, root: Path) -> int:
     folder = latest(root)
     await agree(port, {"checkpoint": folder.name if folder else None})
     if folder is None:
+        if any(root.glob("snapshot-*-run.json")):
+            raise ValueError(
+                f"{root} holds snapshots of a parameter server, and {course.replica.strategy} has none; resume with "
+                "the --strategy that saved them, or check --out"
+            )
         raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
     manifest = read_manifest(folder)
     strategy = str(course.replica.strategy)
