@@ -110,6 +110,20 @@ def test_all_that_a_rank_computes_is_timed_and_nothing_of_the_others(monkeypatch
     assert found.serial_bytes == 0
 
 
+def test_bytes_are_those_of_the_last_step() -> None:
+    """Of a transform that sends less and less, and of a codec that adapts: what is sent fits the time of sending."""
+
+    async def apply(port: Port, bundle: Bundle, step: int) -> tuple[Bundle, int]:
+        await port.all_gather(torch.zeros(100 // step))
+        return bundle, step + 1
+
+    found = costs(Transform(lambda parameters: 1, apply), gradients(2), steps=3)
+    assert (found.sent_bytes, found.serial_bytes) == (100, 100)
+
+    adapting = costs(compression.through(compression.threshold(tau=1e-6, density=0.01)), gradients(2), steps=3)
+    assert adapting.sent_bytes == pytest.approx(adapting.serial_bytes, rel=0.01)
+
+
 def test_an_error_in_a_codec_comes_out() -> None:
     def fail() -> None:
         raise FloatingPointError("an infinity")
@@ -175,6 +189,7 @@ def test_a_model_is_its_layers() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"codecs": " "}, "--codecs ' ': names nothing; write some, such as 'int8, top_k'"),
         ({"codecs": "int9"}, "there is no codec 'int9'"),
         ({"codecs": "top_k(ratio=2.0)"}, "ratio"),
         ({"codecs": "feedback(feedback)"}, "codec"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from polytempo import strategies
-from polytempo.cli.explain import count, perceptron
+from polytempo.cli.explain import count, explained, perceptron
 from polytempo.cli.main import app
+from polytempo.core import Bundle, Port, Strategy, Transform
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -24,10 +26,33 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("strategy", "lines"),
     [
         ("sync_sgd", ["38.4 kB of values, uncompressed, every step", "the busiest worker sends 67.3 kB each time"]),
-        ("local_sgd(period=8)", ["38.4 kB of values, uncompressed, every 8 steps"]),
+        (
+            "local_sgd(period=100)",
+            ["  every 100 steps:\n  38.4 kB of values, uncompressed\n", "sends 67.3 kB each time"],
+        ),
+        ("gossip(period=1000)", ["  every 1000 steps:\n", "the busiest worker sends 76.9 kB each time"]),
         ("delayed_sgd", ["uncompressed, every step", "the busiest worker sends 67.3 kB each time"]),
-        ("post_local_sgd(6, 4)", ["in 6 of the first 64 steps", "in 14 of the first 64 steps"]),
+        (
+            "post_local_sgd",
+            [
+                "  in the first 100 steps:\n  38.4 kB of values, uncompressed\n",
+                "  after step 100:\n  every 8 steps:\n  38.4 kB of values, uncompressed\n",
+            ],
+        ),
+        ("post_local_sgd(0)", ["step\n  nothing is sent\n", "  after step 0:\n"]),
+        (
+            "robust_sgd(krum)",
+            ["38.4 kB of values, uncompressed, every step", "the busiest worker sends 269 kB each time"],
+        ),
+        (
+            "bf16_sgd(route=ring)",
+            ["all-reduce of 19.2 kB of wires by ring", "the busiest worker sends 33.6 kB each time"],
+        ),
+        ("bf16_sgd(route=tree)", ["the busiest worker sends 57.7 kB each time"]),
+        ("local_sgd(100, route=star, codec=bf16)", ["every 100 steps:\n  bf16()", "the busiest worker sends 135 kB"]),
+        ("power_sgd(route=tree)", ["of Q, 1.54 kB, by tree", "the busiest worker sends 9.58 kB each time"]),
         ("local_sgd(8, codec=feedback(bf16))", ["every 8 steps:", "feedback(bf16()): all-reduce of 19.2 kB of wires"]),
+        ("local_sgd(8, codec=int8, route=all_gather)", ["because route=all_gather was asked for"]),
         ("diloco(4, codec=int8)", ["every 4 steps:", "int8(block=256): reduce-scatter of "]),
         ("top_k_sgd(0.01)", ["feedback(top_k(ratio=0.01)): all-gather, ", "because ", "each rank sends "]),
         ("top_k_sgd(0.01, route=reduce_scatter)", ["reduce-scatter of "]),
@@ -58,6 +83,49 @@ def test_every_strategy_can_be_explained(capsys: pytest.CaptureFixture[str], nam
     assert "each rank sends" not in alone
 
 
+def test_krum_among_too_few_names_the_workers_that_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["explain", "robust_sgd(krum)", "--workers", "3"])
+    assert "krum(wrong=1) needs at least 5 ranks, got 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd(route=ring)", "delayed_sgd(route=ring)", "bf16_sgd(route=ring)"])
+def test_messages_among_too_many_are_not_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """And collectives of the world are, among any number."""
+    monkeypatch.setattr("polytempo.cli.explain._MOST_SENDERS", 4)
+    refused = "messages from worker to worker are counted for up to 4 workers; try fewer --workers"
+    assert refused in said(capsys, strategy, "--workers", "5")
+    assert "the busiest worker sends " in said(capsys, strategy, "--workers", "4")
+    assert "the busiest worker sends " in said(capsys, "sync_sgd", "--workers", "5")
+
+
+def test_what_nobody_explains_is_watched() -> None:
+    """On every third step; and by a rule that few workers cannot follow."""
+
+    async def third(port: Port, bundle: Bundle, step: int) -> tuple[Bundle, int]:
+        if step % 3 == 0:
+            await port.all_gather(bundle.flat)
+        return bundle, step + 1
+
+    async def among_many(port: Port, bundle: Bundle, state: None) -> tuple[Bundle, None]:
+        if port.size < 6:
+            raise ValueError(f"needs 6 ranks, got {port.size}")
+        return bundle.with_flat(await port.all_reduce(bundle.flat)), None
+
+    parameters = Bundle({"w": torch.empty(1000, device="meta")})
+    every_third = Transform(lambda parameters: 1, third)
+    for transform, lines in (
+        (every_third, ["4 kB of values, uncompressed, every 3 steps", "the busiest worker sends 24 kB each time"]),
+        (
+            Transform(lambda parameters: None, among_many),
+            ["4 kB of values, uncompressed, every step", "the busiest worker sends 6.86 kB each time"],
+        ),
+    ):
+        assert next(explained(Strategy("of a user", gradients=transform), parameters, 7)).lines == lines
+
+
 def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "bf16_sgd", "--parameters", "6e6", "--workers", "2", "--json"))
     assert (found["workers"], found["tensors"]) == (2, 6)
@@ -73,6 +141,7 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["fp16()"], "fp16 is a codec, not a strategy; write local_sgd(codec=fp16)"),
         (["feedback(top_k)"], "feedback is a codec, not a strategy; write local_sgd(codec=feedback(top_k))"),
         (["low_rank(2)"], "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"),
+        ([""], "STRATEGY '': names nothing; write a strategy, such as 'top_k_sgd(0.01)'"),
         (["topk_sgd"], "no strategy 'topk_sgd' (did you mean top_k_sgd?)"),
         (
             ["local_sgd(codec=bf17)"],
@@ -84,6 +153,8 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["local_sgd(codec=3)"], "codec must be one of these names: bf16, "),
         (["local_sgd(codec=feedback(feedback(bf16)))"], "keeps what it has not sent already"),
         (["local_sgd(codec=feedback(dgc))"], "keeps what it has not sent already"),
+        (["local_sgd(route=all_gather)"], "a route takes a port and a buffer, and all_gather does not; use one of"),
+        (["local_sgd(codec=int8, route=ring)"], "use route=all_gather, or, better, leave out route: then the codec"),
         (["sync_sgd(route=all_gather)"], "there is no route 'all_gather'; there are: "),
         (["top_k_sgd(route=ring)"], "wires cannot be summed, so route=ring is impossible; use route=all_gather"),
         (["downpour(codec=random_k)"], "wires leave out which entries they hold"),

@@ -190,38 +190,48 @@ def _throwing(program: Program[Any], error: Exception) -> Callable[[], Op[Any]]:
 
 
 def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int) -> Costs:
-    """What a step of `transform` costs a rank: the median of so many steps, after one that warms up."""
-    computing, serial_bytes, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
-    _, rounds, _ = _played(transform, gradients, 1, Link(1.0, inf))
-    sent = world.trace.bytes_sent[0] / (1 + steps)
+    """What a step of `transform` costs a rank: the median of so many steps' computing, after one that warms up.
+
+    Bytes are those of the last step: until then a codec adapts to the gradients.
+    """
+    taken, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
+    (first,), _ = _played(transform, gradients, 1, Link(1.0, inf))
     ops = dict.fromkeys(e.op for e in world.trace.events if e.rank == 0 and e.op not in ("compute", "barrier"))
     way = ", ".join(op.replace("_", "-") for op in ops)
-    return Costs(statistics.median(computing[1:]), serial_bytes[-1], rounds[-1], sent, way)
+    computing_s = statistics.median(step.computing_s for step in taken[1:])
+    return Costs(computing_s, taken[-1].passed_s, first.passed_s, taken[-1].sent_bytes, way)
+
+
+class _Step(NamedTuple):
+    """One step of rank 0: seconds of computing, virtual seconds until it was over, bytes to anybody."""
+
+    computing_s: float
+    passed_s: float
+    sent_bytes: int
 
 
 def _played(
     transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, link: Link
-) -> tuple[list[float], list[float], VirtualWorld]:
-    """Rank 0's seconds of computing for each step, and the virtual seconds that it took."""
-    computing: list[float] = []
-    passed: list[float] = []
+) -> tuple[list[_Step], VirtualWorld]:
+    """Rank 0's steps, and the world in which they were taken."""
+    world = VirtualWorld(Cluster(network=link), len(gradients))
+    taken: list[_Step] = []
 
     async def program(port: Port) -> None:
         own = gradients[port.rank]
         state = transform.init(Bundle(own))
         for _ in range(steps):
             bundle = Bundle({name: t.clone() for name, t in own.items()})
-            begun_s = await port.now()
+            begun_s, sent_bytes = await port.now(), world.trace.bytes_sent[port.rank]
             watch = _Watch()
             _, state = await _watched(transform.apply(port, bundle, state), watch)
             if port.rank == 0:
-                computing.append(watch.seconds)
-                passed.append(await port.now() - begun_s)
+                passed_s = await port.now() - begun_s
+                taken.append(_Step(watch.seconds, passed_s, world.trace.bytes_sent[port.rank] - sent_bytes))
             await port.barrier()
 
-    world = VirtualWorld(Cluster(network=link), len(gradients))
     world.run(program)
-    return computing, passed, world
+    return taken, world
 
 
 # ---------------------------------------------------------------------------------------------------- the codec alone

@@ -22,7 +22,7 @@ MEASURED = (
     "feedback(threshold(density=0.01)), feedback(top_k(ratio=0.01)), feedback(random_k(ratio=0.01)), dgc(ratio=0.001), "
     "qsgd, terngrad, natural, low_rank(rank=1), low_rank(rank=4)"
 )
-"""What is measured where nothing is named: each as strategies use it."""
+"""What is measured where nothing is named: with feedback what can take it (`int8_sgd` itself has none)."""
 MODEL, LINK = "784-2048-2048-10", "1gbit"
 
 _FUNCTIONS: Mapping[str, Function] = {**CODECS, "low_rank": aggregation.low_rank}
@@ -45,11 +45,14 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     steps = (3 if quick else 9) if given["rounds"] is None else given["rounds"]
     if steps < 1:
         raise ValueError(f"--rounds {steps}: at least 1")
+    codecs = MEASURED if given["codecs"] is None else given["codecs"]
+    if not codecs.strip():
+        raise ValueError(f"--codecs {codecs!r}: names nothing; write some, such as 'int8, top_k', or leave it out")
     return Plan(
         sizes=parse_model(MODEL if given["model"] is None else given["model"]),
         link=Link(latency_us * 1e-6, parse_link(LINK if given["link"] is None else given["link"])),
         workers=4 if given["workers"] is None else given["workers"],
-        candidates=[candidate(call) for call in split_calls(MEASURED if given["codecs"] is None else given["codecs"])],
+        candidates=[candidate(call) for call in split_calls(codecs)],
         steps=steps,
     )
 

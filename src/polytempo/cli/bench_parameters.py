@@ -26,7 +26,7 @@ Rounds = Annotated[
 Turn = Annotated[
     float | None, typer.Option("--turn-s", metavar="S", help="Seconds a turn. Default: 0.1; for training, 1.")
 ]
-Quick = Annotated[bool | None, typer.Option("--quick", help="A rough look, in less than 20 seconds.")]
+Quick = Annotated[bool | None, typer.Option("--quick", help="A rough look, in about 20 seconds.")]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Where files go. Default: runs/bench-….")]
 Model = Annotated[str | None, typer.Option(metavar="A-B-C", help="A perceptron's layers. Default: 784-2048-2048-10.")]
 Link = Annotated[str | None, typer.Option(metavar="V", help="Each host's link: 100mbit, 1gbit, … Default: 1gbit.")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from types import coroutine
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +17,16 @@ from polytempo.cli.show import show_json, size
 from polytempo.cluster import ethernet
 from polytempo.compression.packing import Packing, whole
 from polytempo.core import Bundle, Codec, Port, Program, Strategy, Transform, is_idle, world_port
-from polytempo.core.op import Pull, Push, Start, Work
+from polytempo.core.op import Op, Pull, Push, Send, Start, Work
 from polytempo.core.rule import Service
 from polytempo.core.state import settled
-from polytempo.worlds import VirtualWorld
+from polytempo.worlds import Trace, VirtualWorld
 
 MOST_WORKERS = 4096
 _WATCHED_STEPS = 64
 """How far ahead a strategy that does not explain itself is watched."""
+_MOST_SENDERS = 256
+"""Workers whose single messages are counted: a ring's are 131,000 among so many, and take some seconds."""
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
 _INPUTS, _OUTPUTS = 784, 10
 
@@ -41,6 +45,8 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         raise ValueError(f"--workers {workers}: must be from 1 to {MOST_WORKERS}")
     if job is not None and parameters is not None:
         raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
+    if not strategy.strip():
+        raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
     made = strategy_from(strategy)
     with torch.device("meta"):
         model = perceptron(count(parameters)) if parameters is not None else jobs.find(job or "digits").model()
@@ -81,47 +87,97 @@ def explained(strategy: Strategy, parameters: Bundle, workers: int) -> Iterator[
                 title, ["nothing is sent" if is_idle(transform, 2) else "nothing is sent by one worker alone"]
             )
             continue
-        yield Section(title, transform.explain(parameters, workers) or _watched(transform, parameters, workers))
+        yield Section(title, list(_completed(transform, parameters, workers)))
     if strategy.carries_optimizer:
         yield Section(
             "optimizer", ["tensors of its state, such as momentum, travel with the parameters, as many bytes"]
         )
 
 
-# ---------------------------------------------------------------------- strategies that do not say it themselves
+# ---------------------------------------------------------------------- what strategies do not say themselves
 
 
-def _watched(transform: Transform, parameters: Bundle, workers: int) -> list[str]:
-    """When it sends, seen with two workers; how much, in the first such step of all of them. Nothing is computed."""
+class _TooMany(Exception):
+    """More messages than anybody waits for."""
+
+
+def _completed(transform: Transform, parameters: Bundle, workers: int) -> Iterator[str]:
+    """What `transform` says of itself, and what it leaves out, as seen on tensors without values."""
+    said = transform.explain(parameters, workers)
+    yield from said
+    if any(" sends " in line for line in said):
+        return
+    acting = transform.on_its_steps or transform
+    values = f"{size(parameters.flat.numel() * parameters.flat.element_size())} of values, uncompressed"
     try:
-        steps = sorted({step for step, sent in _sent(transform, parameters, 2, _WATCHED_STEPS).items() if sent})
-        busiest = _sent(transform, parameters, workers, steps[0])[steps[0]] if steps else 0
+        steps = [1] if acting is not transform else _steps_with_messages(transform, parameters, workers)
+        if not steps:
+            yield f"nothing is sent in the first {_WATCHED_STEPS} steps"
+            return
+        if not said or said[-1].endswith(":"):
+            yield values if said else f"{values}, {often(steps)}"
+        busiest = max(_played(acting, parameters, workers, steps[0]).bytes_sent.values())
+        yield f"the busiest worker sends {size(busiest)} each time"
     except NotImplementedError:  # of torch, for what has no values
-        return ["what it sends depends on the values"]
-    if not steps:
-        return [f"nothing is sent in the first {_WATCHED_STEPS} steps"]
-    plain = parameters.flat.numel() * parameters.flat.element_size()
-    return [
-        f"{size(plain)} of values, uncompressed, {often(steps)}",
-        f"the busiest worker sends {size(busiest)} each time",
-    ]
+        yield "what it sends depends on the values"
+    except _TooMany:
+        yield f"messages from worker to worker are counted for up to {_MOST_SENDERS} workers; try fewer --workers"
 
 
-def _sent(transform: Transform, parameters: Bundle, workers: int, num_steps: int) -> dict[int, int]:
-    """Bytes from the busiest worker in each step."""
+def _steps_with_messages(transform: Transform, parameters: Bundle, workers: int) -> list[int]:
+    """Of the first steps, those in which anything is sent, among as few workers as it allows."""
+    few, alike = 2, transform.init(parameters.copy()) is None  # what remembers nothing cannot count steps
+    while True:
+        try:
+            trace = _played(transform, parameters, few, 1 if alike else _WATCHED_STEPS)
+            steps = sorted({event.step for event in trace.events if event.bytes})
+            return list(range(1, _WATCHED_STEPS + 1)) if alike and steps else steps
+        except ValueError:
+            if few == workers:
+                raise
+            few = min(2 * few, workers)
+
+
+def _played(transform: Transform, parameters: Bundle, workers: int, num_steps: int) -> Trace:
+    """So many steps of all workers. Raises _TooMany."""
+    limit = _Limit(workers)
 
     async def program(port: Port) -> None:
         state = transform.init(parameters.copy())
         for step in range(1, num_steps + 1):
             await port.mark(step)
-            _, state = await transform.apply(port, parameters.copy(), state)
+            _, state = await _limited(transform.apply(port, parameters.copy(), state), limit)
         await settled(state)
 
-    trace = VirtualWorld(ethernet(), workers).run(program).trace
-    sent: dict[tuple[int, int], int] = {}
-    for event in trace.events:
-        sent[event.step, event.rank] = sent.get((event.step, event.rank), 0) + event.bytes
-    return {step: max(sent.get((step, rank), 0) for rank in range(workers)) for step in range(1, num_steps + 1)}
+    return VirtualWorld(ethernet(), workers).run(program).trace
+
+
+@dataclass
+class _Limit:
+    """What the workers that are played share. One that fails does not stop the others."""
+
+    workers: int
+    passed: bool = False
+
+
+@coroutine
+def _limited(program: Program[Any], limit: _Limit) -> Generator[Op[Any], Any, Any]:
+    """The program, and what it starts, unless too many would send messages to each other."""
+    value: Any = None
+    try:
+        while not limit.passed:
+            try:
+                op = program.send(value)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(op, Start) and not isinstance(op.what, Op):
+                op = Start(_limited(op.what, limit))
+            sends = isinstance(op.what if isinstance(op, Start) else op, Send)
+            limit.passed = limit.passed or (sends and limit.workers > _MOST_SENDERS)
+            value = None if limit.passed else (yield op)
+        raise _TooMany
+    finally:
+        program.close()
 
 
 def often(steps: list[int]) -> str:

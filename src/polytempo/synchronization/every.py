@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core import Bundle, Port, State, Transform, identity
 
 
 class Counted(NamedTuple):
@@ -26,6 +26,8 @@ def until(step: int, transform: Transform) -> Transform:
     """`transform` on the first `step` steps; nothing afterwards."""
     if step < 0:
         raise ValueError(f"until needs a step >= 0, got {step}")
+    if step == 0:
+        return identity()
     return _when(lambda now: now <= step, transform, f"in the first {step} steps")
 
 
@@ -48,7 +50,6 @@ def _when(condition: Callable[[int], bool], transform: Transform, words: str) ->
         return out, Counted(step, inner)
 
     def explain(parameters: Bundle, num_ranks: int) -> list[str]:
-        lines = transform.explain(parameters, num_ranks)
-        return [f"{words}:", *lines] if lines else []
+        return [f"{words}:", *transform.explain(parameters, num_ranks)]
 
-    return transform._replace(init=init, apply=apply, explain=explain)
+    return transform._replace(init=init, apply=apply, explain=explain, on_its_steps=transform.on_its_steps or transform)
