@@ -1,6 +1,7 @@
 """What each codec costs in accuracy: real processes, against uncompressed synchronous SGD on as many samples.
 
     python benchmarks/compression/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3] [--epochs N]
+        [--only dgc threshold …]
 
 Everybody has the job's own learning rate, batches, epochs and schedule, and its optimizer, SGD with momentum; `dgc`,
 which keeps the momentum itself, has SGD without. The rows are medians over the seeds. MNIST is looked for where
@@ -47,6 +48,7 @@ STRATEGIES = [
     s.local_sgd(period=8, codec=c.feedback(c.one_bit())),
     s.diloco(period=16),
     s.diloco(period=16, codec=c.feedback(c.top_k(0.01))),
+    s.diloco(period=16, codec=c.feedback(c.top_k(0.1))),
 ]
 """The first is what the others are compared with."""
 COLUMNS = ["strategy", "accuracy", "worst seed", "against sync_sgd", "bytes a step and rank", "samples/s", "idle"]
@@ -95,11 +97,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, help="instead of the job's own")
+    parser.add_argument("--only", nargs="+", default=[""], help="how the names of strategies begin")
     given = parser.parse_args()
+    others = [strategy for strategy in STRATEGIES[1:] if strategy.name.startswith(tuple(given.only))]
     for job in given.jobs:
         rows: list[Sequence[str]] = []
         reference: float | None = None
-        for strategy in STRATEGIES:
+        for strategy in [STRATEGIES[0], *others]:
             runs = measured(job, strategy, given.workers, given.seeds, given.epochs)
             reference = accuracy_of(runs) if reference is None else reference
             rows.append(row(runs, reference))
