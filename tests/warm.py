@@ -1,8 +1,8 @@
 """Run Python programs from a process that has loaded torch already: most of a short command is its start.
 
 A program here is what `python program.py …` or `python -m package …` would run: a process of its own with its own
-arguments, folder, environment and ends, whose interpreter ends as always. It differs in what is imported before its
-first line, and in variables that are read while torch loads.
+arguments, folder, environment and ends, whose interpreter ends as always. It differs in what others' packages are
+there before its first line (none of ours), and in variables that are read while torch loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 SOURCES = str(Path(__file__).parents[1] / "src")
-LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "polytempo.cli.main", "polytempo.jobs.digits")
+LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "pydantic", "rich.console", "typer", "msgspec", "zmq")
 
 
 def run(arguments: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
@@ -31,6 +31,8 @@ def run(arguments: list[str], cwd: Path, timeout: float = 100) -> subprocess.Com
         out, error = Path(folder, "out"), Path(folder, "error")
         order = {"arguments": arguments, "cwd": str(cwd), "out": str(out), "error": str(error), "timeout": timeout}
         code = _asked({**order, "environment": dict(os.environ)})
+        if code is None:
+            raise subprocess.TimeoutExpired(arguments, timeout, out.read_text(), error.read_text())
         return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
 
@@ -39,20 +41,33 @@ def _server() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, text=True, env=environment, **pipes)
-    atexit.register(server.communicate)  # it ends when nobody asks any more
+    server = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes)
+    atexit.register(_end, server)
     return server
 
 
-def _asked(order: dict[str, Any]) -> int:
+def _end(server: subprocess.Popen[str]) -> None:
+    """It ends when nobody can ask any more, and what it runs with it."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+
+
+def _asked(order: dict[str, Any]) -> int | None:
+    """The exit code; None where the time was over."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps(order), file=server.stdin, flush=True)
-    answer = json.loads(server.stdout.readline())
-    if answer is None:
-        raise subprocess.TimeoutExpired(order["arguments"], order["timeout"])
-    return int(answer)
+    try:
+        print(json.dumps(order), file=server.stdin, flush=True)
+        answer: int | None = json.loads(server.stdout.readline())
+    except BaseException:  # the answer, when it comes, is nobody's
+        _server.cache_clear()
+        _end(server)
+        raise
+    return answer
 
 
 def _serve() -> dict[str, Any] | None:
@@ -72,7 +87,7 @@ def _ended(child: int, timeout: float) -> int | None:
     """The exit code as subprocess counts, or None for one that had to be killed."""
     process = os.pidfd_open(child)
     try:
-        if not select.select([process], [], [], timeout)[0]:
+        if process not in select.select([process, sys.stdin], [], [], timeout)[0]:  # or who asked is gone
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return None

@@ -32,7 +32,7 @@ def draw_key(seed: int, when: Occasion) -> int:
     key = 0
     for number in (seed, when.step, when.rank, when.tensor):
         key = _splitmix64(key ^ (number & _MASK_64))
-    return key
+    return _splitmix64(key ^ when.life) if when.life else key
 
 
 def draws(key: int, count: int, device: torch.device, first: int = 0) -> Tensor:

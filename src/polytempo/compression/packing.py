@@ -88,7 +88,7 @@ class Packing:
         self.flops = sum(p.codec.flops * like.numel() for p, like in zip(pieces, shapes, strict=True))
 
     def encode(
-        self, tensors: Mapping[str, Tensor], states: Mapping[str, CodecState], step: int, rank: int
+        self, tensors: Mapping[str, Tensor], states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
     ) -> tuple[Tensor, dict[str, CodecState]]:
         """The message (uint8, flat), and the next states, of one tensor each."""
         device = next(iter(tensors.values())).device if tensors else None
@@ -99,7 +99,8 @@ class Packing:
         for piece, size in zip(self.pieces, self._sizes, strict=True):
             x = piece.of(tensors[piece.name])
             room = buffer[place : place + size]
-            used, after[piece.name] = write(piece, x, states.get(piece.name), Occasion(step, rank, piece.number), room)
+            when = Occasion(step, rank, piece.number, life=life)
+            used, after[piece.name] = write(piece, x, states.get(piece.name), when, room)
             lengths.append(used)
             place += used if not self.fixed else size
         if not self.fixed:

@@ -22,8 +22,8 @@ CodecState = Any
 class Occasion(NamedTuple):
     """Which encoding of which tensor this is: all that a codec may depend on besides the values.
 
-    Random numbers are a pure function of the codec's seed, of (step, rank, tensor), and of the element's position,
-    so an occasion can be repeated, and nobody has to send a generator's state.
+    Random numbers are a pure function of the codec's seed, of (step, rank, tensor, life), and of the element's
+    position, so an occasion can be repeated, and nobody has to send a generator's state.
     """
 
     step: int = 1
@@ -36,6 +36,8 @@ class Occasion(NamedTuple):
     """How many wires are added before the sum is decoded (1: none)."""
     agreed: float | None = None
     """The largest `statistic` among the ranks, for codecs that have one and whose wires are added."""
+    life: int = 0
+    """How often who encodes had ended and begun to count steps anew (a worker of a parameter server)."""
 
 
 ALONE = Occasion()

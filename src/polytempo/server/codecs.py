@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -27,22 +28,24 @@ def check_pull_codec(codec: Codec | None) -> None:
     """Raise ValueError for a codec that leaves weights out, changes them much, or remembers: all are pulled."""
     if codec is None:
         return
-    remedy = "use bf16(), fp16(), int8() or dynamic8()"
+    fit = "bf16(), fp16(), int8() or dynamic8()"
     if codec.init(_LARGE) is not None:
         raise ValueError(
             f"pull_codec={codec.name} remembers what it has not sent, and what is pulled are the weights themselves, "
-            f"by whoever asks; {remedy}, without feedback"
+            f"by whoever asks; use {fit}, without feedback"
         )
     if codec.sparse:
         raise ValueError(
             f"pull_codec={codec.name} does not keep every weight, and what it leaves out of a pull comes with no other "
-            f"one; {remedy}"
+            f"one; use {fit}"
         )
     loses = _loses(codec)
+    if loses == inf:
+        raise ValueError(f"pull_codec={codec.name} promises nothing of a weight's size; use {fit}")
     if loses > _LOSES:
         raise ValueError(
             f"pull_codec={codec.name} may change the weights of a large tensor by {loses:.1%} of their squared "
-            f"norm, where {_LOSES:.0%} is the most that a model can bear; use a finer one, or {remedy[4:]}"
+            f"norm, where {_LOSES:.0%} is the most that a model can bear; use a finer one, or {fit}"
         )
 
 

@@ -114,10 +114,10 @@ class Coding:
         """What the codec remembers of each range before the first message."""
 
     def encode(
-        self, vector: Tensor, states: Mapping[str, CodecState], step: int, rank: int
+        self, vector: Tensor, states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
     ) -> tuple[Tensor, dict[str, CodecState]]:
         """The message, in memory of its own, and what the codec remembers now."""
-        message, after = self.packing.encode(self._views(vector), states, step, rank)
+        message, after = self.packing.encode(self._views(vector), states, step, rank, life)
         return (message if message.numel() == self.packing.num_bytes else message.clone()), after
 
     def into_(self, message: Tensor, vector: Tensor) -> None:
@@ -152,8 +152,7 @@ class Coding:
 class Encoder:
     """What worker `worker` pushes to the shards of `shards`, encoded, and what the codec remembers between pushes.
 
-    A worker that comes back counts its pushes anew. `incarnation` keeps it from drawing what it drew in an earlier
-    life: each life counts as another rank that encodes.
+    A worker that comes back counts its pushes anew; `incarnation` (from 1) keeps it from drawing what it drew before.
 
     Cost: one look through the gradient, then the codec's.
     """
@@ -168,7 +167,7 @@ class Encoder:
         incarnation: int = 1,
     ) -> None:
         self._codec, self._parameters, self._dtype, self._worker = codec, tuple(parameters), dtype, worker
-        self._drawn_as = worker + ((incarnation - 1) << 32)
+        self._life = incarnation - 1
         self._codings = self._codings_of(shards)
         self._states = [coding.states for coding in self._codings]
         self._pushes = 0
@@ -188,12 +187,7 @@ class Encoder:
         self._pushes += 1
         messages = []
         for shard, coding in enumerate(self._codings):
-            try:
-                message, after = coding.encode(flat, self._states[shard], self._pushes, self._drawn_as)
-            except NotFinite as error:  # with what was owed
-                if self._drawn_as != self._worker:
-                    error.add_note(f"rank {self._drawn_as} is worker {self._worker}, come back")
-                raise
+            message, after = coding.encode(flat, self._states[shard], self._pushes, self._worker, self._life)
             self._states[shard] = after
             messages.append(message)
         return messages
