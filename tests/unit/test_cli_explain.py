@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from polytempo import strategies
+from polytempo.aggregation import mean, nesterov
 from polytempo.cli.explain import count, explained, perceptron
 from polytempo.cli.main import app
-from polytempo.core import Bundle, Port, Strategy, Transform
+from polytempo.collectives import ring
+from polytempo.compression import bf16, int8, through
+from polytempo.core import Bundle, Port, Strategy, Transform, chain, identity, split
+from polytempo.core.transform import Part
+from polytempo.synchronization import after, delayed, every
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -124,6 +129,71 @@ def test_what_nobody_explains_is_watched() -> None:
         ),
     ):
         assert next(explained(Strategy("of a user", gradients=transform), parameters, 7)).lines == lines
+
+
+MEAN = ["40 kB of values, uncompressed", "the busiest worker sends 60 kB each time"]
+CODES = [
+    "int8(block=256): reduce-scatter of 10.2 kB of codes, sum, all-gather of the sum's codes",
+    "because codes cannot be added, but the owner of a stripe can decode, add and encode again",
+    "each rank sends 15.3 kB; uncompressed, by a ring, 60 kB, 3.93 times as much",
+]
+
+
+async def _second(port: Port, bundle: Bundle, step: int) -> tuple[Bundle, int]:
+    if step % 2 == 0:
+        await port.all_gather(bundle.flat)
+    return bundle, step + 1
+
+
+async def _nonzero(port: Port, bundle: Bundle, state: None) -> tuple[Bundle, None]:
+    await port.all_gather(bundle.flat[bundle.flat.nonzero()])
+    return bundle, state
+
+
+SECOND = Transform(lambda parameters: 1, _second)
+NONZERO = Transform(lambda parameters: None, _nonzero)
+
+
+@pytest.mark.parametrize(
+    ("transform", "lines"),
+    [
+        (chain(every(100, mean()), through(int8())), ["every 100 steps:", *MEAN, "every step:", *CODES]),
+        (chain(every(100, mean()), mean()), ["every 100 steps:", *MEAN, "every step:", *MEAN]),
+        (chain(every(100, mean()), SECOND), ["every 100 steps:", *MEAN, "every 2 steps:", MEAN[0], "120 kB"]),
+        (chain(mean(), through(int8())), [f"{MEAN[0]}, every step", MEAN[1], *CODES]),
+        (every(8, chain(through(int8()), nesterov(), mean())), ["every 8 steps:", *CODES, *MEAN]),
+        (
+            chain(after(5, every(8, mean())), identity(), after(5, mean())),
+            ["after step 5:", "every 8 steps:", *MEAN, "after step 5:", *MEAN],
+        ),
+        (
+            chain(every(8, mean()), NONZERO),
+            ["every 8 steps:", *MEAN, "besides:", "what it sends depends on the values"],
+        ),
+        (delayed(2, every(8, mean())), ["every 8 steps:", *MEAN]),
+        (every(8, SECOND), ["every 8 steps:", f"{MEAN[0]}, of these every 2 steps", "120 kB"]),
+        (split(lambda name, tensor: "all", {"all": mean()}), ["all (1 tensors):", *MEAN]),
+        (every(8, nesterov()), ["nothing is sent in the first 64 steps"]),
+        (
+            chain(every(8, through(int8())), through(bf16(), route=ring)),
+            ["every 8 steps:", *CODES, "every step:", "bf16(): ", "because ", "each message", "the busiest worker "],
+        ),
+    ],
+)
+def test_each_part_is_said_under_its_own_headings(transform: Transform, lines: list[str]) -> None:
+    """With its own bytes, whoever counts them; parts that send nothing are left out."""
+    parameters = Bundle({"w": torch.empty(100, 100, device="meta")})
+    found = next(explained(Strategy("of a user", gradients=transform), parameters, 4)).lines
+    assert len(found) == len(lines)
+    assert all(line in text for line, text in zip(lines, found, strict=True)), found
+
+
+@pytest.mark.parametrize("words", ["my own rule, which sends a bit of everything now and then", "as follows:"])
+def test_words_do_not_decide_what_is_counted(words: str) -> None:
+    parameters = Bundle({"w": torch.empty(100, 100, device="meta")})
+    for says_bytes, lines in ((False, [words, MEAN[1]]), (True, [words])):
+        transform = mean()._replace(explain=lambda p, n, known=says_bytes: [Part([words], known)])
+        assert next(explained(Strategy("of a user", gradients=transform), parameters, 4)).lines == lines
 
 
 def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from polytempo import compression as c
 from polytempo import strategies as s
 from polytempo.aggregation import low_rank, mean, merged, vote
 from polytempo.cluster import ethernet
-from polytempo.core import Bundle, Port
+from polytempo.core import Bundle, Codec, Port
 from polytempo.torch.ddp_hook import comm_hook
 from polytempo.worlds.virtual import VirtualWorld
 
@@ -66,7 +66,7 @@ def test_numpy_has_whole_numbers_too() -> None:
 def test_what_is_no_route_for_a_sum(build: Callable[..., Any], route: Any) -> None:
     """Not a way for wires, where there is no codec, nor a factory of routes."""
     name = getattr(route, "__name__", repr(route))
-    with pytest.raises(ValueError, match=rf"a route takes a port and a buffer, and {name} does not.*leave out route"):
+    with pytest.raises(TypeError, match=rf"a route takes a port and a buffer, and {name} does not.*leave out route"):
         build(route=route)
     assert build(route=collectives.hierarchical())
 
@@ -82,9 +82,10 @@ def test_what_is_no_merge(merge: Any, named: str) -> None:
             build(merge)
 
 
-def test_a_factory_of_routes_is_no_route_for_wires_either() -> None:
-    with pytest.raises(ValueError, match="and hierarchical does not"):
-        c.through(c.bf16(), route=collectives.hierarchical)  # type: ignore[arg-type]
+@pytest.mark.parametrize("codec", [c.bf16(), c.int8()], ids=lambda codec: str(codec.name))
+def test_a_factory_of_routes_is_no_route_for_wires_either(codec: Codec) -> None:
+    with pytest.raises(TypeError, match="and hierarchical does not"):
+        c.through(codec, route=collectives.hierarchical)  # type: ignore[arg-type]
 
 
 def test_a_hook_takes_a_model_or_none() -> None:

@@ -126,6 +126,20 @@ def test_nothing_is_lost_over_the_steps(shares: tuple[float, ...] | None, warm_s
         assert left.norm() > 0.1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_what_is_finite_in_16_bits_stays_finite(num_ranks: int) -> None:
+    """Three thirds of 65504 come to more than float16 has, for they are rounded up: the answer is its largest number.
+
+    What that leaves is owed. It holds for matrices and for what travels as it is.
+    """
+    most = {name: torch.full(shape, 65504.0, dtype=torch.float16) for name, shape in SHAPES.items()}
+    answers, states, _ = stepped(low_rank(1, exact_below=0), [[most] * num_ranks] * 2)
+    for name, expected in most.items():
+        for row in answers:
+            torch.testing.assert_close(row[0][name], expected, rtol=0.002, atol=0)
+    assert all(owed(state, "w").abs().max() < 65504 * 0.002 for state in states)
+
+
 def test_16_bits_lose_nothing_over_the_steps_nor_when_ranks_go() -> None:
     """The residual is of float32, so only its own rounding is lost; in 16 bits it would be 0.8 % after 60 steps."""
     shapes, random, transform = (32, 32), torch.Generator().manual_seed(0), low_rank(2, exact_below=0)
@@ -249,7 +263,7 @@ def test_two_all_reduces_a_step_and_what_they_carry(exact_below: int, expected: 
 
 def test_explain_says_what_is_sent() -> None:
     parameters = Bundle({"w": torch.zeros(1000, 1000), "b": torch.zeros(1000)})
-    lines = low_rank(4).explain(parameters, 8)
+    [(lines, *_)] = low_rank(4).explain(parameters, 8)
     assert (
         lines[0] == "low_rank(rank=4): all-reduce of P, 16 kB, with 4 kB of small tensors, then of Q, 16 kB, by native"
     )

@@ -158,6 +158,28 @@ def test_alone_what_was_not_sent_is_given_once_and_its_momentum_stops() -> None:
     assert not any(total.any() for total in memories(after))
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_alone_what_is_given_to_a_large_gradient_leaves_it_finite(name: str) -> None:
+    """In float16, of which 65504 is the largest: with more of the same sign that is the answer."""
+    transform, dtype = TRANSFORMS[name], torch.float16
+    _, states = run(transform, range(3), [transform.init(gradient(0, 0, dtype)) for _ in range(2)], dtype)
+    (heir,) = resumed(transform, states, 1, dtype)
+    for residual in owed(heir).values():
+        residual.mul_(1e6)
+    debt = total_owed([heir])
+    assert debt.abs().max() > 1000
+    given = 65504 * debt.sign().to(dtype)
+
+    async def program(port: Port) -> Tensor:
+        answer, _ = await transform.apply(port, gradient(0, 0, dtype).with_flat(given.clone()), heir)
+        assert answer is not None
+        return answer.flat
+
+    (answer,) = VirtualWorld(CLUSTER, 1).run(program).results
+    assert answer is not None
+    assert torch.equal(answer, given)
+
+
 @pytest.mark.parametrize("numbers", [(4, 4), (2, 5), (2, 4, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_sum_of_what_is_applied_and_owed_is_the_sum_of_all_gradients(name: str, numbers: tuple[int, ...]) -> None:

@@ -81,16 +81,16 @@ MOST = 65504.0
 """Of float16."""
 
 
-def answer_of(transform: Transform, x: Tensor, num_ranks: int) -> Tensor:
-    """Where all ranks have x, and the same share."""
+def answer_of(transform: Transform, xs: Sequence[Tensor]) -> Tensor:
+    """Where rank i has xs[i], and all have the same share."""
 
     async def program(port: Port) -> Tensor:
-        given = Bundle({"w": x.clone()})
+        given = Bundle({"w": xs[port.rank].clone()})
         answer, _ = await transform.apply(port, given, transform.init(given))
         assert answer is not None
         return answer.flat
 
-    first, *_ = VirtualWorld(CLUSTER, num_ranks).run(program).results
+    first, *_ = VirtualWorld(CLUSTER, len(xs)).run(program).results
     assert first is not None
     return first
 
@@ -106,22 +106,37 @@ def answer_of(transform: Transform, x: Tensor, num_ranks: int) -> Tensor:
         (c.int8(), None, torch.full((6, 4), MOST, dtype=torch.float16)),
         (c.terngrad(), None, torch.full((6, 4), MOST, dtype=torch.float16)),
         (c.exact(), c.all_gather, torch.full((6, 4), -MOST, dtype=torch.float16)),
+        (c.random_k(1.0), c.all_gather, torch.full((6, 4), MOST, dtype=torch.float16)),
+        (c.top_k(1.0), None, torch.full((6, 4), MOST, dtype=torch.float16)),
+        (c.feedback(c.top_k(1.0)), None, torch.full((6, 4), -MOST, dtype=torch.float16)),
+        (c.dgc(1.0, 0.0), None, torch.full((6, 4), MOST, dtype=torch.float16)),
+        (c.prune(0.5), None, torch.full((6, 4), MOST, dtype=torch.float16)),
     ],
     ids=lambda each: getattr(each, "name", None) or getattr(each, "__name__", None) or str(getattr(each, "dtype", "")),
 )
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_what_is_finite_stays_finite(codec: Codec, route: Any, x: Tensor, num_ranks: int) -> None:
     """Also where rounded parts come to more than the whole, or a part is larger than the wire can say."""
-    answer = answer_of(through(codec, route=route, exact_below=0), x, num_ranks)
+    answer = answer_of(through(codec, route=route, exact_below=0), [x] * num_ranks)
     expected = x.reshape(-1).double().clamp(-MOST, MOST)
     torch.testing.assert_close(answer.double(), expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(
+    "codec", [c.top_k(1.0), c.feedback(c.top_k(1.0)), c.dgc(1.0, 0.0), c.exact()], ids=lambda each: each.name
+)
+def test_small_parts_of_many_ranks_are_not_lost_beside_a_large_one(codec: Codec) -> None:
+    """1 + 1/512 is 1 in bfloat16, so that 31 such parts, added one by one, would be nothing."""
+    xs = [torch.full((6, 4), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16) for rank in range(32)]
+    answer = answer_of(through(codec, route=c.all_gather, exact_below=0), xs)
+    assert torch.equal(answer, torch.full((24,), (1 + 31 / 512) / 32).bfloat16())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("route", [None, c.all_gather, c.reduce_scatter])
 def test_what_is_not_finite_is_not_clamped(route: Any, value: float) -> None:
     x = torch.full((6, 4), value, dtype=torch.float16)
-    answer = answer_of(through(c.bf16(), route=route, exact_below=0), x, 3)
+    answer = answer_of(through(c.bf16(), route=route, exact_below=0), [x] * 3)
     torch.testing.assert_close(answer, x.reshape(-1), equal_nan=True)
 
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from polytempo.core import Bundle, NotFinite, Owed, Port, Route, Transform, native, spelled
 from polytempo.core.given import check_whole
 from polytempo.core.route import check_route
+from polytempo.core.state import narrowed, wide
+from polytempo.core.transform import Part
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
-
-_NARROW = (torch.float16, torch.bfloat16)
-"""Computed, and sent, in float32."""
 
 
 class Remembered(NamedTuple):
@@ -146,10 +145,11 @@ class _LowRank:
         matrices = await port.compute(lambda: work.settle(second, state.matrices, self.warm_start), work.flops / 3)
         return work.out, LowRankState(state.step + 1, state.matrices | matrices)
 
-    def explain(self, parameters: Bundle, num_ranks: int) -> list[str]:
+    def explain(self, parameters: Bundle, num_ranks: int) -> list[Part]:
         if num_ranks == 1:
-            return [f"{self.name}: nothing is sent, and nothing is left out, by one worker alone"]
-        return _explained(self.name, self.route, parameters, self._compressed(parameters), num_ranks)
+            return [Part([f"{self.name}: nothing is sent, and nothing is left out, by one worker alone"], True)]
+        lines = _explained(self.name, self.route, parameters, self._compressed(parameters), num_ranks)
+        return [Part(lines, says_bytes=self.route is native)]
 
     def _compressed(self, bundle: Bundle) -> list[Shape]:
         return [shape for shape in _shapes(bundle.tensors, self.rank, self.exact_below) if shape.pays]
@@ -163,7 +163,8 @@ class _Step:
         self.share = 1 / port.size if bundle.share is None else bundle.share
         scaled = bundle.scaled(self.share) if self.share else torch.zeros_like(bundle.flat)
         self.out = bundle.with_flat(scaled)
-        self.dtype = torch.float32 if scaled.dtype in _NARROW else scaled.dtype
+        self.dtype = wide(scaled.dtype)
+        """Computed, and sent, in these numbers."""
         matrices = {shape.name for shape in shapes}
         self.exact = [view for name, view in self.out.views.items() if name not in matrices]
         self.sums: dict[str, Tensor] = {}
@@ -191,7 +192,7 @@ class _Step:
     def answer(self, message: Tensor) -> Tensor:
         """From the summed first message, the second: Q of each matrix. What travelled as it is, is in its place."""
         for view, place in zip(self.exact, self._rest(message), strict=True):
-            view.copy_(place.view(view.shape))
+            view.copy_(narrowed(place.view(view.shape), view))
         lefts = list(self._matrices(message, left=True))
         if lefts and not message.is_meta and not bool(message[: self._begin].isfinite().all()):
             self._refuse(lefts)
@@ -215,7 +216,7 @@ class _Step:
                 torch.mm(left, right.t(), out=matrix)
                 residual.sub_(view, alpha=self.share)
             else:
-                view.copy_(torch.mm(left, right.t()).view(view.shape))
+                view.copy_(narrowed(torch.mm(left, right.t()).view(view.shape), view))
                 torch.sub(matrix.view(view.shape), view, alpha=self.share, out=residual)
             after[shape.name] = Remembered(Owed(residual), right.clone() if keep else None)
         return after
@@ -273,8 +274,7 @@ def _shapes(tensors: Mapping[str, Tensor], rank: int, exact_below: int) -> list[
 def _drawn(shape: Shape, seed: int, step: int, like: Tensor) -> Tensor:
     """Q from a normal distribution, the same on all ranks and devices, shape (m, r)."""
     random = torch.Generator().manual_seed(crc32(f"{seed},{step},{shape.name}".encode()))
-    dtype = torch.float32 if like.dtype in _NARROW else like.dtype
-    return torch.randn(shape.columns, shape.rank, generator=random, dtype=dtype).to(like.device)
+    return torch.randn(shape.columns, shape.rank, generator=random, dtype=wide(like.dtype)).to(like.device)
 
 
 def _without_scale(right: Tensor) -> Tensor:
@@ -298,7 +298,8 @@ def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
     for name, (owed, right) in state.matrices.items():
         if owed.residual is not None:
             bundle = bundle.with_flat(bundle.flat)
-            bundle.views[name].add_(owed.residual)
+            view = bundle.views[name]
+            view.copy_(narrowed(view + owed.residual, view))
         after[name] = Remembered(Owed(), right)
     return bundle, LowRankState(state.step, after)
 
@@ -306,7 +307,7 @@ def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
 def _explained(name: str, route: Route, parameters: Bundle, shapes: Sequence[Shape], num_ranks: int) -> list[str]:
     """What a step sends, in lines to read."""
     flat = parameters.flat
-    width = 4 if flat.dtype in _NARROW else flat.element_size()
+    width = wide(flat.dtype).itemsize
     lefts, rights = sum(s.rows * s.rank for s in shapes), sum(s.columns * s.rank for s in shapes)
     exact = flat.numel() - sum(s.rows * s.columns for s in shapes)
     ring = 2 * (num_ranks - 1) / num_ranks

@@ -20,6 +20,7 @@ from polytempo.core import Bundle, Codec, Port, Program, Strategy, Transform, is
 from polytempo.core.op import Op, Pull, Push, Send, Start, Work
 from polytempo.core.rule import Service
 from polytempo.core.state import settled
+from polytempo.core.transform import Part, parts_of
 from polytempo.worlds import Trace, VirtualWorld
 
 MOST_WORKERS = 4096
@@ -102,26 +103,54 @@ class _TooMany(Exception):
 
 
 def _completed(transform: Transform, parameters: Bundle, workers: int) -> Iterator[str]:
-    """What `transform` says of itself, and what it leaves out, as seen on tensors without values."""
-    said = transform.explain(parameters, workers)
-    yield from said
-    if any(" sends " in line for line in said):
-        return
-    acting = transform.on_its_steps or transform
-    values = f"{size(parameters.flat.numel() * parameters.flat.element_size())} of values, uncompressed"
+    """What the parts of `transform` send, each below its headings; a heading that goes on is not said again."""
+    parts = parts_of(transform, parameters, workers)
+    headed = any(part.under for part in parts)
+    found = [seen for part in parts if (seen := _seen(part, workers, headed=headed)).lines]
+    if not found:
+        yield f"nothing is sent in the first {_WATCHED_STEPS} steps"
+    above: tuple[str, ...] = ()
+    for part in found:
+        if part.under != above:
+            yield from (f"{words}:" for words in part.under)
+        above = part.under
+        yield from part.lines
+
+
+def _seen(part: Part, workers: int, *, headed: bool) -> Part:
+    """With the bytes, where the part leaves them out, as seen on tensors without values. No lines: nothing is sent.
+
+    `headed`: there are parts with headings, so one without needs a heading, too.
+    """
+    under = part.under or (("every step" if part.lines else "besides",) if headed else ())
+    if part.says_bytes:
+        return part._replace(under=under)
+    assert part.of is not None, "parts_of names what acts"
+    (transform, parameters), lines = part.of, list(part.lines)
     try:
-        steps = [1] if acting is not transform else _steps_with_messages(transform, parameters, workers)
+        steps = _steps_with_messages(transform, parameters, workers)
         if not steps:
-            yield f"nothing is sent in the first {_WATCHED_STEPS} steps"
-            return
-        if not said or said[-1].endswith(":"):
-            yield values if said else f"{values}, {often(steps)}"
-        busiest = max(_played(acting, parameters, workers, steps[0]).bytes_sent.values())
-        yield f"the busiest worker sends {size(busiest)} each time"
+            nothing = f"nothing is sent in the first {_WATCHED_STEPS} steps"
+            return part._replace(under=under, lines=[*lines, nothing] if lines else [])
+        pattern, among = often(steps), ""
+        if headed and not part.under:
+            under = (pattern,)
+        elif part.under:
+            among = "" if pattern == "every step" else f", of these {pattern}"
+        else:
+            among = f", {pattern}"
+        if not lines:
+            values = size(parameters.flat.numel() * parameters.flat.element_size())
+            lines.append(f"{values} of values, uncompressed{among}")
+        busiest = max(_played(transform, parameters, workers, steps[0]).bytes_sent.values())
+        lines.append(f"the busiest worker sends {size(busiest)} each time")
     except NotImplementedError:  # of torch, for what has no values
-        yield "what it sends depends on the values"
+        lines.append("what it sends depends on the values")
     except _TooMany:
-        yield f"messages from worker to worker are counted for up to {_MOST_SENDERS} workers; try fewer --workers"
+        lines.append(
+            f"messages from worker to worker are counted for up to {_MOST_SENDERS} workers; try fewer --workers"
+        )
+    return part._replace(under=under, lines=lines)
 
 
 def _steps_with_messages(transform: Transform, parameters: Bundle, workers: int) -> list[int]:

@@ -80,7 +80,10 @@ def _called(
 
     for name, given in bound.arguments.items():
         bound.arguments[name] = value(signature.parameters[name], given)
-    return function(*bound.args, **bound.kwargs)
+    try:
+        return function(*bound.args, **bound.kwargs)
+    except TypeError as error:  # what the function refuses, such as a way for wires in place of a route
+        raise ValueError(str(error)) from error
 
 
 def _check_arguments(function: Function, signature: inspect.Signature, call: Call) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.values import check_flat, room
 from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core.state import narrowed
 from polytempo.native import codes_dense as native
 
 _HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -29,12 +30,6 @@ def _limit(dtype: torch.dtype, terms: int) -> float:
     most = torch.finfo(dtype).max
     place = most * torch.finfo(dtype).eps / (2 - torch.finfo(dtype).eps)
     return place * (most / place // terms) or most / 2 / terms
-
-
-def _clamped(wide: Tensor, limit: float) -> Tensor:
-    """What is finite within ±limit, the rest as it is. float32 or float64, for 16 bits would round the limit itself."""
-    limit = min(limit, torch.finfo(wide.dtype).max)
-    return torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Cast:
         if native.fits(x):
             native.cast_(x, None, limit, wire)
         else:
-            wire.copy_(_clamped(computed(x), limit))
+            wire.copy_(narrowed(computed(x), wire, limit))
         return wire, state
 
     def encode_(
@@ -116,9 +111,8 @@ class Cast:
         check_flat(f"a wire of {self.name}", wire, like.device, self.dtype)
         if wire.numel() != like.numel():
             raise ValueError(f"a wire of {self.name} has {wire.numel()} elements, and the tensor {like.numel()}")
-        most = torch.finfo(like.dtype).max
-        if most < torch.finfo(self.dtype).max:
-            wire = _clamped(wire.float(), most)
+        if torch.finfo(like.dtype).max < torch.finfo(self.dtype).max:
+            wire = narrowed(wire.float(), like)
         return wire.view(like.shape)
 
     def _room(self, x: Tensor, out: Tensor | None) -> Tensor:

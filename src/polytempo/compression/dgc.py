@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
-from polytempo.compression.feedback import narrowed
 from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, Law, Occasion, Owed
 from polytempo.core.given import check_real, check_whole
-from polytempo.core.state import wide
+from polytempo.core.state import narrowed, wide
 from polytempo.native import codes_sparse
 
 WARMUP = (0.25, 0.063, 0.015, 0.004)

@@ -16,7 +16,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.core import ALONE, Codec, CodecState, Law, Occasion, Owed
 from polytempo.core.codec import check_codec
-from polytempo.core.state import wide
+from polytempo.core.state import narrowed, wide
 
 _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor on which a law has to hold."""
@@ -130,17 +130,6 @@ class Feedback:
     def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
         """As the inner codec."""
         self.codec.add_(wire, out, when)
-
-
-def narrowed(values: Tensor, like: Tensor) -> Tensor:
-    """Values of any shape in the dtype of `like`; what is finite stays finite, and NaN and infinities are as they were.
-
-    Where they have that dtype they are not copied.
-    """
-    if values.dtype is like.dtype:
-        return values
-    most = torch.finfo(like.dtype).max
-    return torch.where(values.isfinite(), values.clamp(-most, most), values).to(like.dtype)
 
 
 def feedback(codec: Codec) -> Feedback:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from polytempo.compression.cast import Cast
 from polytempo.compression.exact import Exact
-from polytempo.compression.feedback import narrowed
 from polytempo.compression.packing import EXACT_BELOW, Packing, stripes, whole
 from polytempo.compression.stripe import add_others_, begun, merged, sliced, take_residual_
 from polytempo.core import Bundle, Codec, CodecState, NotFinite, Occasion, Owed, Port, Program, Route
 from polytempo.core.merge import Merge
-from polytempo.core.state import wide
+from polytempo.core.state import narrowed, wide
 from polytempo.native.library import available
 from polytempo.native.update import DTYPES_CHECKED, unfinite
 
@@ -80,7 +79,7 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, way: Way) -> 
 
     def decode() -> Tensor:
         if way.merge is None:
-            return _total(way.codec, packing, messages, bundle, step)
+            return _total(packing, messages, bundle, step)
         buffers = [bundle.with_flat(torch.zeros_like(bundle.flat)) for _ in messages]
         _add(packing, messages, buffers, step)
         return way.merge([buffer.flat for buffer in buffers])
@@ -144,6 +143,9 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, way: Way)
 
 def all_reduce(route: Route) -> Path:
     """Wires are added on their way by `route`, as numbers. The answer lies where the bundle lay.
+
+    Of 16-bit tensors `exact` and `random_k` have wires of 16 bits: sums of these are rounded on their way, which nobody
+    owes, and may become infinite. `all_gather` adds them in float32.
 
     Cost: the route's for K_c bytes; where the codec has a `statistic`, first an all-gather of a number for each tensor.
     """
@@ -214,7 +216,8 @@ def flushed(bundle: Bundle, state: Exchanged) -> tuple[Bundle, Exchanged]:
         owed, codecs[name] = _given(codec_state)
         for residual in owed:
             bundle = bundle.with_flat(bundle.flat)
-            bundle.views[name].add_(residual)
+            view = bundle.views[name]
+            view.copy_(narrowed(view + residual, view))
     return bundle, Exchanged(state.step, codecs)
 
 
@@ -270,14 +273,14 @@ async def _gathered(port: Port, message: Tensor, packing: Packing) -> list[Tenso
     return [m[:n] for m, n in zip(await port.all_gather(padded), lengths, strict=True)]
 
 
-def _total(codec: Codec, packing: Packing, messages: Sequence[Tensor], bundle: Bundle, step: int) -> Tensor:
+def _total(packing: Packing, messages: Sequence[Tensor], bundle: Bundle, step: int) -> Tensor:
     """The sum of what the messages say, flat, in the order of ranks.
 
-    16 bits are added in float32, and what is finite stays so; but a few entries where they belong, and nothing else is
-    touched.
+    16 bits are added in float32, and what is finite stays so. A codec adds to tensors of the dtype that it encoded:
+    so each rank's n elements are decoded apart, even for a few entries, where otherwise nothing but those is touched.
     """
     flat = torch.zeros_like(bundle.flat)
-    if codec.sparse or wide(flat.dtype) is flat.dtype:
+    if wide(flat.dtype) is flat.dtype:
         _add(packing, messages, [bundle.with_flat(flat)] * len(messages), step)
         return flat
     part, total = bundle.with_flat(flat), torch.zeros_like(flat, dtype=wide(flat.dtype))

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polytempo.compression.feedback import Fed, Feedback, narrowed
+from polytempo.compression.feedback import Fed, Feedback
 from polytempo.compression.packing import Packing
 from polytempo.core import Bundle, CodecState, Owed
 from polytempo.core.merge import Merge
-from polytempo.core.state import wide
+from polytempo.core.state import narrowed, wide
 
 
 def begun(

@@ -14,6 +14,7 @@ from polytempo.core.codec import check_codec
 from polytempo.core.given import check_whole
 from polytempo.core.merge import Merge, check_merge
 from polytempo.core.route import check_route
+from polytempo.core.transform import Part
 
 _BYTES_TO_SHOW = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _NUMBER_BYTES = 8
@@ -65,7 +66,7 @@ def through(
             return flushed(bundle, state)
         return await path(port, bundle, state, way)
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
+    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
         return _explained(way, path, route, parameters, num_ranks)
 
     return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain)
@@ -79,15 +80,12 @@ def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path
             return all_reduce(native)
         cut = codec.fixed and not (codec.sparse or whole_vectors or _remembers_more(codec))
         return reduce_scatter if cut else all_gather
-    if not callable(route):
-        raise TypeError(
-            f"a route is one of pt.collectives, or pt.compression.all_gather or reduce_scatter, got {route!r}"
-        )
     if route is all_gather:
         return all_gather
     if route is reduce_scatter:
         _check_stripes(codec, merge, whole_vectors)
         return reduce_scatter
+    check_route(route)
     name = getattr(route, "__name__", str(route))
     if merge is not None:
         merge_name = getattr(merge, "__name__", str(merge))
@@ -97,7 +95,6 @@ def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path
             f"{codec.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, better, "
             "leave out route: then the codec chooses"
         )
-    check_route(route)
     return all_reduce(route)  # type: ignore[arg-type]
 
 
@@ -148,10 +145,10 @@ def _cost(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, 
     return _Cost(wires, sent if route is None or route is native else None, False)
 
 
-def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> list[str]:
+def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> list[Part]:
     """What a step sends, and why on this way."""
     if num_ranks == 1:
-        return [f"{way.codec.name}: nothing is sent, and nothing is encoded, by one worker alone"]
+        return [Part([f"{way.codec.name}: nothing is sent, and nothing is encoded, by one worker alone"], True)]
     cost = _cost(way, path, route, parameters, num_ranks)
     plain = parameters.flat.numel() * parameters.flat.element_size()
     ring = 2 * (num_ranks - 1) / num_ranks
@@ -173,7 +170,8 @@ def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bun
         factor = ring * plain / max(1, cost.sent)
     if path is route and path is not _path(way.codec, way.merge, None):
         why = f"route={path.__name__} was asked for"
-    return [f"{way.codec.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
+    lines = [f"{way.codec.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
+    return [Part(lines, says_bytes=cost.sent is not None)]
 
 
 def _why_all_gather(way: Way) -> str:

@@ -30,7 +30,10 @@ def refused(codec: str, x: Tensor, residual: Tensor | None = None) -> NotFinite:
 
 
 def fitted(values: Tensor, like: Tensor) -> Tensor:
-    """Values in the shape and dtype of `like`; what is finite, but too large for that, becomes its largest number."""
+    """Values in the shape and dtype of `like`; what is too large for that becomes its largest number.
+
+    Also what overflowed in decoding: for wires that hold finite numbers alone. Others: `narrowed`.
+    """
     most = torch.finfo(like.dtype).max
     if most < torch.finfo(values.dtype).max:
         values = values.clamp(-most, most)

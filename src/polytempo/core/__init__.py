@@ -8,7 +8,7 @@ from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
 from polytempo.core.state import Late, Owed
 from polytempo.core.strategy import Strategy, Turn, spelled
-from polytempo.core.transform import State, Transform, chain, identity, is_idle, split, stateless
+from polytempo.core.transform import Part, State, Transform, chain, identity, is_idle, split, stateless
 
 __all__ = [
     "ALONE",
@@ -23,6 +23,7 @@ __all__ = [
     "Occasion",
     "Op",
     "Owed",
+    "Part",
     "PeerLost",
     "PolytempoError",
     "Port",

@@ -44,6 +44,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def narrowed(values: Tensor, like: Tensor, limit: float | None = None) -> Tensor:
+    """Values of any shape in the dtype of `like`; what is finite stays finite, and NaN and infinities are as they were.
+
+    The most that is left of a finite number is `limit`, a number of that dtype; None: the largest there is. Without a
+    limit, values that have the dtype already are not copied.
+    """
+    if limit is None and values.dtype is like.dtype:
+        return values
+    most = torch.finfo(like.dtype).max if limit is None else limit
+    return torch.where(values.isfinite(), values.clamp(-most, most), values).to(like.dtype)
+
+
 class Saved(NamedTuple):
     """A state's leaves by path."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,9 +14,23 @@ from polytempo.core.port import Port
 State = Any
 """A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
 
-Explain = Callable[[Bundle, int], list[str]]
-
 Applied = Program[tuple[Bundle | None, State]]
+
+
+class Part(NamedTuple):
+    """Something that a transform sends: `lines` to read, and whether they say how many bytes a rank sends.
+
+    `under`: the headings above the lines, outermost first, such as `every 8 steps`; with lines, none: every step.
+    `of`: what acts on these steps, and on which tensors. None: the transform that explains itself.
+    """
+
+    lines: Sequence[str] = ()
+    says_bytes: bool = False
+    under: tuple[str, ...] = ()
+    of: tuple[Transform, Bundle] | None = None
+
+
+Explain = Callable[[Bundle, int], list[Part]]
 
 
 class Transform(NamedTuple):
@@ -30,9 +44,8 @@ class Transform(NamedTuple):
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
-    `explain`: what it sends, for these parameters on so many ranks, in lines to read (`polytempo explain`). Where no
-    line says how much a rank `sends`, the command plays a step and says it; where there is no line, when, too.
-    `on_its_steps`: for a transform that acts on some steps only, the one that acts on them. None: it is itself.
+    `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
+    plays each part that does not say its bytes.
     """
 
     init: Callable[[Bundle], State]
@@ -40,8 +53,13 @@ class Transform(NamedTuple):
     separable: bool = True
     idle_alone: bool = False
     weighs: bool = False
-    explain: Explain = lambda parameters, num_ranks: []
-    on_its_steps: Transform | None = None
+    explain: Explain = lambda parameters, num_ranks: [Part()]
+
+
+def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[Part]:
+    """What `transform` sends, each part with what acts in it."""
+    said = transform.explain(parameters, num_ranks)
+    return [part if part.of else part._replace(of=(transform, parameters)) for part in said]
 
 
 def stateless(
@@ -92,7 +110,7 @@ def chain(*transforms: Transform) -> Transform:
         separable=all(t.separable for t in transforms),
         idle_alone=all(t.idle_alone for t in transforms),
         weighs=all(t.weighs for t in transforms),
-        explain=lambda parameters, num_ranks: [line for t in transforms for line in t.explain(parameters, num_ranks)],
+        explain=lambda parameters, num_ranks: [p for t in transforms for p in parts_of(t, parameters, num_ranks)],
     )
 
 
@@ -133,11 +151,11 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
             raise ValueError("the branches of a split must update on the same steps; use the same period in each")
         return Bundle({name: pieces[name] for name in bundle.names}, bundle.share), states
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
+    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
         return [
-            f"{branch} ({len(names)} tensors): {line}"
+            part._replace(under=(f"{branch} ({len(names)} tensors)", *part.under))
             for branch, names in parts(parameters).items()
-            for line in branches[branch].explain(parameters.select(names), num_ranks)
+            for part in parts_of(branches[branch], parameters.select(names), num_ranks)
         ]
 
     return Transform(

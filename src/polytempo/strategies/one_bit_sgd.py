@@ -15,7 +15,8 @@ def one_bit_sgd(route: Path | None = None, exact_below: int = 1024) -> Strategy:
     `all_gather` sends every code to everybody instead, and encodes once. Tensors of fewer than `exact_below` elements
     travel as they are. With one worker nothing is encoded.
 
-    Cost: 2(N-1)/N · (1/32 of float32's bytes, and 8 bytes a row); memory for one more gradient.
+    Cost: 2(N-1)/N · (1/32 of float32's bytes, and 8 bytes a row); memory for one more gradient, in
+    float32 where that has 16 bits.
     Change the learning rate in small steps: what is owed was computed before.
 
     Source: F. Seide, H. Fu, J. Droppo, G. Li and D. Yu, "1-bit stochastic gradient descent and its application to

@@ -14,7 +14,7 @@ def power_sgd(rank: int = 2, route: Route = native, exact_below: int = 1024) -> 
     worker nothing is left out.
 
     Cost: the route's for r (n + m) numbers instead of n · m, in two all-reduces: the gain does not shrink with N.
-    6 r n m operations; memory for one more gradient.
+    6 r n m operations; memory for one more gradient, in float32 where that has 16 bits.
 
     Source: T. Vogels, S. P. Karimireddy and M. Jaggi, "PowerSGD: practical low-rank gradient compression for
     distributed optimization", 2019.

@@ -21,7 +21,8 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
     zero is no vote. With one worker nothing is encoded: it is plain SGD, with steps of another size than those of
     several voters.
 
-    Cost: votes (N-1)/32 of float32's bytes; with feedback 2(N-1)/N · 1/32, and memory for one more gradient.
+    Cost: votes (N-1)/32 of float32's bytes; with feedback 2(N-1)/N · 1/32, and memory for one more gradient,
+    in float32 where that has 16 bits.
 
     Source: J. Bernstein, J. Zhao, K. Azizzadenesheli and A. Anandkumar, "signSGD with majority vote is communication
     efficient and fault tolerant", 2019; S. P. Karimireddy, Q. Rebjock, S. U. Stich and M. Jaggi, "Error feedback fixes

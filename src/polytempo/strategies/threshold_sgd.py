@@ -17,7 +17,8 @@ def threshold_sgd(tau: float = 0.05, density: float | None = 0.01, exact_below: 
     The job `digits` with 4 workers, 15 epochs, medians of three seeds: 95.8 %; with a τ that stays 0.05 it is 96.4 %,
     with one that stays 0.001 it is 79.7 %; sync_sgd has 98.1 %.
 
-    Cost: (N-1) · 4 bytes for each entry that is sent, fewer where they are many; memory for one more gradient.
+    Cost: (N-1) · 4 bytes for each entry that is sent, fewer where they are many; memory for one more
+    gradient, in float32 where that has 16 bits.
 
     Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015. There τ is in units
     of the weights' update and workers do not wait for each other; here it is in units of this worker's part of the mean

@@ -19,7 +19,7 @@ def top_k_sgd(
 
     Cost: (N-1) · k entries from each worker, of 8 bytes where the gradient is float32. A ring without compression sends
     2(N-1)/N · 4n, which is 1/(N · ratio) times as much: the gain shrinks with N, and past N = 1/ratio it is gone.
-    Memory for one more gradient.
+    Memory for one more gradient, in float32 where that has 16 bits.
 
     Source: A. F. Aji and K. Heafield, "Sparse communication for distributed gradient descent", 2017; S. U. Stich,
     J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with memory", 2018. The former takes one threshold for the whole

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Port, State, Transform, identity
+from polytempo.core.transform import Part, parts_of
 
 
 class Counted(NamedTuple):
@@ -49,7 +50,8 @@ def _when(condition: Callable[[int], bool], transform: Transform, words: str) ->
             out, inner = await transform.apply(port, bundle, inner)
         return out, Counted(step, inner)
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[str]:
-        return [f"{words}:", *transform.explain(parameters, num_ranks)]
+    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
+        found = parts_of(transform, parameters, num_ranks)
+        return [part._replace(under=(words, *part.under)) for part in found]
 
-    return transform._replace(init=init, apply=apply, explain=explain, on_its_steps=transform.on_its_steps or transform)
+    return transform._replace(init=init, apply=apply, explain=explain)
