@@ -26,8 +26,6 @@ WARMUP = (0.25, 0.063, 0.015, 0.004)
 TOO_MANY, TOO_FEW = 1.3, 0.8
 """How far from ratio · n the count of a sampled threshold may be."""
 
-_SCATTER = 2654435761
-
 
 class Accumulated(NamedTuple):
     """What `dgc` remembers of a tensor. Who takes over from several ranks goes on with the sums of both."""
@@ -211,11 +209,7 @@ class Dgc:
     def _sampled(self, t: Tensor | None, ratio: float, when: Occasion) -> Tensor:
         """Every so many elements: a share of `sample`, and at least two that are expected to be sent."""
         assert t is not None, "the source of dgc has all three"
-        n = t.numel()
-        stride = max(1, n // max(math.ceil(self.sample * n), math.ceil(2 / ratio)))
-        stride -= stride > 1 and stride % 2 == 0  # odd: rows have even lengths, and columns differ
-        first = (when.step + when.tensor) * _SCATTER % 2**32 * stride >> 32
-        return t.reshape(-1)[first::stride]
+        return entries.sampled(t, max(math.ceil(self.sample * t.numel()), math.ceil(2 / ratio)), when)
 
 
 def _memory(owed: Owed, like: Tensor) -> Tensor:

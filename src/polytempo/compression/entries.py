@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_flat
-from polytempo.core import NotFinite
+from polytempo.core import NotFinite, Occasion
 from polytempo.native import codes_sparse
 from polytempo.native.library import available
 from polytempo.native.update import DTYPES_CHECKED, unfinite
@@ -25,6 +25,7 @@ LIST, MASK, ALL = 0, 1, 2
 _COUNT = 2**30 - 1
 HEADER_BYTES = 4
 _MOST = 2**31 - 1
+_SCATTER = 2654435761
 
 
 def padded(num_bytes: int) -> int:
@@ -66,6 +67,14 @@ def largest(v: Tensor, k: int) -> Tensor:
     more = (magnitudes > last).nonzero().view(-1)
     ties = (magnitudes == last).nonzero().view(-1)[: k - more.numel()]
     return torch.cat([more, ties]).sort().values
+
+
+def sampled(t: Tensor, count: int, when: Occasion) -> Tensor:
+    """About `count` elements of t, flat, at equal distances from where the step and the tensor say; or all, if few."""
+    stride = max(1, t.numel() // count)
+    stride -= stride > 1 and stride % 2 == 0  # odd: rows have even lengths, and columns differ
+    first = (when.step + when.tensor) * _SCATTER % 2**32 * stride >> 32
+    return t.reshape(-1)[first::stride]
 
 
 def room(out: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Strom's threshold: every element beyond ±τ sends ±τ, and keeps the rest.
 
 Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015, sections 3 and 4; the
-bitmap for dense tensors and the idea of a τ that adapts are those of Deeplearning4j's gradient sharing.
+bitmap for dense tensors is that of Deeplearning4j's gradient sharing; a τ that sends a given share is that of N. Dryden
+et al., "Communication quantization for data-parallel training of deep neural networks", 2016.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from polytempo.native import codes_sparse
 _HEADER = "<If"
 _HEADER_BYTES = 8
 _MAP = 2**31
-_STEEPNESS = 8
-_RANGE = 2.0**20
+_SAMPLE, _OVER = 256, 64
+"""τ is found among every 256th element, or more: as many as have 64 that are expected to be over it."""
+_INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Threshold:
         return Law("conserving")
 
     def init(self, like: Tensor) -> CodecState:
-        """τ, where it adapts."""
-        return None if self.density is None else self.tau
+        """Nothing to remember."""
+        return None
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
         """Bytes."""
@@ -67,13 +69,13 @@ class Threshold:
         self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x. Two passes over x: one counts, one writes."""
-        return self._encoded(x, None, state, out)
+        return self._encoded(x.detach(), None, when, out), state
 
     def encode_(
         self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of v = x + residual; residual ← v ∓ τ where sent. Reads both twice, writes the residual once."""
-        return self._encoded(x, residual, state, out)
+        return self._encoded(x.detach(), residual, when, out), state
 
     def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
         """τ, -τ and 0."""
@@ -101,13 +103,11 @@ class Threshold:
         indices, signs = self._unmapped(codes, out.numel()) if is_map else _unlisted(codes)
         entries.add_at_(out, indices, signs.to(out.dtype) * tau, self.name)
 
-    def _encoded(
-        self, x: Tensor, residual: Tensor | None, state: CodecState, out: Tensor | None
-    ) -> tuple[Tensor, CodecState]:
+    def _encoded(self, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
         check_kind(x)
-        wanted = self.tau if state is None or self.density is None else float(state)
-        x, tau, n = x.detach(), _representable(wanted, x.dtype), x.numel()
+        n = x.numel()
         entries.check_count(self.name, n)
+        tau = _representable(self.tau if self.density is None else self._adapted(x, residual, when), x.dtype)
         if codes_sparse.serves(x, x if residual is None else residual):
             count, bad = codes_sparse.Source(x, residual).count_over(tau)
             if bad >= 0:
@@ -123,7 +123,7 @@ class Threshold:
             entries.put(wire, _HEADER_BYTES, _mapped(signs) if is_map else _listed(signs))
             if residual is not None:
                 residual.copy_((v - signs.to(v.dtype) * tau).view(residual.shape))
-        return wire, None if self.density is None else self._next(wanted, count, n)
+        return wire
 
     def _headed(self, count: int, n: int, tau: float, out: Tensor | None, device: torch.device) -> tuple[Tensor, bool]:
         """A wire with nothing but its header, and whether a map follows: where a list would be longer."""
@@ -132,11 +132,18 @@ class Threshold:
         entries.put_header(wire, _HEADER, count + _MAP * is_map, tau)
         return wire, is_map
 
-    def _next(self, tau: float, count: int, n: int) -> float:
+    def _adapted(self, x: Tensor, residual: Tensor | None, when: Occasion) -> float:
+        """The τ just below what the share `density` of the sample reaches."""
         assert self.density is not None, "only then τ adapts"
-        share = max(count, 0.5) / max(n, 1)
-        factor: float = min(max(math.pow(share / self.density, 1 / _STEEPNESS), 0.5), 2.0)
-        return min(max(tau * factor, self.tau / _RANGE), self.tau * _RANGE)
+        count = max(-(-x.numel() // _SAMPLE), math.ceil(_OVER / self.density))
+        sample = entries.sampled(x, count, when)
+        if residual is not None:
+            sample = sample + entries.sampled(residual, count, when)
+        if not sample.numel():
+            return self.tau
+        largest = sample.abs().topk(math.ceil(self.density * sample.numel())).values
+        over = largest[largest > 0][-1:]
+        return _below(over) if bool(over.isfinite().all()) and over.numel() else self.tau
 
     def _unmapped(self, words: Tensor, n: int) -> tuple[Tensor, Tensor]:
         shifts = torch.arange(16, device=words.device)
@@ -157,6 +164,13 @@ def _representable(tau: float, dtype: torch.dtype) -> float:
     like = torch.float32 if dtype is torch.float64 else dtype
     limits = torch.finfo(like)
     return float(torch.tensor(min(max(tau, limits.tiny), limits.max), dtype=like))
+
+
+def _below(largest: Tensor) -> float:
+    """The next smaller number that a wire can have: what is as large as `largest` (1,), which is over 0, is over it."""
+    like = torch.float32 if largest.dtype is torch.float64 else largest.dtype
+    bits = largest.to(like).view(_INTEGERS[like]) - 1
+    return float(bits.view(like))
 
 
 def _listed(signs: Tensor) -> Tensor:
@@ -194,14 +208,16 @@ def threshold(tau: float = 1e-3, density: float | None = None) -> Threshold:
     the same entries his τ is lr · N times ours. Under a schedule his sends fewer as lr falls; ours does not notice.
     Too small a τ (|v| stays far above) makes the residual grow: nothing is lost, but it is late.
 
-    density: the share of elements that shall be sent; then τ only begins as `tau`. After each encoding with c of n
-    entries τ ← τ · ((c/n) / density)^(1/8), by a factor between 1/2 and 2 (c counts as 1/2 where it is 0), and τ stays
-    within 2^±20 of `tau`. The eighth root is steady where the tails are Gaussian: there the share falls about as
-    τ^-8 to τ^-12 between 1 % and 0.1 %. Each rank adapts for itself, and each wire has its τ, so nothing is lost.
+    density: the share of elements that shall be sent; then τ is the largest number that this share of a sample of v is
+    over (every 256th element, and at least 64 / density), and `tau` only where the whole sample is 0. Equal elements
+    are sent together, and there may be many. A τ that follows the number sent before would not do: residuals pile up
+    just below τ, so that a step with a slightly smaller one sends nearly all. Each rank adapts for itself, and each
+    wire has its τ, so nothing is lost. Deviation: Dryden et al. have a τ and a value for either sign.
 
     float64 is compared and sent with τ rounded to float32; 16-bit tensors with τ rounded to their own type. Cost with
-    a residual: x and r are read twice and r written once. Raises ValueError for τ <= 0, a density not in (0, 1], or a
-    tensor of 2^31 elements or more, and NotFinite for NaN and infinities; the last two before anything has changed.
+    a residual: x and r are read twice and r written once; with `density` the sample is read besides.
+    Raises ValueError for τ <= 0, a density not in (0, 1], or a tensor of 2^31 elements or more, and NotFinite for NaN
+    and infinities; the last two before anything has changed.
     """
     check_real(tau=tau, density=1 if density is None else density)
     if not 0 < tau < math.inf:
