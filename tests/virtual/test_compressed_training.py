@@ -72,10 +72,10 @@ def test_threshold_needs_its_feedback() -> None:
 
 
 def test_threshold_as_it_is_learns_with_the_job_s_momentum() -> None:
-    """8 epochs, accuracy: 0.878, 0.892, 0.897; with a τ that stays 0.001 0.683, 0.761, 0.731, and falling."""
+    """8 epochs, accuracy: 0.919, 0.919, 0.928; with a τ that stays 0.001 0.683, 0.761, 0.731, and falling."""
     result = simulate(find("digits"), strategies.threshold_sgd(), 4, epochs=8, threads=1)
     assert result.accuracy is not None
-    assert result.accuracy >= 0.85
+    assert result.accuracy >= 0.88
 
 
 def test_top_k_needs_its_feedback() -> None:

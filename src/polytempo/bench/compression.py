@@ -37,8 +37,6 @@ _MAX_WORKERS = 64
 _COPIES = 8
 """Of the model, that a rank holds at most: gradients, residuals, sums, wires."""
 _BATCH = 32
-_SETTLING = 25
-"""Steps until a codec that chooses how much it sends has found its measure."""
 
 
 class Candidate(NamedTuple):
@@ -191,16 +189,16 @@ def _throwing(program: Program[Any], error: Exception) -> Callable[[], Op[Any]]:
     return lambda: program.throw(error)
 
 
-def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, warm_up: int = 1) -> Costs:
-    """What a step of `transform` costs a rank: the median of so many steps' computing, after some that warm up.
+def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int) -> Costs:
+    """What a step of `transform` costs a rank: the median of so many steps' computing, after one that warms up.
 
     Bytes are those of the last step: until then a codec may adapt to the gradients.
     """
-    taken, world = _played(transform, gradients, warm_up + steps, Link(0.0, 1.0))
+    taken, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
     (first,), _ = _played(transform, gradients, 1, Link(1.0, inf))
     ops = dict.fromkeys(e.op for e in world.trace.events if e.rank == 0 and e.op not in ("compute", "barrier"))
     way = ", ".join(op.replace("_", "-") for op in ops)
-    computing_s = statistics.median(step.computing_s for step in taken[warm_up:])
+    computing_s = statistics.median(step.computing_s for step in taken[1:])
     return Costs(computing_s, taken[-1].passed_s, first.passed_s, taken[-1].sent_bytes, way)
 
 
@@ -239,14 +237,14 @@ def _played(
 # ---------------------------------------------------------------------------------------------------- the codec alone
 
 
-def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int, warm_up: int = 1) -> tuple[float, float]:
-    """Seconds to encode, and to decode and add, all tensors that are encoded: medians, after some that warm up."""
+def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int) -> tuple[float, float]:
+    """Seconds to encode, and to decode and add, all tensors that are encoded: medians."""
     tensors = [t for t in gradient.values() if t.numel() >= EXACT_BELOW]
     states = [codec.init(t) for t in tensors]
     outs = [torch.zeros_like(t) for t in tensors]
     rooms = [torch.zeros(codec.wire_bytes(t), dtype=torch.uint8).view(codec.wire_dtype(t)) for t in tensors]
     encoding, decoding = [], []
-    for call in range(warm_up + calls):
+    for call in range(calls + 1):
         when = ALONE._replace(step=1 + call)
         begun = time.perf_counter()
         found = [codec.encode(t, s, when, room) for t, s, room in zip(tensors, states, rooms, strict=True)]
@@ -256,19 +254,17 @@ def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int, warm_up
         encoding.append(encoded - begun)
         decoding.append(time.perf_counter() - encoded)
         states = [state for _, state in found]  # of a codec with feedback: the same memory, in place
-    return statistics.median(encoding[warm_up:]), statistics.median(decoding[warm_up:])
+    return statistics.median(encoding[1:]), statistics.median(decoding[1:])
 
 
 # ------------------------------------------------------------------------------------------------------------ results
 
 
 def _row(candidate: Candidate, plain: Costs, gradients: Sequence[dict[str, Tensor]], plan: Plan) -> dict[str, Any]:
-    codec = candidate.codec
-    warm_up = 1 if codec is None or codec.fixed else _SETTLING
-    found = costs(candidate.transform, gradients, plan.steps, warm_up)
+    found = costs(candidate.transform, gradients, plan.steps)
     encode_s, decode_s = (None, None)
-    if codec is not None:
-        encode_s, decode_s = codec_seconds(codec, gradients[0], plan.steps, warm_up)
+    if candidate.codec is not None:
+        encode_s, decode_s = codec_seconds(candidate.codec, gradients[0], plan.steps)
     below = wins_below(found, plain, plan.link.latency_s)
     return {
         "codec": candidate.name,

@@ -22,8 +22,8 @@ from polytempo.native import codes_sparse
 _HEADER = "<If"
 _HEADER_BYTES = 8
 _MAP = 2**31
-_SAMPLE, _OVER = 256, 64
-"""τ is found among every 256th element, or more: as many as have 64 that are expected to be over it."""
+_SAMPLE, _OVER = 1024, 64
+"""τ is found among every 1024th element, or more: as many as have 64 that are expected to be over it."""
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
@@ -209,7 +209,7 @@ def threshold(tau: float = 1e-3, density: float | None = None) -> Threshold:
     Too small a τ (|v| stays far above) makes the residual grow: nothing is lost, but it is late.
 
     density: the share of elements that shall be sent; then τ is the largest number that this share of a sample of v is
-    over (every 256th element, and at least 64 / density), and `tau` only where the whole sample is 0. Equal elements
+    over (every 1024th element, and at least 64 / density), and `tau` only where the whole sample is 0. Equal elements
     are sent together, and there may be many. A τ that follows the number sent before would not do: residuals pile up
     just below τ, so that a step with a slightly smaller one sends nearly all. Each rank adapts for itself, and each
     wire has its τ, so nothing is lost. Deviation: Dryden et al. have a τ and a value for either sign.
