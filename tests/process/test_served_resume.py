@@ -154,6 +154,12 @@ def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:
     assert record["snapshot"] == newest - 1
 
 
+def test_checkpoints_without_a_server_are_no_snapshots_but_are_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoints of workers without a parameter server; .*the --strategy that"):
+        pt.run(counting(), strategy(), WORKERS, resume=True, out=tmp_path)
+
+
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no whole snapshot in .*, or check --out"):
         pt.run(counting(), strategy(), WORKERS, resume=True, out=tmp_path)

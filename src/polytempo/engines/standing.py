@@ -83,6 +83,11 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
     """
     standing = _newest(folder, num_shards, facts)
     if standing is None:
+        if any(name.startswith("step-") for name in LocalDisk().names(folder)):
+            raise ValueError(
+                f"{folder} holds checkpoints of workers without a parameter server; resume with the --strategy that "
+                "saved them, or check --out"
+            )
         raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without --resume, or check --out")
     discard_beyond(folder, standing.number)
     states = []
