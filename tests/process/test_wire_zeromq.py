@@ -55,6 +55,15 @@ def until(condition: Callable[[], bool], box: Mailbox) -> None:
     pytest.fail("it never happened")
 
 
+def comes_to_refuse(box: Mailbox, refused: int) -> None:
+    """Its guard, in a thread of its own, may hear of a handshake after the mail that came by it."""
+    for _ in range(2000):
+        if box.counts.refused == refused:
+            return
+        box.take(0.01)
+    pytest.fail(f"{box.counts.refused} refused, not {refused}")
+
+
 def retried(sender: Mailbox, to: int, message: Message, receiver: Mailbox) -> tuple[int, Message] | None:
     """What comes of a message that is sent again as often as is needed: a broken connection loses what it carries."""
     for _ in range(200):
@@ -93,7 +102,8 @@ def test_mail_arrives_in_order_with_its_sender(box: Open, private: Path, way: st
     assert number(a.take(WAIT_S)) == 2
     assert a.post(1, beat(3))
     assert number(b.take(WAIT_S)) == 3
-    assert (a.counts.taken, a.counts.posted, a.counts.malformed, a.counts.refused) == (3, 1, 0, 0)
+    assert (a.counts.taken, a.counts.posted, a.counts.malformed) == (3, 1, 0)
+    comes_to_refuse(a, 0)
 
 
 @pytest.fixture
@@ -396,4 +406,5 @@ def test_a_replayed_connection_and_a_spliced_message_are_refused(box: Open) -> N
 
         # 3. the sender goes on
         assert number(retried(b, 0, beat(3), a)) == 3
-        assert (a.counts.taken, a.counts.malformed, a.counts.refused) == (3, 0, 1)
+        assert (a.counts.taken, a.counts.malformed) == (3, 0)
+        comes_to_refuse(a, 1)
