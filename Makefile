@@ -57,11 +57,11 @@ test: install lint ## everything: lint, types, all tests (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile --no-loadscope-reorder $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
 	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
 
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
-	$(PYTEST) -q -n 2 --dist loadfile --no-loadscope-reorder tests/test_architecture.py tests/unit tests/laws tests/virtual
+	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
 
 lint: install
 	$(BIN)/ruff check .
