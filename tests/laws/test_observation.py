@@ -63,12 +63,12 @@ TESTS: dict[str, Dataset[Any] | None] = {"none": None, "plain": points(16, 1), "
 
 
 def job(test: Dataset[Any] | None) -> pt.Job:
-    """Noise, dropout, batch-norm, and a model that counts: all that a look could disturb. Five steps an epoch."""
+    """Noise, dropout, batch-norm, and a model that counts: all that a look could disturb. The last step is uneven."""
     return pt.Job(
         model=lambda: nn.Sequential(
             nn.Linear(4, 6), Counting(), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 2)
         ),
-        data=lambda folder: pt.Data(Drawing(points(45, 0)), test),
+        data=lambda folder: pt.Data(Drawing(points(52, 0)), test),
         loss=nn.functional.mse_loss,
         correct=lambda output, target: (output - target).abs().amax(1) < 0.5,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),

@@ -10,9 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +25,13 @@ from polytempo.torch.background import Background
 from polytempo.torch.checkpoint import CheckpointError, Part, commit, partial_folder, write_part
 from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation, Score, tensors_of
+from polytempo.torch.options import RunOptions
 from polytempo.torch.snapshot import about, part_of
 from polytempo.torch.training import Course, Place, meets
 from polytempo.worlds import ProcessWorld
 
 _MOST_WAITING = 2
-"""Copies of the model that may wait for the thread, besides the one that it works on."""
+"""Copies of the model that may wait for a thread, besides the one that it works on."""
 _LOOK_S = 0.02
 _TOKEN_BYTES = 8
 
@@ -45,9 +48,10 @@ class BackgroundObserver:
     """The observer of real ranks that write to one copy of the parameters on their own. See `training.Observer`.
 
     Rank 0 scores its view of the parameters when it has finished the step, with its own buffers; each rank writes its
-    own part of a checkpoint. Both are done in a thread, of copies, so they may be late. Where scores take longer
-    than epochs, those are left out for which there is no room (`_MOST_WAITING`); for a checkpoint, which all ranks
-    write or none, training waits for room. The final model is scored by all ranks together, when training is over.
+    own part of a checkpoint. Threads do both, of copies, so they may be late. Where scores take longer than epochs,
+    those are left out for which there is no room (`_MOST_WAITING`). A checkpoint is written by all ranks or by none:
+    where the disk is slower than what `checkpoint_every` asks for, training waits for room. The final model is scored
+    by all ranks together, when training is over.
 
     With `until`, all ranks learn at the end of an epoch what rank 0 knew at the end of the one before, so that they
     end at one step. It is then that a rank waits, if another is more than an epoch behind.
@@ -60,8 +64,13 @@ class BackgroundObserver:
     def __init__(self, world: ProcessWorld, evaluation: Evaluation | None) -> None:
         """`evaluation` is of use on all ranks, at the end."""
         self._world, self._evaluation = world, evaluation
-        self._thread: Background | None = None
-        self._room = threading.Semaphore(_MOST_WAITING + 1)
+        self._scorer: Background | None = None
+        self._writer: Background | None = None
+        self._scores_room = threading.Semaphore(_MOST_WAITING + 1)
+        self._saves_room = threading.Semaphore(_MOST_WAITING + 1)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=2 * _MOST_WAITING + 2)
+        """Those that training has not recorded yet."""
+        self._record: Callable[[dict[str, Any]], None] = lambda row: None
         self._error: BaseException | None = None
         self._reached = False
         self._stops = False
@@ -73,10 +82,11 @@ class BackgroundObserver:
         self._look_s = 0.0
 
     def begins(self, rank: int, step: int) -> None:
-        """On rank 0, now and then have a look whether a checkpoint's parts are all there."""
+        """On rank 0, record the scores that have come; now and then have a thread complete what all ranks wrote."""
+        self._record_rows()
         if self._uncommitted and not self._looks and time.monotonic() >= self._look_s:
             self._looks = True
-            self._do(self._look)
+            self._write(self._look)
 
     def over(self, step: int) -> bool:
         """When all ranks have heard that a score has reached what was asked for."""
@@ -85,9 +95,12 @@ class BackgroundObserver:
     async def score(self, port: Port, course: Course, place: Place) -> None:
         """On rank 0, have a copy of the model scored."""
         self._raise()
-        if port.rank == 0 and self._room.acquire(blocking=False):
+        self._record = course.record
+        if port.rank == 0 and self._scores_room.acquire(blocking=False):
             tensors = {name: tensor.clone() for name, tensor in tensors_of(course.replica.model).items()}
-            self._do(lambda: self._score(course, place, tensors), self._room.release)
+            self._scorer = self._scorer or Background("polytempo-scorer", lambda: None)
+            work = partial(self._score, course.options, place, tensors)
+            self._scorer.do(partial(self._kept, work, self._scores_room.release))
         if course.options.until:
             await self._hear()
             self._told = await port.start(port.broadcast(torch.tensor([float(self._reached)])))
@@ -100,19 +113,21 @@ class BackgroundObserver:
             self._token = bytes((await port.broadcast(drawn)).tolist()).hex()
         out = course.options.out
         assert out is not None
-        if not self._room.acquire(timeout=course.options.timeout_s):
+        if not self._saves_room.acquire(timeout=course.options.timeout_s):
             self._raise()
             raise TimeoutError(f"step {place.step}: no checkpoint could be written for {course.options.timeout_s:g} s")
         part, parts = part_of(port, course), _Parts(out / "checkpoint", port.size, about(port, course))
-        self._do(lambda: self._write(parts, place.step, port.rank, part), self._room.release)
+        self._write(partial(self._write_part, parts, place.step, port.rank, part), self._saves_room.release)
 
     async def finish(
         self, port: Port, course: Course, place: Place, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
-        """Wait for the thread, and score the final model with all ranks."""
+        """Wait for the threads, and score the final model with all ranks."""
         await self._hear()
-        if self._thread is not None:
-            self._thread.close()
+        for thread in (self._scorer, self._writer):
+            if thread is not None:
+                thread.close()
+        self._record_rows()
         self._raise()
         await port.barrier()  # all threads are done
         if not self._commit():
@@ -122,31 +137,33 @@ class BackgroundObserver:
         self.off_bytes = together.off_bytes
         return score, None if reached is None else reached or self._stops
 
-    # ------------------------------------------------------------------ in the thread
+    def _record_rows(self) -> None:
+        while self._rows:
+            self._record(self._rows.popleft())
 
-    def _do(self, work: Callable[[], None], last: Callable[[], None] = lambda: None) -> None:
-        """Have it done, after what was given before; the first error is raised where training next looks."""
+    def _write(self, work: Callable[[], None], last: Callable[[], None] = lambda: None) -> None:
+        self._writer = self._writer or Background("polytempo-writer", lambda: None)
+        self._writer.do(partial(self._kept, work, last))
 
-        def done() -> None:
-            try:
-                if self._error is None:
-                    work()
-            except BaseException as error:
-                self._error = error
-            finally:
-                last()
+    # ------------------------------------------------------------------ in a thread
 
-        if self._thread is None:
-            self._thread = Background("polytempo-observer", lambda: None)
-        self._thread.do(done)
+    def _kept(self, work: Callable[[], None], last: Callable[[], None]) -> None:
+        """Do `work`, then `last`; the first error is kept, and raised where training looks next."""
+        try:
+            if self._error is None:
+                work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            last()
 
-    def _score(self, course: Course, place: Place, tensors: Mapping[str, Tensor]) -> None:
+    def _score(self, options: RunOptions, place: Place, tensors: Mapping[str, Tensor]) -> None:
         assert self._evaluation is not None
         score = self._evaluation.score(tensors)
-        course.record(place.row("test") | score._asdict())
-        self._reached = self._reached or bool(meets(score, course.options))
+        self._rows.append(place.row("test") | score._asdict())
+        self._reached = self._reached or bool(meets(score, options))
 
-    def _write(self, parts: _Parts, step: int, rank: int, part: Part) -> None:
+    def _write_part(self, parts: _Parts, step: int, rank: int, part: Part) -> None:
         sha256 = write_part(parts.root, step, rank, part)
         said = self._hash_file(parts.root, step, rank)
         unfinished = said.with_suffix(".tmp")

@@ -45,9 +45,10 @@ class CollectiveObserver:
         await self._outside(port, self._score(port, course, place, None))
 
     async def save(self, port: Port, course: Course, place: Place) -> None:
-        """Write a checkpoint, now. What is under way lands first, as it would have a step later."""
+        """Write a checkpoint, now. What is under way lands first, on the clock: training would have waited for it."""
         out = course.options.out
         assert out is not None
+        await course.replica.settle()
         await self._outside(port, save(port, course, out / "checkpoint"))
 
     async def finish(
