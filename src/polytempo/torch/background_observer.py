@@ -1,13 +1,12 @@
-"""Ranks that never wait for each other are not made to by whoever watches: each looks at a copy, in a thread beside.
+"""Scores and checkpoints of ranks that never wait for each other: copies, which threads work on beside training.
 
 rank 0   ── step k ── k + 1 ── k + 2 ──▶      training
               │ copy
-thread        └──▶ score ──▶ row ·· part ·· commit, when all ranks have written theirs
+thread        └──▶ score ──▶ row              another thread writes checkpoints
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections import deque
@@ -27,13 +26,12 @@ from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation, Score, tensors_of
 from polytempo.torch.options import RunOptions
 from polytempo.torch.snapshot import about, part_of
-from polytempo.torch.training import Course, Place, meets
+from polytempo.torch.training import Course, Moment, meets
 from polytempo.worlds import ProcessWorld
 
 _MOST_WAITING = 2
 """Copies of the model that may wait for a thread, besides the one that it works on."""
 _LOOK_S = 0.02
-_TOKEN_BYTES = 8
 
 
 class _Parts(NamedTuple):
@@ -61,22 +59,21 @@ class BackgroundObserver:
 
     off_s, off_bytes = 0.0, 0
 
-    def __init__(self, world: ProcessWorld, evaluation: Evaluation | None) -> None:
-        """`evaluation` is of use on all ranks, at the end."""
-        self._world, self._evaluation = world, evaluation
+    def __init__(self, world: ProcessWorld, evaluation: Evaluation | None, token: str) -> None:
+        """All ranks need the `evaluation`, at the end; and a `token` of this run, the same on all."""
+        self._world, self._evaluation, self._token = world, evaluation, token
         self._scorer: Background | None = None
         self._writer: Background | None = None
         self._scores_room = threading.Semaphore(_MOST_WAITING + 1)
         self._saves_room = threading.Semaphore(_MOST_WAITING + 1)
         self._rows: deque[dict[str, Any]] = deque(maxlen=2 * _MOST_WAITING + 2)
-        """Those that training has not recorded yet."""
+        """Scores that training has not recorded yet."""
         self._record: Callable[[dict[str, Any]], None] = lambda row: None
         self._error: BaseException | None = None
         self._reached = False
         self._stops = False
         self._told: Work[Tensor] | None = None
         """What rank 0 knew at the end of the last epoch, on its way."""
-        self._token: str | None = None
         self._uncommitted: dict[int, _Parts] = {}
         self._looks = False
         self._look_s = 0.0
@@ -92,35 +89,32 @@ class BackgroundObserver:
         """When all ranks have heard that a score has reached what was asked for."""
         return self._stops
 
-    async def score(self, port: Port, course: Course, place: Place) -> None:
+    async def score(self, port: Port, course: Course, moment: Moment) -> None:
         """On rank 0, have a copy of the model scored."""
         self._raise()
         self._record = course.record
         if port.rank == 0 and self._scores_room.acquire(blocking=False):
             tensors = {name: tensor.clone() for name, tensor in tensors_of(course.replica.model).items()}
             self._scorer = self._scorer or Background("polytempo-scorer", lambda: None)
-            work = partial(self._score, course.options, place, tensors)
+            work = partial(self._score, course.options, moment, tensors)
             self._scorer.do(partial(self._kept, work, self._scores_room.release))
         if course.options.until:
             await self._hear()
             self._told = await port.start(port.broadcast(torch.tensor([float(self._reached)])))
 
-    async def save(self, port: Port, course: Course, place: Place) -> None:
+    async def save(self, port: Port, course: Course, moment: Moment) -> None:
         """Have this rank's part written, and on rank 0 all parts be made a checkpoint."""
         self._raise()
-        if self._token is None:
-            drawn = torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
-            self._token = bytes((await port.broadcast(drawn)).tolist()).hex()
         out = course.options.out
         assert out is not None
         if not self._saves_room.acquire(timeout=course.options.timeout_s):
             self._raise()
-            raise TimeoutError(f"step {place.step}: no checkpoint could be written for {course.options.timeout_s:g} s")
+            raise TimeoutError(f"step {moment.step}: no checkpoint could be written for {course.options.timeout_s:g} s")
         part, parts = part_of(port, course), _Parts(out / "checkpoint", port.size, about(port, course))
-        self._write(partial(self._write_part, parts, place.step, port.rank, part), self._saves_room.release)
+        self._write(partial(self._write_part, parts, moment.step, port.rank, part), self._saves_room.release)
 
     async def finish(
-        self, port: Port, course: Course, place: Place, final: Mapping[str, Tensor]
+        self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
         """Wait for the threads, and score the final model with all ranks."""
         await self._hear()
@@ -133,7 +127,7 @@ class BackgroundObserver:
         if not self._commit():
             raise CheckpointError(f"the parts of the checkpoints {sorted(self._uncommitted)} are not all in one folder")
         together = CollectiveObserver(self._world, self._evaluation)
-        score, reached = await together.finish(port, course, place, final)
+        score, reached = await together.finish(port, course, moment, final)
         self.off_bytes = together.off_bytes
         return score, None if reached is None else reached or self._stops
 
@@ -157,10 +151,10 @@ class BackgroundObserver:
         finally:
             last()
 
-    def _score(self, options: RunOptions, place: Place, tensors: Mapping[str, Tensor]) -> None:
+    def _score(self, options: RunOptions, moment: Moment, tensors: Mapping[str, Tensor]) -> None:
         assert self._evaluation is not None
         score = self._evaluation.score(tensors)
-        self._rows.append(place.row("test") | score._asdict())
+        self._rows.append(moment.row("test") | score._asdict())
         self._reached = self._reached or bool(meets(score, options))
 
     def _write_part(self, parts: _Parts, step: int, rank: int, part: Part) -> None:
@@ -199,5 +193,5 @@ class BackgroundObserver:
             raise self._error
 
     def _hash_file(self, root: Path, step: int, rank: int) -> Path:
-        """Where a rank says that its part is written; the token tells it from what an earlier run has left."""
+        """Where a rank says that its part is written; the token tells it from what an earlier run left."""
         return partial_folder(root, step) / f"rank-{rank}.{self._token}.sha256"

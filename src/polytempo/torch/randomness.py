@@ -1,4 +1,4 @@
-"""The random states of a process, kept as they are while somebody else draws."""
+"""The random states of a process, which stay as they are while something beside training draws."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,6 +30,7 @@ from polytempo.torch.training import Course, Observer, Summary, TakeStep, train
 from polytempo.worlds import Event, ProcessWorld, combined_hash, current, write_chrome_trace
 
 _MAX_TRACED = 20_000
+_TOKEN_BYTES = 8
 _MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
 
 
@@ -193,11 +195,17 @@ def result_of(
 def _observer(
     world: ProcessWorld, job: Job, model: nn.Module, data: Data, options: RunOptions, strategy: Strategy
 ) -> Observer:
-    """Who scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
+    """What scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
     evaluation = None if data.test is None else Evaluation(job, model, data)
     if is_hogwild(strategy) and world.size > 1:
-        return BackgroundObserver(world, evaluation)
+        return BackgroundObserver(world, evaluation, world.drive(_token(world.port)))
     return CollectiveObserver(world, evaluation)
+
+
+async def _token(port: Port) -> str:
+    """A text that no other run has, the same on all ranks."""
+    drawn = torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+    return bytes((await port.broadcast(drawn)).tolist()).hex()
 
 
 def recorder(

@@ -3,7 +3,7 @@
 for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
 at the end of an epoch:          the observer scores and saves   (not after fewer than four steps)
 
-Whoever watches is an `Observer`: the program tells it where it is, and the engine has decided what that costs.
+An `Observer` scores and saves. The program says when; the engine chooses an observer that changes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROWS_PER_EPOCH = 10
 _STEPS_BETWEEN_SCORES = 4
 
 
-class Place(NamedTuple):
-    """Where a run is: steps, epochs and samples over all runs and ranks, and the training time."""
+class Moment(NamedTuple):
+    """A moment of a run: steps, epochs and samples over all ranks and earlier runs, and the training time."""
 
     step: int
     epoch: float
@@ -46,18 +46,18 @@ class Place(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who scores and saves a run, without changing what it computes.
+    """Scores and saves a run without changing what it computes.
 
     `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
     """
 
     @property
     def off_s(self) -> float:
-        """Seconds for which training has stood still, for it to watch."""
+        """Seconds for which training has stood still while it scored and saved."""
 
     @property
     def off_bytes(self) -> int:
-        """What this rank has sent meanwhile."""
+        """Bytes that this rank has sent meanwhile."""
 
     def begins(self, rank: int, step: int) -> None:
         """`rank` begins `step` now."""
@@ -65,14 +65,14 @@ class Observer(Protocol):
     def over(self, step: int) -> bool:
         """Whether the run ends before `step`, because a score has reached what `until` asks for."""
 
-    async def score(self, port: Port, course: Course, place: Place) -> None:
+    async def score(self, port: Port, course: Course, moment: Moment) -> None:
         """Score the model as it is now; perhaps later. Called only where there is a test set."""
 
-    async def save(self, port: Port, course: Course, place: Place) -> None:
+    async def save(self, port: Port, course: Course, moment: Moment) -> None:
         """Write a checkpoint of the training state as it is now; perhaps later."""
 
     async def finish(
-        self, port: Port, course: Course, place: Place, final: Mapping[str, Tensor]
+        self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
         """Training is over: finish what is under way. Returns the score of the `final` model, and whether `until`
         was reached (None: nothing was asked for)."""
@@ -134,22 +134,22 @@ async def train(port: Port, course: Course) -> Summary:
             continue  # many workers make short epochs
         scored_step = step
         if course.data.test is not None and not over:
-            await course.observer.score(port, course, await _place(port, course, clock))
+            await course.observer.score(port, course, await _moment(port, course, clock))
         if not _saves_at(course, step):
             await _save(port, course, clock)
     await port.barrier()  # waiting for the slowest is training time
-    place = await _place(port, course, clock)
-    course.seconds = place.seconds
+    moment = await _moment(port, course, clock)
+    course.seconds = moment.seconds
     await course.replica.settle()
     parameters, buffers = await course.replica.consensus(port), await course.replica.consensus_buffers(port)
-    score, reached = await course.observer.finish(port, course, place, parameters | buffers)
+    score, reached = await course.observer.finish(port, course, moment, parameters | buffers)
     return Summary(
-        steps=place.step,
-        epochs=place.epoch,
-        samples=place.samples,
-        trained=place.samples - samples_before,
-        seconds=place.seconds,
-        trained_s=place.seconds - seconds_before,
+        steps=moment.step,
+        epochs=moment.epoch,
+        samples=moment.samples,
+        trained=moment.samples - samples_before,
+        seconds=moment.seconds,
+        trained_s=moment.seconds - seconds_before,
         score=score,
         train_loss=meter.loss,
         reached=reached,
@@ -192,22 +192,22 @@ def _saves_at(course: Course, step: int) -> bool:
 
 async def _save(port: Port, course: Course, clock: _Clock) -> None:
     if course.options.out is not None:
-        place = await _place(port, course, clock)
-        course.seconds = place.seconds
-        await course.observer.save(port, course, place)
+        moment = await _moment(port, course, clock)
+        course.seconds = moment.seconds
+        await course.observer.save(port, course, moment)
 
 
-async def _place(port: Port, course: Course, clock: _Clock) -> Place:
+async def _moment(port: Port, course: Course, clock: _Clock) -> Moment:
     epoch, samples = _position(course)
-    return Place(course.replica.step, epoch, samples, clock.training_s(await port.now()))
+    return Moment(course.replica.step, epoch, samples, clock.training_s(await port.now()))
 
 
 async def _train_row(port: Port, course: Course, meter: Meter, clock: _Clock) -> None:
     if port.rank:
         return
-    place = await _place(port, course, clock)
-    loss, rate = meter.since_last(place.samples, place.seconds)
-    course.record(place.row("train") | {"loss": loss, "samples_per_s": rate})
+    moment = await _moment(port, course, clock)
+    loss, rate = meter.since_last(moment.samples, moment.seconds)
+    course.record(moment.row("train") | {"loss": loss, "samples_per_s": rate})
 
 
 def _position(course: Course) -> tuple[float, int]:

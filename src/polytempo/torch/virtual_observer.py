@@ -1,7 +1,7 @@
-"""Whoever watches a virtual world has no clock: it scores and saves while no time passes there, and nothing is sent.
+"""Scores and checkpoints of a virtual world: they take none of its time and send nothing in it.
 
-rank 0  ── step k ── k + 1 ──▶        each rank that has finished step k leaves a copy of its tensors and goes on; who
-rank 1  ───── step k ───── k + 1 ──▶  comes last completes the mean, which is scored on the spot
+rank 0  ── step k ── k + 1 ──▶        a rank that has finished step k adds its tensors to a sum and goes on; the
+rank 1  ───── step k ───── k + 1 ──▶  last one completes the mean, which is scored at once
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polytempo.torch.evaluate import Evaluation, Score, tensors_of
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.randomness import kept_random_states
 from polytempo.torch.snapshot import about, write_when_landed
-from polytempo.torch.training import Course, Place, meets
+from polytempo.torch.training import Course, Moment, meets
 
 
 @dataclass
@@ -73,30 +73,30 @@ class VirtualObserver:
         self._hashes: dict[int, dict[int, str]] = {}
 
     def begins(self, rank: int, step: int) -> None:
-        """Remember it: no run ends before a step that somebody has begun."""
+        """Remember it: a run does not end before a step that a rank has begun."""
         self._begun[rank] = step
 
     def over(self, step: int) -> bool:
-        """As soon as a score has reached what was asked for, and nobody has begun `step`."""
+        """As soon as a score has reached what was asked for, and no rank has begun `step`."""
         return self._stop is not None and step >= self._stop
 
-    async def score(self, port: Port, course: Course, place: Place) -> None:
-        """Take this rank's tensors, and score if nobody is missing. Awaits nothing."""
+    async def score(self, port: Port, course: Course, moment: Moment) -> None:
+        """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
         replica = course.replica
         if replica.strategy.in_step or self.size == 1:
-            if self._newest is None or self._newest[0] < place.step:
-                self._complete(course, place, tensors_of(replica.model))
+            if self._newest is None or self._newest[0] < moment.step:
+                self._complete(course, moment, tensors_of(replica.model))
         elif is_hogwild(replica.strategy):
             if port.rank == 0:
-                self._complete(course, place, tensors_of(replica.model))
+                self._complete(course, moment, tensors_of(replica.model))
         else:
-            mean = self._means.setdefault(place.step, _Mean())
+            mean = self._means.setdefault(moment.step, _Mean())
             averaged, others = replica.averaged_tensors()
             mean.add(port.rank, averaged, others)
             if mean.count == self.size:
-                self._complete(course, place, self._means.pop(place.step).taken())
+                self._complete(course, moment, self._means.pop(moment.step).taken())
 
-    async def save(self, port: Port, course: Course, place: Place) -> None:
+    async def save(self, port: Port, course: Course, moment: Moment) -> None:
         """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
         if course.options.checkpoint_every is None:
             return
@@ -104,32 +104,32 @@ class VirtualObserver:
         root, notes = course.options.out / "checkpoint", about(port, course)
 
         def written(sha256: str) -> None:
-            self._written(root, place.step, port.rank, sha256, notes)
+            self._written(root, moment.step, port.rank, sha256, notes)
 
         self._saves.append(await write_when_landed(port, course, root, written))
 
     async def finish(
-        self, port: Port, course: Course, place: Place, final: Mapping[str, Tensor]
+        self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
         """Score the final model, which all ranks have, on rank 0."""
         for work in self._saves:
             await work
         if port.rank or self._evaluation is None:
             return None, None
-        if self._newest is None or self._newest[0] != place.step:
-            self._complete(course, place, tensors_of(course.replica.model) | dict(final))
+        if self._newest is None or self._newest[0] != moment.step:
+            self._complete(course, moment, tensors_of(course.replica.model) | dict(final))
         assert self._newest is not None
         reached = self._stop is not None if course.options.until else None
         return self._newest[1], reached
 
-    def _complete(self, course: Course, place: Place, tensors: Mapping[str, Tensor]) -> None:
+    def _complete(self, course: Course, moment: Moment, tensors: Mapping[str, Tensor]) -> None:
         assert self._evaluation is not None
         with kept_random_states():
             score = self._evaluation.score(tensors, parts=self.size)
-        self._newest = place.step, score
-        self.record(place.row("test") | score._asdict())
+        self._newest = moment.step, score
+        self.record(moment.row("test") | score._asdict())
         if meets(score, course.options) and self._stop is None:
-            self._stop = max(self._begun.values(), default=place.step - 1) + 1
+            self._stop = max(self._begun.values(), default=moment.step - 1) + 1
 
     def _written(self, root: Path, step: int, rank: int, sha256: str, notes: Mapping[str, Any]) -> None:
         hashes = self._hashes.setdefault(step, {})
