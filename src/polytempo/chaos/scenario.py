@@ -58,7 +58,6 @@ class Scenario:
     waits: bool
     tickets: int
     batches_per_epoch: int
-    evaluates: bool
     habits: Habits
     sees_deaths: bool
     plan: Plan
@@ -125,7 +124,6 @@ def draw(seed: int) -> Scenario:
         waits=drawn.waits,
         tickets=per_epoch * epochs,
         batches_per_epoch=per_epoch,
-        evaluates=random.random() < 0.5,
         habits=habits,
         sees_deaths=random.random() < 0.6,
         plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
@@ -235,7 +233,6 @@ class Stage:
             num_tickets=scenario.tickets,
             deals=scenario.deals,
             workers=scenario.workers,
-            evaluates=scenario.evaluates,
             rests=scenario.waits,
         )
         coordinator = Coordinator(cast.coordinator, cast.workers, cast.copies, dealer, TIMING, on_event=self._happened)

@@ -3,6 +3,7 @@
     Beat ◀── everybody        View ──▶ everybody      a node that is silent, or whose process has ended, is lost:
     Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards are told
     Noted ◀─ shard         Members ──▶ shard             copy: the next one in the chain moves up, in a new epoch
+    Scored ◀─ evaluator      Heard ──▶ evaluator      a score comes when it comes; only the end waits for the last one
 
 If the launcher dies, the run ends; so the coordinator has no copy.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from polytempo.core.errors import TimedOut
 from polytempo.server.dealer import Dealer
 from polytempo.server.lost import ShardLost
 from polytempo.server.membership import Membership
@@ -21,6 +23,7 @@ from polytempo.server.message import (
     Ask,
     Beat,
     Deal,
+    Heard,
     Inquire,
     Lent,
     Members,
@@ -29,10 +32,11 @@ from polytempo.server.message import (
     Outbox,
     Reply,
     Save,
+    Scored,
     Statistics,
     View,
 )
-from polytempo.server.record import Entry, Lost, Noting, Saving, entry_of
+from polytempo.server.record import Entry, Lost, Noting, Saving, Stopping, entry_of
 from polytempo.server.requests import Requests
 from polytempo.server.reshape import Reshaper, Shards
 from polytempo.server.silence import Silence
@@ -43,7 +47,8 @@ class Coordinator:
     """The coordinator on node `node`, of `workers` (nodes) and `chains` (for each shard the nodes of its copies).
 
     `incarnation`: higher than that of the coordinator whose snapshot the shards go on from. `on_row(row)` takes rows of
-    metrics (JSON) from workers. `on_event(event)` hears of what happens: ("lost", worker), ("joined", worker),
+    metrics (JSON) from workers and from the `evaluator`, the node that scores, if there is one. `on_event(event)`
+    hears of what happens: ("lost", worker), ("joined", worker),
     ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard); ("silent", node)
     before a node is given up whose process may go on: that must not be. `on_entry(entry)` hears in their order of calls
     for work, losses, saves and what shards have noted: nothing else decides what is dealt and what the shards are told.
@@ -62,8 +67,9 @@ class Coordinator:
         on_event: Callable[[tuple[str, int]], None] | None = None,
         on_entry: Callable[[Entry], None] | None = None,
         reshaper: Reshaper | None = None,
+        evaluator: int | None = None,
     ) -> None:
-        self.node, self.dealer = node, dealer
+        self.node, self.dealer, self.evaluator = node, dealer, evaluator
         self.reshaper = reshaper or Reshaper()
         self.timing = timing or Timing()
         self.epoch = 1
@@ -97,6 +103,10 @@ class Coordinator:
         self._finishing: dict[int, int] = {}
         """Workers that were told to finish, with the number of the call that this answered."""
         self._ending = False
+        self._scored = -1
+        """The highest snapshot whose score has come."""
+        self._alone_since_s: float | None = None
+        """Since when only the last score is waited for."""
         self._announced_s = 0.0
         self._on_row = on_row or (lambda row: None)
         self._on_event = on_event or (lambda event: None)
@@ -203,6 +213,8 @@ class Coordinator:
                 out = self._work(now_s, message)
             case Reply():
                 out = self._noted(now_s, message)
+            case Scored():
+                out = self._take_score(now_s, source, message)
         return out + self._reshape(now_s)
 
     def tick(self, now_s: float) -> Outbox:
@@ -274,6 +286,7 @@ class Coordinator:
         """The view, to everybody: now and then even without news, for a message may be lost."""
         self._announced_s = now_s
         nodes = {node for chain in self.chains for node in chain} | set(self.members)
+        nodes |= set() if self.evaluator is None else {self.evaluator}
         return [(node, self.view) for node in sorted(nodes)]
 
     # ------------------------------------------------------------------ work
@@ -340,10 +353,32 @@ class Coordinator:
             self._ending = True
             for _, asked in self._shards.live:
                 asked.add(Inquire)
-        if self.finished or self.members or len(self.statistics) < len(self.chains):
+        if self.finished or self.members or len(self.statistics) < len(self.chains) or self._lacks_score(now_s):
             return self._outbox(now_s)
         self.finished = True
         return self._announce(now_s)
+
+    def stop(self) -> None:
+        """The run ends now, as a score has it that asks for no more."""
+        if not self.dealer.stopped:
+            self._on_entry(Stopping())
+            self.dealer.stop()
+
+    def _take_score(self, now_s: float, source: int, scored: Scored) -> Outbox:
+        if scored.number > self._scored:
+            self._scored = scored.number
+            self._on_row(scored.row)
+        return [(source, Heard(self._scored)), *self._deals(now_s), *self._end(now_s)]
+
+    def _lacks_score(self, now_s: float) -> bool:
+        """Whether the run has come to its last batch, and the score of that has not come. Raises `TimedOut`."""
+        if self.evaluator is None or self.dealer.stopped or self._scored >= self.dealer.num_tickets:
+            return False
+        if self._alone_since_s is None:
+            self._alone_since_s = now_s
+        if now_s - self._alone_since_s > self.timing.deadline_s:
+            raise TimedOut(self.evaluator, None, "score of the last batch", self.timing.deadline_s)
+        return True
 
     def _goodbye(self, ask: Ask) -> bool:
         """Whether a worker that was told to finish has called again: it has what it wants, and goes."""

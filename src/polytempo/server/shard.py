@@ -14,16 +14,17 @@ pull are lent to the worker until its next request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
 from polytempo.server.buffers import Empty, plain_empty
 from polytempo.server.holding import Holder
-from polytempo.server.layout import Parameter, Spans
+from polytempo.server.layout import Parameter, Spans, numel_of
 from polytempo.server.message import (
     Entry,
     Inquire,
@@ -40,10 +41,21 @@ from polytempo.server.message import (
     Statistics,
 )
 from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
+from polytempo.server.pieces import cut
 from polytempo.server.state import State, Waiting, decode, encode, renumbered
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
 from polytempo.server.update import Moments, Term, can_be_native
+
+
+class Held(NamedTuple):
+    """What a shard held at some entry of its log."""
+
+    spans: Spans
+    values: Tensor
+    """What `spans` name of all parameters, tables included, shape (numel,)."""
+    release: Callable[[], None]
+    """It may be written over again."""
 
 
 class Shard:
@@ -74,9 +86,11 @@ class Shard:
         """Entries applied."""
         self.repeated = 0
         """Requests that came again, as this copy saw it; no part of the state."""
+        all_parameters, all_spans = parameters, spans
         self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
         self._holder = Holder(parameters, service, empty, native=self.native, tables=self._tables)
         self._spans, self._empty = spans, empty
+        self._all_spans, self._all_parameters = all_spans, all_parameters
         self._weights, self._admission = self._holder.hold(spans, weights)
         self._rule = service.rule.init()
         self._members: dict[int, int] = {}
@@ -85,6 +99,8 @@ class Shard:
         self._table = Table(number)
         self._waiting: dict[int, list[Waiting]] = {}
         self._tickets, self._let_go = Ranges(), Ranges()
+        self.batches = self.batches_before = 0
+        """How many batches are decided, that is, in the weights or the sum, or dropped; and before the last entry."""
         self._staleness: Counter[int] = Counter()
         self._dropped = self._refused = 0
 
@@ -120,6 +136,7 @@ class Shard:
     def apply(self, entry: Entry) -> list[Reply]:
         """Take an entry of the log; the replies, to this request and to any that waited for it."""
         self.index += 1
+        self.batches_before = self.batches
         look = self._table.look(entry)
         if look.kind != "new":
             return list(look.replies)
@@ -236,19 +253,21 @@ class Shard:
 
     @property
     def _likeness(self) -> Likeness:
-        return Likeness(self._rule, self._members, self._workers, self._tickets.tuples)
+        return Likeness(self._rule, self._members, self._workers, self._tickets.tuples, self._let_go.tuples)
 
     def _reshape(self, entry: Reshape) -> None:
         """Hold other elements. Nobody has anything under way, and what was lent has been read."""
         for worker in list(self._weights.leases):
             self._table.settle(worker, self._weights.settle(worker))
         if not self._spans:  # a new shard knows what those know whose elements it takes over; nobody has asked it yet
-            self._rule, self._members, self._workers, tickets = likeness_of(entry.pieces[0]).parts
-            self._tickets, self._resting = Ranges(tickets), frozenset(self._members) - frozenset(self._workers)
+            like = likeness_of(entry.pieces[0])
+            self._rule, self._members, self._workers = like.rule, like.members, like.workers
+            self._resting = frozenset(self._members) - frozenset(self._workers)
+            self._note_decided(Ranges(like.tickets), Ranges(like.let_go))
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
         values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
-        self._spans = entry.spans
+        self._spans = self._all_spans = entry.spans
         self._weights, self._admission = self._holder.hold(entry.spans, values)
         rest.put_(self._weights)
 
@@ -285,15 +304,28 @@ class Shard:
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self._staleness[waiting.staleness] += 1
-            for ticket in waiting.tickets:
-                self._tickets.add(ticket)
+            self._decide(waiting.tickets, self._tickets, self._let_go)
         else:
             self._dropped += 1
-            for ticket in waiting.tickets:
-                self._let_go.add(ticket)
+            self._decide(waiting.tickets, self._let_go, self._tickets)
         if waiting.read >= 0:
             self._weights.buffers.release(waiting.read)
             waiting.read = -1
+
+    def _decide(self, tickets: Sequence[int], into: Ranges, other: Ranges) -> None:
+        numbers = self.service.numbers_per_batch
+        for ticket in tickets:
+            known = into.add(ticket) or ticket in other
+            self.batches += not known and ticket % numbers == numbers - 1
+
+    def _note_decided(self, tickets: Ranges, let_go: Ranges) -> None:
+        """These were decided before this copy came."""
+        numbers = self.service.numbers_per_batch
+        both = Ranges((*tickets.tuples, *let_go.tuples))
+        self._tickets, self._let_go = tickets, let_go
+        self.batches = self.batches_before = sum(
+            (last + 1) // numbers - first // numbers for first, last in both.tuples
+        )
 
     def _add(self, action: Add) -> None:
         waiting, gradient = self._oldest(action)
@@ -343,6 +375,24 @@ class Shard:
         values = self._weights.lend_present(worker, waiting.sequence)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
         return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values, rows)
+
+    def hold(self) -> Held:
+        """All that this shard holds now, to stay as it is until it is released.
+
+        No copy and no pass over memory, but for tables, whose rows change in place.
+        """
+        spans = self._all_spans
+        if self._tables is None:
+            buffers, number = self._weights.buffers, self._weights.current
+            buffers.hold(number)
+            return Held(spans, buffers.tensors[number], lambda: buffers.release(number))
+        values = torch.empty(numel_of(spans), dtype=self._weights.dtype)
+        dense, tables = cut(values, self._all_parameters, spans)
+        for target, source in zip(dense, self.weights.split([len(target) for target in dense]), strict=True):
+            target.copy_(source)
+        for target, source in zip(tables, self._tables.values, strict=True):
+            target.copy_(source)
+        return Held(spans, values, lambda: None)
 
     # ------------------------------------------------------------------ the whole state
 
@@ -396,5 +446,5 @@ class Shard:
         self._members, self._workers = state.members, state.workers
         self._resting = frozenset(state.members) - frozenset(state.workers)
         self._table = Table(self.number, state.known)
-        self._tickets, self._let_go = Ranges(state.tickets), Ranges(state.let_go)
+        self._note_decided(Ranges(state.tickets), Ranges(state.let_go))
         self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused
