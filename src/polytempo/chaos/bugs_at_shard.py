@@ -14,6 +14,7 @@ from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server import snapshot
 from polytempo.server.message import Push, Reply, Request
+from polytempo.server.queues import Queues
 from polytempo.server.shard import Shard
 from polytempo.server.table import Look, Table
 from polytempo.server.weights import Weights
@@ -40,7 +41,7 @@ def waiting_not_installed() -> Patches:
 
     def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
         load(self, data, tensors)
-        self._waiting = {}
+        self._queues = Queues(self.service.rule.name)
 
     return [(Shard, "load", wrong)]
 
@@ -61,9 +62,9 @@ def tickets_not_kept() -> Patches:
     push = Shard._push
 
     def wrong(self: Shard, request: Push, replies: list[Reply]) -> None:
-        kept, self._tickets = self._tickets, Ranges()
+        kept, self.decided.applied = self.decided.applied, Ranges()
         push(self, request, replies)
-        self._tickets = Ranges((*kept.tuples, *self._tickets.tuples))
+        self.decided.applied = Ranges((*kept.tuples, *self.decided.applied.tuples))
 
     return [(Shard, "_push", wrong)]
 
@@ -143,10 +144,10 @@ def gradient_of_the_dead_kept() -> Patches:
     leave = Shard._leave
 
     def wrong(self: Shard, worker: int) -> None:
-        waiting = self._waiting.get(worker, [])
+        waiting = self._queues.waiting.get(worker, [])
         leave(self, worker)
         if waiting:
-            self._waiting[worker] = waiting
+            self._queues.waiting[worker] = waiting
 
     return [(Shard, "_leave", wrong)]
 

@@ -105,10 +105,10 @@ def _same(one: Shard, other: Shard) -> bool:
 def _told(shard: Shard) -> tuple[object, ...]:
     """A shard's state but for its tensors."""
     known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._table.known.items()}
-    waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._waiting.items() if queue}
+    waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._queues.waiting.items() if queue}
     weights = shard._weights
     rule = msgspec.msgpack.encode(shard._rule)  # a list and a tuple are the same to rules
     return (
         *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._members, known, waiting),
-        *(shard._tickets.tuples, shard._dropped, shard._refused),
+        *(shard.decided.applied.tuples, shard.decided.dropped, shard.decided.refused),
     )

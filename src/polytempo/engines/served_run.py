@@ -131,7 +131,15 @@ class ServedRun:
             workers=workers,
             first_step=self.resumed_at or 0,
         )
-        self.coordinator = Coordinator(
+        self.coordinator = self._coordinator()
+        self.tally.stop = self.coordinator.stop
+        self.recording: Recording | None = None
+        self.saves: Saves | None = None
+        self.happened = Happened()
+        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
+
+    def _coordinator(self) -> Coordinator:
+        return Coordinator(
             self.cast.coordinator,
             self.cast.workers,
             self.cast.chains,
@@ -144,11 +152,6 @@ class ServedRun:
             reshaper=Reshaper(self.parameters, self.spans),
             evaluator=self.evaluator,
         )
-        self.tally.stop = self.coordinator.stop
-        self.recording: Recording | None = None
-        self.saves: Saves | None = None
-        self.happened = Happened()
-        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from polytempo.server.holding import Held
 from polytempo.server.message import Entry, Install, Message, Outbox, Reshape, Show, Shown
 from polytempo.server.node import Node
-from polytempo.server.shard import Held, Shard
+from polytempo.server.shard import Shard
 
 MOST = 3
 """So many snapshots that were not shown yet are kept."""
@@ -69,7 +70,7 @@ class ScoreSnapshots:
 
     def begin(self) -> None:
         """The shard's state has come from elsewhere: if it stands at a point, it is the snapshot of that."""
-        number = self._shard.batches
+        number = self._shard.decided.batches
         if self._points.stands(number) and all(one.number != number for one in self._kept):
             self._keep(number)
 
@@ -79,7 +80,7 @@ class ScoreSnapshots:
             self._let_go([one for one in self._kept if one.number > self._shown])
             self.begin()
             return
-        number = self._points.crossed(self._shard.batches_before, self._shard.batches)
+        number = self._points.crossed(self._shard.decided.batches_before, self._shard.decided.batches)
         if number is not None:
             self._keep(number)
 

@@ -13,18 +13,17 @@ pull are lent to the worker until its next request.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
 from polytempo.server.buffers import Empty, plain_empty
-from polytempo.server.holding import Holder
-from polytempo.server.layout import Parameter, Spans, numel_of
+from polytempo.server.decided import Decided
+from polytempo.server.holding import Held, Holder, copied
+from polytempo.server.layout import Parameter, Spans
 from polytempo.server.message import (
     Entry,
     Inquire,
@@ -41,21 +40,11 @@ from polytempo.server.message import (
     Statistics,
 )
 from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
-from polytempo.server.pieces import cut
+from polytempo.server.queues import Queues
 from polytempo.server.state import State, Waiting, decode, encode, renumbered
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
 from polytempo.server.update import Moments, Term, can_be_native
-
-
-class Held(NamedTuple):
-    """What a shard held at some entry of its log."""
-
-    spans: Spans
-    values: Tensor
-    """What `spans` name of all parameters, tables included, shape (numel,)."""
-    release: Callable[[], None]
-    """It may be written over again."""
 
 
 class Shard:
@@ -97,12 +86,8 @@ class Shard:
         self._workers: tuple[int, ...] = ()
         self._resting: frozenset[int] = frozenset()
         self._table = Table(number)
-        self._waiting: dict[int, list[Waiting]] = {}
-        self._tickets, self._let_go = Ranges(), Ranges()
-        self.batches = self.batches_before = 0
-        """How many batches are decided, that is, in the weights or the sum, or dropped; and before the last entry."""
-        self._staleness: Counter[int] = Counter()
-        self._dropped = self._refused = 0
+        self._queues = Queues(service.rule.name)
+        self.decided = Decided(service.numbers_per_batch)
 
     @property
     def version(self) -> int:
@@ -136,7 +121,7 @@ class Shard:
     def apply(self, entry: Entry) -> list[Reply]:
         """Take an entry of the log; the replies, to this request and to any that waited for it."""
         self.index += 1
-        self.batches_before = self.batches
+        self.decided.batches_before = self.decided.batches
         look = self._table.look(entry)
         if look.kind != "new":
             return list(look.replies)
@@ -147,7 +132,7 @@ class Shard:
         if isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
-            self._wait_for(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
+            self._queues.add(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
             self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
@@ -169,9 +154,9 @@ class Shard:
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
         verdict: Literal["dropped", "refused"] = "refused"
-        push, reason = self._admission.admit(push, self.version, self._waiting)
+        push, reason = self._admission.admit(push, self.version, self._queues.waiting)
         if not reason and push.tickets:
-            had = [ticket for ticket in push.tickets if ticket in self._tickets]
+            had = [ticket for ticket in push.tickets if ticket in self.decided.applied]
             if len(had) == len(push.tickets):
                 verdict, reason = "dropped", "had already"
             elif had:
@@ -189,23 +174,18 @@ class Shard:
             if verdict == "dropped":
                 self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
             return
-        self._wait_for(push.worker, waiting)
+        self._queues.add(push.worker, waiting)
         self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
     def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
-        if verdict == "refused":
-            self._refused += 1
-        else:
-            self._dropped += 1
+        self.decided.refused += verdict == "refused"
+        self.decided.dropped += verdict == "dropped"
         reply = Pushed(
             *(self.number, push.worker, push.incarnation, push.sequence),
             *(self.version, self.version - push.basis, verdict, reason),
         )
         self._table.answer(reply)
         replies.append(reply)
-
-    def _wait_for(self, worker: int, waiting: Waiting) -> None:
-        self._waiting.setdefault(worker, []).append(waiting)
 
     def _meet(self, members: dict[int, int], resting: frozenset[int], replies: list[Reply]) -> None:
         """First those go who are no members any more, or rest, then the others come, each for itself."""
@@ -232,28 +212,20 @@ class Shard:
             self._hear(Arrival("left", worker), replies)
 
     def _leave(self, worker: int) -> None:
-        for waiting in self._waiting.pop(worker, ()):
-            for number in (waiting.read, waiting.difference):
-                if number >= 0:
-                    self._weights.buffers.release(number)
+        for number in self._queues.leave(worker):
+            self._weights.buffers.release(number)
         self._weights.leave(worker)
         self._table.forget(worker)
 
     def _statistics(self, request: Inquire) -> Statistics:
-        return Statistics(
-            *(self.number, request.worker, request.incarnation, request.sequence),
-            version=self.version,
-            index=self.index,
-            staleness=dict(sorted(self._staleness.items())),
-            dropped=self._dropped,
-            refused=self._refused,
-            repeated=self.repeated,
-            tickets=self._tickets.tuples,
+        return self.decided.statistics(
+            self.number, request, version=self.version, index=self.index, repeated=self.repeated
         )
 
     @property
     def _likeness(self) -> Likeness:
-        return Likeness(self._rule, self._members, self._workers, self._tickets.tuples, self._let_go.tuples)
+        decided = self.decided
+        return Likeness(self._rule, self._members, self._workers, decided.applied.tuples, decided.let_go.tuples)
 
     def _reshape(self, entry: Reshape) -> None:
         """Hold other elements. Nobody has anything under way, and what was lent has been read."""
@@ -263,7 +235,7 @@ class Shard:
             like = likeness_of(entry.pieces[0])
             self._rule, self._members, self._workers = like.rule, like.members, like.workers
             self._resting = frozenset(self._members) - frozenset(self._workers)
-            self._note_decided(Ranges(like.tickets), Ranges(like.let_go))
+            self.decided = Decided(self.service.numbers_per_batch, Ranges(like.tickets), Ranges(like.let_go))
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
         values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
@@ -291,44 +263,20 @@ class Shard:
         else:
             self._drop(action)
 
-    def _oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
-        """The push whose gradient waits longest, and that gradient."""
-        for waiting in self._waiting.get(action.worker, ()):
-            if waiting.gradient is not None:
-                return waiting, waiting.gradient
-        raise RuntimeError(f"the rule {self.service.rule.name} says {action}, but no gradient of that worker waits")
-
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
         waiting.rows = ()
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
-            self._staleness[waiting.staleness] += 1
-            self._decide(waiting.tickets, self._tickets, self._let_go)
+            self.decided.use(waiting.tickets, waiting.staleness)
         else:
-            self._dropped += 1
-            self._decide(waiting.tickets, self._let_go, self._tickets)
+            self.decided.drop(waiting.tickets)
         if waiting.read >= 0:
             self._weights.buffers.release(waiting.read)
             waiting.read = -1
 
-    def _decide(self, tickets: Sequence[int], into: Ranges, other: Ranges) -> None:
-        numbers = self.service.numbers_per_batch
-        for ticket in tickets:
-            known = into.add(ticket) or ticket in other
-            self.batches += not known and ticket % numbers == numbers - 1
-
-    def _note_decided(self, tickets: Ranges, let_go: Ranges) -> None:
-        """These were decided before this copy came."""
-        numbers = self.service.numbers_per_batch
-        both = Ranges((*tickets.tuples, *let_go.tuples))
-        self._tickets, self._let_go = tickets, let_go
-        self.batches = self.batches_before = sum(
-            (last + 1) // numbers - first // numbers for first, last in both.tuples
-        )
-
     def _add(self, action: Add) -> None:
-        waiting, gradient = self._oldest(action)
+        waiting, gradient = self._queues.oldest(action)
         basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
         if self._tables is not None:
             gradient = self._tables.add(waiting.rows, action.factor, gradient, self.weights)
@@ -344,20 +292,17 @@ class Shard:
             self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
 
     def _drop(self, action: Drop) -> None:
-        self._decided(self._oldest(action)[0], "dropped", action.reason)
+        self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
 
     def _mix(self, action: Mix) -> None:
         if self._tables is not None:
             raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
-        waiting, theirs = self._oldest(action)
+        waiting, theirs = self._queues.oldest(action)
         self._decided(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
 
     def _answer(self, worker: int, replies: list[Reply]) -> None:
-        """Oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
-        queue = self._waiting.get(worker)
-        while queue and queue[0].gradient is None:
-            waiting = queue.pop(0)
+        for waiting in self._queues.answerable(worker):
             answer = self._pulled(worker, waiting) if waiting.kind == "pull" else self._pushed(worker, waiting)
             self._table.answer(answer)
             replies.append(answer)
@@ -386,20 +331,16 @@ class Shard:
             buffers, number = self._weights.buffers, self._weights.current
             buffers.hold(number)
             return Held(spans, buffers.tensors[number], lambda: buffers.release(number))
-        values = torch.empty(numel_of(spans), dtype=self._weights.dtype)
-        dense, tables = cut(values, self._all_parameters, spans)
-        for target, source in zip(dense, self.weights.split([len(target) for target in dense]), strict=True):
-            target.copy_(source)
-        for target, source in zip(tables, self._tables.values, strict=True):
-            target.copy_(source)
-        return Held(spans, values, lambda: None)
+        return Held(spans, copied(self._all_parameters, spans, self.weights, self._tables.values), lambda: None)
 
     # ------------------------------------------------------------------ the whole state
 
     def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
         """The whole state, gradients that wait and what is lent included, in memory of its own."""
         weights = self._weights
-        numbers, leases, reads, waiting = renumbered(weights.current, weights.leases, weights.reads, self._waiting)
+        numbers, leases, reads, waiting = renumbered(
+            weights.current, weights.leases, weights.reads, self._queues.waiting
+        )
         state = State(
             buffers=[weights.buffers.tensors[number] for number in numbers],
             first=weights.moments.first,
@@ -416,11 +357,11 @@ class Shard:
             leases=leases,
             reads=reads,
             lrs=weights.lrs,
-            tickets=self._tickets.tuples,
-            let_go=self._let_go.tuples,
-            staleness=dict(self._staleness),
-            dropped=self._dropped,
-            refused=self._refused,
+            tickets=self.decided.applied.tuples,
+            let_go=self.decided.let_go.tuples,
+            staleness=dict(self.decided.staleness),
+            dropped=self.decided.dropped,
+            refused=self.decided.refused,
             tables=[] if self._tables is None else self._tables.dump(),
         )
         return encode(state)
@@ -442,9 +383,10 @@ class Shard:
         weights.leases, weights.reads = state.leases, state.reads
         for number in state.held():
             weights.buffers.hold(number)
-        self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
+        self.index, self._rule, self._queues = state.index, state.rule, Queues(self.service.rule.name, state.waiting)
         self._members, self._workers = state.members, state.workers
         self._resting = frozenset(state.members) - frozenset(state.workers)
         self._table = Table(self.number, state.known)
-        self._note_decided(Ranges(state.tickets), Ranges(state.let_go))
-        self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused
+        self.decided = Decided(self.service.numbers_per_batch, Ranges(state.tickets), Ranges(state.let_go))
+        self.decided.staleness.update(state.staleness)
+        self.decided.dropped, self.decided.refused = state.dropped, state.refused
