@@ -13,6 +13,7 @@ from polytempo.chaos import scenario_rules
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server import snapshot
+from polytempo.server.holding import Held
 from polytempo.server.message import Push, Reply, Request
 from polytempo.server.queues import Queues
 from polytempo.server.shard import Shard
@@ -152,6 +153,15 @@ def gradient_of_the_dead_kept() -> Patches:
     return [(Shard, "_leave", wrong)]
 
 
+def scored_weights_written() -> Patches:
+    """What is shown to the evaluator is not held, so the next updates write into it."""
+
+    def wrong(self: Shard) -> Held:
+        return Held(self._all_spans, self.weights, lambda: None)
+
+    return [(Shard, "hold", wrong)]
+
+
 def bound_off_by_one() -> Patches:
     """Bounded staleness lets workers be one step further ahead than it promises."""
     right = scenario_rules.RULES.within
@@ -231,6 +241,7 @@ BUGS = (
     lent_weights_written,
     sum_begun_anew,
     gradient_of_the_dead_kept,
+    scored_weights_written,
     bound_off_by_one,
     bound_over_the_fastest,
     late_gradient_used,

@@ -12,6 +12,7 @@ from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.node import Node
+from polytempo.server.score_snapshots import Showing
 from polytempo.server.shard import Shard
 
 _MOST_HELD = 200
@@ -51,8 +52,8 @@ class Copies:
 
     def node(self, number: int) -> Node | None:
         """The copy on node `number`, if it lives and has a state."""
-        machine = self._world.machine(number)
-        return machine if isinstance(machine, Node) and not machine.blank else None
+        machine = node_of(self._world.machine(number))
+        return machine if machine is not None and not machine.blank else None
 
     def head(self, shard: int) -> Node:
         """The copy that is asked."""
@@ -91,6 +92,12 @@ class Copies:
         held = len(node._held), len(node._log), len(node._unsaid), len(node.shard._weights.buffers.tensors)
         if max(held) > _MOST_HELD:
             raise Violation(f"node {node.node} keeps more and more: replies, entries, requests, buffers {held}")
+
+
+def node_of(machine: object) -> Node | None:
+    """The copy of a shard that a process is; None for any other machine."""
+    machine = machine.node if isinstance(machine, Showing) else machine
+    return machine if isinstance(machine, Node) else None
 
 
 def _same(one: Shard, other: Shard) -> bool:
