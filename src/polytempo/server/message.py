@@ -88,6 +88,8 @@ class Push(Request, frozen=True, eq=False):
     gradient: Tensor
     """Flat: the shard's dense pieces one after the other."""
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
+    """The running statistics of the worker's norms, float64; None where its model has none."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -162,11 +164,12 @@ class Pushed(Reply, frozen=True, eq=False):
 
 
 class Pulled(Reply, frozen=True, eq=False):
-    """The weights of version `version`, flat (dense pieces), and rows of tables."""
+    """The weights of version `version`, flat (dense pieces), rows of tables, and running statistics of norms."""
 
     version: int
     values: Tensor
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
 
 
 class Noted(Reply, frozen=True, eq=False):
@@ -204,6 +207,7 @@ class Lent(Reply, frozen=True, eq=False):
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
+    running: Tensor | None = None
 
 
 class Stranger(Reply, frozen=True, eq=False):
