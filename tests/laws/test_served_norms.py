@@ -60,8 +60,11 @@ CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.4))
 
 @pytest.mark.parametrize("row", SERVED, ids=label)
 def test_alone_they_are_what_torch_makes_of_them(row: Row) -> None:
+    """Who pushes now and then loses what its statistics took in while a fetch was under way; elastic ones lag."""
     result = simulate(job(), row.make(), 1, CLUSTER, steps=STEPS)
-    assert result.loss == pytest.approx(seen(STEPS), abs=0.6 * seen(STEPS) if row.name == "easgd" else 1e-6)
+    assert result.loss is not None
+    lost = {"easgd": 8}.get(row.name, 0 if row.pushes_every == 1 else 2)
+    assert seen(STEPS - lost) - 1e-6 <= result.loss <= seen(STEPS) + 1e-6
 
 
 @pytest.mark.parametrize("row", SERVED, ids=label)
