@@ -110,9 +110,10 @@ class Members(Request, frozen=True, eq=False):
 
 
 class Save(Request, frozen=True, eq=False):
-    """From the coordinator: write snapshot `number`."""
+    """From the coordinator: write snapshot `number`, as soon as `at` batches are decided."""
 
     number: int
+    at: int = 0
 
 
 class Inquire(Request, frozen=True, eq=False):
