@@ -92,11 +92,6 @@ async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Ten
     return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
 
 
-def evaluate_alone(job: Job, model: nn.Module, data: Data) -> Score:
-    """Score `model` on all of the test set, without the others."""
-    return Evaluation(job, model, data).score(tensors_of(model))
-
-
 def means(sums: Tensor) -> Score:
     """What `Evaluation.sums`, added up over all parts, says."""
     samples, total_loss, num_correct, num_predictions = sums.tolist()
