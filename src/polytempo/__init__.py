@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polytempo.engines.simulate import simulate
     from polytempo.native.arena import shared_empty
     from polytempo.torch.attach import Handle, attach, no_sync
-    from polytempo.torch.job import Data, Job
+    from polytempo.torch.job import Data, Job, of_batch
     from polytempo.torch.options import RunOptions
     from polytempo.torch.result import Result
     from polytempo.torch.shard import shard
@@ -73,7 +73,7 @@ _HOMES = {
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.torch.attach": ("Handle", "attach", "no_sync"),
-    "polytempo.torch.job": ("Data", "Job"),
+    "polytempo.torch.job": ("Data", "Job", "of_batch"),
     "polytempo.torch.options": ("RunOptions",),
     "polytempo.torch.result": ("Result",),
     "polytempo.torch.shard": ("shard",),
@@ -114,6 +114,7 @@ __all__ = [
     "launch",
     "native",
     "no_sync",
+    "of_batch",
     "run",
     "shard",
     "shared_empty",

@@ -174,6 +174,13 @@ class Replica:
             out |= bundle.views
         return {name: out[name] for name in tensors}
 
+    def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers as they lie in the model, by name: those that `consensus` averages, and the others."""
+        averaged = {name: p.detach() for name, p in self.model.named_parameters()}
+        if self.buffer_rule == "average":
+            averaged |= {name: buffer for name, buffer in self._buffers().items() if buffer.is_floating_point()}
+        return averaged, {name: b for name, b in self.model.named_buffers() if name not in averaged}
+
     async def consensus_buffers(self, port: Port) -> dict[str, Tensor]:
         """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
 
@@ -193,13 +200,12 @@ class Replica:
 
     def state(self) -> Saved:
         """The strategy's state by parameter, whatever the buckets; settle first."""
-        found = Saved({}, {"step": self.step})
-        states = [saved(bucket.state, "gradients") for bucket in self.buckets]
-        states += [saved(state, f"parameters/{i}") for i, state in enumerate(self.parameter_states)]
-        for tensors, scalars in states:
-            found.tensors.update(tensors)
-            found.scalars.update(scalars)
-        return found
+        return saved_states(self.states(), self.step)
+
+    def states(self) -> list[tuple[str, State]]:
+        """The strategy's state as it is, part by part, with the path that each is saved under."""
+        gradients = [("gradients", bucket.state) for bucket in self.buckets]
+        return gradients + [(f"parameters/{i}", state) for i, state in enumerate(self.parameter_states)]
 
     def restore(self, source: Saved, debts: Sequence[Saved] | None = None) -> None:
         """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
@@ -221,6 +227,16 @@ class Replica:
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step = step
+
+
+def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
+    """What `Replica.states` returned after `step`, settled, as leaves by path."""
+    found = Saved({}, {"step": step})
+    for path, state in states:
+        tensors, scalars = saved(state, path)
+        found.tensors.update(tensors)
+        found.scalars.update(scalars)
+    return found
 
 
 async def take_over(port: Port, model: nn.Module, shared: frozenset[str] = frozenset()) -> None:
