@@ -12,7 +12,8 @@ from polytempo.core import Strategy, is_idle
 from polytempo.core.rule import UpdateRule
 from polytempo.server.layout import Parameter
 from polytempo.server.tables import serves_rows, takes_rows
-from polytempo.torch.replica import check_momentum, sparse_tables, trainable
+from polytempo.torch.replica import sparse_tables, trainable
+from polytempo.torch.requirements import check_momentum
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
