@@ -54,7 +54,7 @@ class Transform(NamedTuple):
     `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
     plays each part that does not say its bytes.
     `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
-    `apply` was given in that step. None: it talks to no rank itself, or to all of them, and `averaging(native)` will do.
+    `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
     """
 
     init: Callable[[Bundle], State]

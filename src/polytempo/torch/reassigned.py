@@ -4,8 +4,8 @@
     slices of others, contested ones ──▶ each pushed at once, a part (`server.covered`)
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
-torch from (seed, ticket, slice), so it is the same work whoever does it. What looks at a batch as a whole (batch
-normalisation) sees a slice instead.
+torch from (seed, ticket, slice), so it is the same work whoever does it. What looks at a batch as a whole would see a
+slice instead: batch norms are refused (`torch.requirements`), and a loss must be a mean over samples.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Reassigned:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each push is an update of its own (bounded staleness)."""
+        """Whether each batch is an update of its own (bounded staleness)."""
         return self._constants.slack > 0
 
     async def _by_itself(self, clock: int, ticket: Ticket, samples: int) -> None:
