@@ -131,6 +131,7 @@ SERVED = [
 HELPED = [
     Row("flexrr", lambda: s.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), joined=True),
     Row("flexrr", lambda: s.flexrr(shards=2), joined=True, exact=False),
+    Row("flexrr", lambda: s.flexrr(bound=2, shards=2), exact=False),
 ]
 """Those whose workers do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
 

@@ -105,14 +105,14 @@ def ended(strategy: Strategy, workers: int, optimized: Optimized, steps: int = S
 
 
 def stepped(optimized: Optimized, gradients: Iterable[Gradient | None]) -> Iterator[Weights]:
-    """The loop that everybody writes; None: the optimizer makes no step."""
+    """The loop that everybody writes; None: none yet, and an optimizer does nothing."""
     weights = Weights()
     optimizer = optimized.make(weights.parameters())
     schedule = optimized.schedule(optimizer)
     for gradient in gradients:
         if gradient is not None:
             weights.clock.grad, weights.still.grad = torch.tensor(gradient, dtype=torch.float64).split(1)
-            optimizer.step()
+        optimizer.step()
         schedule.step()
         yield weights
 
