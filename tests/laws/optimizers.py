@@ -83,24 +83,26 @@ class Weights(nn.Module):
         return torch.cat([self.clock, self.still]).detach().clone()
 
 
-def ended(strategy: Strategy, workers: int, optimized: Optimized, steps: int = STEPS) -> tuple[list[Tensor], Result]:
-    """Where each worker's weights are after `steps` steps in the virtual world."""
+def ended(
+    strategy: Strategy, workers: int, optimized: Optimized, batch_size: int = BATCH, cluster: Cluster = CLUSTER
+) -> tuple[list[Tensor], Result]:
+    """Where each worker's weights are after STEPS steps in the virtual world."""
     models: list[Weights] = []
 
     def model() -> nn.Module:
         models.append(Weights())
         return models[-1]
 
-    inputs = torch.zeros(BATCH * workers * steps, 1)
+    inputs = torch.zeros(batch_size * workers * STEPS, 1)
     job = Job(
         model=model,
         data=lambda folder: Data(TensorDataset(inputs, inputs)),
         loss=lambda output, target: output.mean(),
         optimizer=lambda parameters, lr: optimized.make(parameters),
         schedule=lambda optimizer, epoch_steps: optimized.schedule(optimizer),
-        batch_size=BATCH,
+        batch_size=batch_size,
     )
-    result = simulate(job, strategy, workers, CLUSTER, steps=steps)
+    result = simulate(job, strategy, workers, cluster, steps=STEPS)
     return [each.ends() for each in models[1:]], result
 
 

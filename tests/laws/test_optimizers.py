@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laws.catalogue import HELPED, ROWS, Row, label
-from laws.optimizers import LR, NAMES, OPTIMIZED, PLAIN, SLOPE, STEPS, Optimized, Weights, end_of, ended, stepped
+from laws.optimizers import (
+    CLUSTER,
+    LR,
+    NAMES,
+    OPTIMIZED,
+    PLAIN,
+    SLOPE,
+    STEPS,
+    Optimized,
+    Weights,
+    end_of,
+    ended,
+    stepped,
+)
 from polytempo import strategies
+from polytempo.cluster import slow_host
 from polytempo.core import Strategy
 from polytempo.torch.replica import Replica
 
@@ -112,6 +127,19 @@ def test_rates_decay_and_momentum_are_those_of_the_docstring(row: Row, workers: 
         assert len(ends) == workers
         for end in ends:
             assert (end - target).abs().max() < tolerance(row, workers), f"{optimized}: {end} is not {target}"
+
+
+@pytest.mark.parametrize("optimized", [each for each in OPTIMIZED if each.decays], ids=str)
+def test_help_with_a_bound_is_no_step_of_its_own(optimized: Optimized) -> None:
+    """One of three workers is slow, and the others do a part of its batches."""
+    row = next(row for row in HELPED if "bound=2" in label(row))
+    slow = replace(CLUSTER, flops_per_s=1000.0, stragglers=slow_host(2, 3.0), workers_per_host=1)
+    ends, result = ended(row.make(), 3, optimized, batch_size=80, cluster=slow)
+    assert result.server is not None
+    assert sum(worker["slices_helped"] for worker in result.server["workers"]) > STEPS
+    assert result.server["updates"] == 3 * STEPS
+    target = bounded(row, optimized, 3)
+    assert all((end - target).abs().max() < 1e-11 for end in ends)
 
 
 @pytest.mark.parametrize("name", NAMES)

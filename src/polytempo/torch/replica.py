@@ -279,21 +279,22 @@ def sparse_tables(model: nn.Module) -> frozenset[str]:
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state tensors, as `name|key`, whatever their dtype and shape.
 
-    Counts of steps and other single numbers are none of them: they are the same on all ranks. Raises ValueError for
-    what has no mean.
+    Counts of steps and other single numbers, the same on all ranks, are none of them. Raises ValueError for state that
+    has no mean: codes, and lists of tensors.
     """
-    found = {
-        f"{name}|{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and key != "step" and (value.ndim or value.shape == parameter.shape)
-    }
-    for name, value in found.items():
-        if not value.is_floating_point():
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps {name.rpartition('|')[2]!r} as {value.dtype}, of which there is no "
-                "mean; use parameter_averaging(optimizer_state=False), or an optimizer that keeps floating-point state"
-            )
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (key == "step" or (value.ndim == 0 and parameter.ndim)):
+                continue
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f"{name}|{key}"] = value
+            elif isinstance(value, Tensor | list):
+                what = str(value.dtype) if isinstance(value, Tensor) else "a list"
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as {what}, of which there is no mean; use "
+                    "parameter_averaging(optimizer_state=False), or an optimizer whose state is floating-point tensors"
+                )
     return found
 
 
