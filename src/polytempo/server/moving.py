@@ -27,11 +27,7 @@ class Likeness(msgspec.Struct, frozen=True, array_like=True):
     members: dict[int, int]
     workers: tuple[int, ...]
     tickets: tuple[Range, ...]
-
-    @property
-    def parts(self) -> tuple[Any, dict[int, int], tuple[int, ...], tuple[Range, ...]]:
-        """All of it."""
-        return self.rule, self.members, self.workers, self.tickets
+    let_go: tuple[Range, ...]
 
     def encode(self) -> bytes:
         """As bytes."""
@@ -56,7 +52,7 @@ def covers(spans: Spans, wanted: Spans) -> bool:
     return numel_of(common(spans, wanted)) == numel_of(wanted)
 
 
-def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness) -> Lent:
+def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness, running: Tensor | None) -> Lent:
     """What is asked for of `weights`, a shard's own vector that holds `own`: views where it is one range of that."""
     present, first, second, total = (
         None if tensor is None else _taken(tensor, own, request.spans) for tensor in _tensors(weights)
@@ -72,6 +68,7 @@ def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         second=second,
         total=total,
         aside={batch: _taken(parts, own, request.spans) for batch, parts in weights.aside.items()},
+        running=running,
     )
 
 
