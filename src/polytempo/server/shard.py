@@ -252,7 +252,7 @@ class Shard:
         if isinstance(action, Add):
             self._add(action)
         elif isinstance(action, Update):
-            self._update(action.divisor)
+            self._update(action)
         elif isinstance(action, Answer):
             self._answer(action.worker, replies)
         elif isinstance(action, Mix):
@@ -280,15 +280,15 @@ class Shard:
         else:
             for modifier in self.service.modifiers:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
-        self._weights.add(Term(gradient, action.factor), waiting.lrs)
+        self._weights.add(Term(gradient, action.factor), waiting.lrs, action.part_of)
         self._running.add(waiting.running)
         self._decided(waiting, "applied")
 
-    def _update(self, divisor: float) -> None:
-        self._weights.update(divisor)
+    def _update(self, action: Update) -> None:
+        self._weights.update(action.divisor, action.including)
         self._running.update(len(self._workers))
         if self._tables is not None:
-            self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
+            self._tables.update(action.divisor, self._weights.lrs, self._weights.steps, self.version)
 
     def _drop(self, action: Drop) -> None:
         self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
@@ -350,6 +350,7 @@ class Shard:
             first=weights.moments.first,
             second=weights.moments.second,
             total=weights.total if weights.summed else None,
+            aside=dict(weights.aside),
             version=self.version,
             steps=weights.steps,
             index=self.index,
@@ -385,7 +386,7 @@ class Shard:
         state = decode(data, tensors, weights.numel, weights.dtype, own)
         if self._tables is not None:
             self._tables.load(state.tables)
-        weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
+        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.aside, spare)
         weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
         weights.leases, weights.reads = state.leases, state.reads
         for number in state.held():

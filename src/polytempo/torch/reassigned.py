@@ -5,7 +5,8 @@
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
 torch from (seed, ticket, slice), so it is the same work whoever does it. A slice is collated by itself, so batches may
-be of any form; what looks at a batch as a whole (padding, batch normalisation) sees a slice instead.
+be of any form; what looks at a batch as a whole, such as padding, sees a slice instead. Batch norms are refused
+(`torch.requirements`), and a loss must be a mean over samples.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Reassigned:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each push is an update of its own (bounded staleness)."""
+        """Whether each batch is an update of its own (bounded staleness)."""
         return self._constants.slack > 0
 
     async def _by_itself(self, clock: int, ticket: Ticket, samples: int) -> None:
