@@ -28,4 +28,4 @@ def mean(route: Route = native) -> Transform:
         share = 1 / port.size if bundle.share is None else bundle.share
         return bundle.with_flat(await route(port, bundle.scaled(share) if share else torch.zeros_like(bundle.flat)))
 
-    return stateless(apply, weighs=True)
+    return stateless(apply, weighs=True, linear=True)

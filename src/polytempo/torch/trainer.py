@@ -16,7 +16,8 @@ from polytempo.data.shard import Shard
 from polytempo.report.metrics import MetricsWriter
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree, gather_json
-from polytempo.torch.attach import Handle, attach
+from polytempo.torch.attach import attach
+from polytempo.torch.handle import Handle
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
