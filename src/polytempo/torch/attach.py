@@ -61,10 +61,10 @@ def attach(
 
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
     strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
-    GAN's other loss, a first pass of SAM) leaves nothing behind. Gradients that are added to an answer are refused by
-    all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are. After
-    `model.load_state_dict()` (by all ranks) the strategy begins anew from there; other changes in place, as clipped
-    weights, count as movements of the step.
+    GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
+    refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
+    After `model.load_state_dict()` (by all ranks) the strategy begins anew from there; other changes in place, as
+    clipped weights, count as movements of the step.
     A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
     used keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` it is otherwise: `.grad` is
     this rank's own gradient, `step` does all the rest and waits for all (so all take or skip it alike), clipping is

@@ -49,8 +49,10 @@ class Backward:
         """Whether the last exchange did something."""
         self.mark_s = world.now_s()
         """When the computation began that goes on now."""
+        self._mixed = False
+        """Whether gradients were added to an answer, with which they cannot be exchanged."""
         self._unsure = False
-        """Whether gradients may still hold the last answer, and no more may be added."""
+        """Whether gradients may still hold the last answer: it matters when more come."""
         self._following: ref[Callable[[], None]] | None = None
         """What torch calls when the backward pass is over, and holds no longer than that."""
         self._missing: list[int] = []
@@ -75,12 +77,13 @@ class Backward:
         return arrived
 
     def _arrived(self, parameter: Tensor, index: int) -> None:
-        if self._unsure:
-            self._check_dropped(parameter)
         if self.silent:
+            if self._unsure and not self._mixed:
+                self._look_for_answers(parameter)
             self.exchanged = False
             return
         if self._following is None or self._following() is None:
+            self._look_for_answers(parameter)
             self._begin()
             self._follow()
         if index < 0:
@@ -94,15 +97,20 @@ class Backward:
         if self._missing[index] == 0 and not self._members.joining and index == len(self._launched):
             self._launch_ready()
 
-    def _check_dropped(self, arrived: Tensor | None) -> None:
-        """Only a mean can be exchanged together with what is added to it."""
-        if any(bucket.holds_answer(arrived) for bucket in self._replica.buckets):
+    def _look_for_answers(self, arrived: Tensor | None) -> None:
+        """When the first gradient has `arrived`: was the last answer dropped, or will the sum of both be exchanged?"""
+        if self._unsure:
+            self._mixed = any(bucket.holds_answer(arrived) for bucket in self._replica.buckets)
+            self._unsure = self._mixed
+
+    def _refuse_mixed(self) -> None:
+        """Only a mean can be exchanged together with what is added to it. Until a step uses it nothing is broken."""
+        if self._mixed:
             raise RuntimeError(
-                f"a gradient would be added to one that was exchanged already, and {self._replica.strategy} cannot "
+                f"gradients were added to some that had been exchanged already, and {self._replica.strategy} cannot "
                 "exchange the two together; put no_sync() around all backward passes of a step but the last, drop "
                 "gradients by zero_grad() before the next step, and use checkpointing with use_reentrant=False"
             )
-        self._unsure = False
 
     def _begin(self) -> None:
         """Forget a backward pass that failed, and refuse a second exchange where a step may have but one."""
@@ -139,12 +147,12 @@ class Backward:
     def complete(self) -> None:
         """Exchange what there is, where no backward pass has since: it was silent, or reached nothing."""
         buckets = self._replica.buckets
-        if self.exchanged and not (buckets and all(bucket.dropped for bucket in buckets)):
-            return
-        if self._unsure:
-            self._check_dropped(None)
-        self._begin()
-        self.finish()
+        if not self.exchanged or (buckets and all(bucket.dropped for bucket in buckets)):
+            self._look_for_answers(None)
+            self._refuse_mixed()
+            self._begin()
+            self.finish()
+        self._refuse_mixed()
 
     def finish(self) -> None:
         """Start what has not been started, and wait for everything."""
@@ -191,7 +199,7 @@ class Backward:
 
     def end_step(self) -> None:
         """An optimizer step was made of what was exchanged."""
-        self.exchanged, self.num_exchanges = False, 0
+        self.exchanged, self.num_exchanges, self._mixed = False, 0, False
         self._members.end_step()
         self.mark_s = self._world.now_s()
 

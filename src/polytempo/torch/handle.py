@@ -124,7 +124,8 @@ class Handle:
 
     def _mean(self, loss: Any) -> Tensor:
         share = 1 / self.world.size if self.replica.share is None else self.replica.share
-        return self.world.drive(tree(self.world.port, torch.tensor([share * float(loss)], dtype=torch.float64)))[0]
+        own = share * torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1)
+        return self.world.drive(tree(self.world.port, own.cpu()))[0]
 
     def _step_together(self, copy: OneCopy, args: tuple[Any, ...], closure: Callable[[], Any] | None) -> Any:
         """Make the step on the one copy. A closure is called first, for torch would call it after the step."""
