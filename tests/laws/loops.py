@@ -27,6 +27,9 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 STEPS = 7
 SKIPPED = 3
 """The step that overflows."""
+FREEZES = 3
+PERIODS = 8
+"""In so many steps ranks meet, whatever the strategy of the catalogue."""
 
 
 def momentum(net: nn.Module) -> Optimizer:
@@ -51,8 +54,8 @@ class Trial:
         self.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
         if options.pop("scaled", False):
             options["scaler"] = self.scaler
-        self.races = strategy is not None and strategy.one_copy in ("free", "locked")
-        """Whether ranks go each its own way."""
+        self.races = strategy is not None and strategy.one_copy not in (None, "together")
+        """Whether ranks write to the same parameters each at its own time."""
         self.handle = None if strategy is None else pt.attach(self.net, self.optimizer, strategy, **options)
 
     @property
@@ -310,6 +313,51 @@ def swapped(trial: Trial) -> None:
         trial.net.load_state_dict(own)
 
 
+def frozen(trial: Trial) -> None:
+    """A layer is frozen, rests once the ranks have met, and goes on when it is thawed."""
+    layer = trial.net[0]
+    assert isinstance(layer, nn.Linear)
+    meets = trial.handle is None or trial.handle.replica.strategy.in_step
+    at_rest = None
+    for step, batch in enumerate(trial.batches(num_steps=FREEZES + PERIODS + 4)):
+        if step == FREEZES:
+            layer.requires_grad_(False)
+        if step == (FREEZES if meets else FREEZES + PERIODS):
+            at_rest = layer.weight.detach().clone()
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        trial.optimizer.step()
+    assert at_rest is not None
+    assert trial.races or torch.equal(layer.weight, at_rest), "a frozen layer has moved"
+    layer.requires_grad_(True)
+    for batch in trial.batches(9, num_steps=4):
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        trial.optimizer.step()
+    assert not torch.equal(layer.weight, at_rest), "a thawed layer has not"
+
+
+def loaded(trial: Trial) -> None:
+    """Other weights are loaded on the way, and the learning rate is zero from there on."""
+    for step, batch in enumerate(trial.batches(num_steps=3 + PERIODS)):
+        if step == 3:
+            trial.net.load_state_dict({name: torch.ones_like(t) for name, t in trial.net.state_dict().items()})
+            trial.optimizer.param_groups[0].update(lr=0.0)
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        trial.optimizer.step()
+    assert trial.races or bool((trial.parameters() == 1).all()), f"{float(trial.parameters().max())} is not 1"
+
+
+def begun_anew(trial: Trial) -> None:
+    """Weights are set in place before the first step."""
+    for parameter in trial.net.parameters():
+        nn.init.ones_(parameter)
+    trial.optimizer.param_groups[0].update(lr=0.0)
+    plain(trial)
+    assert bool((trial.parameters() == 1).all()), f"{float(trial.parameters().max())} is not 1"
+
+
 def searched(trial: Trial) -> None:
     """LBFGS: several evaluations a step, as many as the losses say."""
     batch = next(trial.batches())
@@ -405,6 +453,9 @@ LOOPS = [
     Loop(swapped),
     Loop(looking_ahead, from_a_loader),
     Loop(looking_ahead_and_moving, from_a_loader),
+    Loop(frozen, None),
+    Loop(loaded, None),
+    Loop(begun_anew, None),
     Loop(clipped, None),
     Loop(scheduled, None),
     Loop(cast, None),
