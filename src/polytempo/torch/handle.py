@@ -63,6 +63,8 @@ class Handle:
         self._idle = copy is None and not (replica.exchanges_gradients or replica.exchanges_parameters)
         if not self._idle or self._feels_scales:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        if turns is not None:
+            turns.watch()
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._hooks += self._backward.watch()
         if world.size > 1:
