@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
+from polytempo.aggregation.outer import anchors
 from polytempo.torch.replica import Replica
-from polytempo.torch.result import parameters_sha256
 from polytempo.torch.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld
 
@@ -21,24 +23,26 @@ class Loaded:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._before: str | None = None
+        self._before: bytes | None = None
         """What the parameters were when something was first loaded since the last step."""
         self._began = False
-        self._modules = {id(module) for module in replica.model.modules()}
         self.hooks: list[RemovableHandle] = []
         before, after = WeakHook(self._before_load), WeakHook(self._after_load)
         for module in replica.model.modules():
             self.hooks.append(module.register_load_state_dict_pre_hook(before))
             self.hooks.append(module.register_load_state_dict_post_hook(after))
 
-    def _fingerprint(self) -> str:
-        return parameters_sha256(self._replica.trainable.values())
+    def _fingerprint(self) -> bytes:
+        digest = hashlib.sha256()
+        for parameter in self._replica.trainable.values():
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.digest()
 
-    def _before_load(self, module: Any, *_: Any) -> None:
-        if self._before is None and self._replica.exchanges_parameters:
+    def _before_load(self, *_: Any) -> None:
+        if self._before is None and any(True for _ in anchors(tuple(self._replica.parameter_states))):
             self._before = self._fingerprint()
 
-    def _after_load(self, module: Any, *_: Any) -> None:
+    def _after_load(self, *_: Any) -> None:
         now = {id(parameter) for parameter in self._replica.model.parameters()}
         if any(id(parameter) not in now for parameter in self._replica.trainable.values()):
             raise RuntimeError(
