@@ -35,7 +35,7 @@ class Loaded:
     def _fingerprint(self) -> bytes:
         digest = hashlib.sha256()
         for parameter in self._replica.trainable.values():
-            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
     def _before_load(self, *_: Any) -> None:
