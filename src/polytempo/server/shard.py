@@ -43,7 +43,7 @@ from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
 from polytempo.server.state import State, Waiting, decode, encode, renumbered
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
-from polytempo.server.update import Moments, Term, can_be_native
+from polytempo.server.update import Moments, can_be_native
 
 
 class Shard:
@@ -247,7 +247,7 @@ class Shard:
             self._tickets, self._resting = Ranges(tickets), frozenset(self._members) - frozenset(self._workers)
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
-        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
+        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces, self._holder.multiplied)
         self._spans = entry.spans
         self._weights, self._admission = self._holder.hold(entry.spans, values)
         rest.put_(self._weights)
@@ -298,18 +298,19 @@ class Shard:
     def _add(self, action: Add) -> None:
         waiting, gradient = self._oldest(action)
         basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
+        multiples = self._weights.weigh(action.weight, action.rate, waiting.lrs)
         if self._tables is not None:
-            gradient = self._tables.add(waiting.rows, action.factor, gradient, self.weights)
+            gradient = self._tables.add(waiting.rows, multiples, gradient, self.weights)
         else:
             for modifier in self.service.modifiers:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
-        self._weights.add(Term(gradient, action.factor), waiting.lrs)
+        self._weights.add(gradient, multiples)
         self._decided(waiting, "applied")
 
     def _update(self, divisor: float) -> None:
-        self._weights.update(divisor)
+        rates, divisors = self._weights.update(divisor)
         if self._tables is not None:
-            self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
+            self._tables.update(divisors, rates, self._weights.steps, self.version)
 
     def _drop(self, action: Drop) -> None:
         self._decided(self._oldest(action)[0], "dropped", action.reason)
@@ -365,7 +366,7 @@ class Shard:
             waiting=waiting,
             leases=leases,
             reads=reads,
-            lrs=weights.lrs,
+            rates=weights.rates,
             tickets=self._tickets.tuples,
             let_go=self._let_go.tuples,
             staleness=dict(self._staleness),
@@ -388,7 +389,7 @@ class Shard:
         if self._tables is not None:
             self._tables.load(state.tables)
         weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
-        weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
+        weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
         weights.leases, weights.reads = state.leases, state.reads
         for number in state.held():
             weights.buffers.hold(number)
