@@ -5,6 +5,7 @@ node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … �
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
+from polytempo.torch.shard_rule import shard_rule_of
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -47,6 +50,17 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
         tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(shards + added)
     )
     return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
+
+
+def service_of(service: Service, job: Job, optimizer: Optimizer) -> Service:
+    """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away.
+
+    Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
+    """
+    made = replace(service, optimizer=shard_rule_of(service, optimizer))
+    if job.schedule is not None:
+        check_schedule(optimizer, job.schedule, elsewhere=service.optimizer is None)
+    return made
 
 
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, evaluates: bool) -> Dealer:
@@ -103,7 +117,7 @@ def _check(job: Job, options: RunOptions, evaluates: bool) -> None:
 
 
 def scheduled_steps(batches: Batches) -> int:
-    """The steps that a worker takes in an epoch, for its learning-rate schedule: its part of the batches."""
+    """The steps of an epoch for the learning-rate schedule: one worker's part of the batches."""
     return max(1, len(batches) // batches.size)
 
 
@@ -132,5 +146,13 @@ def course_of(
         batches=batches,
         compute_gradients=gradients_of(model, job, flops_per_sample),
         seed=options.seed,
-        scheduler=job.schedule(optimizer, scheduled_steps(batches)) if job.schedule else None,
+        schedule=_schedule(job, strategy, batches, optimizer),
     )
+
+
+def _schedule(job: Job, strategy: Strategy, batches: Batches, optimizer: Optimizer) -> RateSchedule | None:
+    if job.schedule is None:
+        return None
+    elsewhere = strategy.server is not None and strategy.server.optimizer is None
+    steps = scheduled_steps(batches)
+    return RateSchedule(optimizer, job.schedule, steps_per_epoch=steps, batches=len(batches), elsewhere=elsewhere)

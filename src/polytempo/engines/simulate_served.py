@@ -19,7 +19,7 @@ from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import Shard as DataShard
-from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of
+from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, service_of
 from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.tally import Tally
@@ -40,7 +40,7 @@ from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.served import Attendance, ServedCourse, work
-from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.torch.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -171,7 +171,7 @@ class _Run:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
         flat = flat_of(model, optimizer)
-        service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
+        service = service_of(self.service, self.job, optimizer)
         view = View(1, self.cast.chains, ())
         nodes = {}
         for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):

@@ -104,7 +104,7 @@ def moved(
 
     Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others.
     Where sums are measured in different rates, as gradients were not equally stale in all shards, all are measured in
-    the largest. The shard goes on with its own rule, and so with its own rates; a new one with those of the first piece.
+    the largest. The shard goes on with its own rule, so with its own rates; a new one with those of the first piece.
     Errors: ValueError where an element of `spans` comes from nowhere.
     """
     sources = [(own, _tensors(old)), *((p.spans, (p.weights, p.first, p.second, p.total)) for p in pieces)]

@@ -280,8 +280,7 @@ class Shard:
         raise RuntimeError(f"the rule {self.service.rule.name} says {action}, but no gradient of that worker waits")
 
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
-        waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
-        waiting.rows = ()
+        waiting.gradient, waiting.rows, waiting.verdict, waiting.reason = None, (), verdict, reason
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self._staleness[waiting.staleness] += 1

@@ -1,7 +1,8 @@
 """The optimizer inside a shard: out of place on flat tensors, so that weights which are lent stay as they are.
 
 `out` ← one step of an `UpdateRule` from `weights` on g = Σ factorᵢ · gradientᵢ / divisor. Learning rates, factors and
-the divisor may differ between parameter groups (`server.step_rates`). There are two ways to compute it, and a run keeps to one of them in all its shards and their copies, because their bits differ:
+the divisor may differ between parameter groups (`server.step_rates`). There are two ways to compute it, and a run keeps
+to one of them in all its shards and their copies, because their bits differ:
 
     torch ops       as torch.optim does with foreach=False, operation by operation, so one worker without delay gets
                     the bits that it would get alone; several passes over memory
@@ -102,10 +103,11 @@ class Optimizer:
         step: int,
         lrs: tuple[float, ...],
     ) -> None:
-        """Step number `step` (the first is 1) with rates `lrs`: `out` and `moments` are overwritten, `out` may be `weights`.
+        """Step number `step` (the first is 1): `out` and `moments` are overwritten, `out` may be `weights`.
 
-        All tensors are flat and of one length. No terms: a step on a gradient of zeros. Cost: with the kernel one read
-        of the weights and of each gradient and one write of `out`; moments are read and written once.
+        `lrs`: its learning rates, for each parameter group; (): the rule's own. All tensors are flat and of one length.
+        No terms: a step on a gradient of zeros. Cost: with the kernel one read of the weights and of each gradient and
+        one write of `out`; moments are read and written once.
         """
         lrs = lrs if self._own is None or lrs else self._own
         pieces = self._pieces(lrs, divisor, *(factor for _, factor in terms))

@@ -21,7 +21,7 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     Cost: as `async_sgd`, and b workers' work in every step; a step takes as long as the Nth fastest worker.
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016,
-    section 3. There all batches are of one size, and N is fixed; here it is the number of workers at the time less b, at
+    section 3. There batches have one size, and N is fixed; here it is the number of workers at the time less b, at
     least 1.
     """
     return served(

@@ -64,6 +64,7 @@ def downpour(
             warm_start=warm_start,
             codec=codec,
             pull_codec=pull_codec,
+            decays="workers",
         ),
         gradients=push(push_every, overlap=overlap, steps_locally=True),
         parameters=pull(pull_every, overlap=overlap),
