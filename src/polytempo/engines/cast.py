@@ -5,6 +5,7 @@ node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … �
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
 from polytempo.torch.job import Data, Job
+from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
@@ -59,7 +61,7 @@ def service_of(service: Service, job: Job, optimizer: Optimizer) -> Service:
     """
     made = replace(service, optimizer=shard_rule_of(service, optimizer))
     if job.schedule is not None:
-        check_schedule(optimizer, job.schedule, elsewhere=service.optimizer is None)
+        check_schedule(optimizer, job.schedule, _movable(service))
     return made
 
 
@@ -137,6 +139,15 @@ def course_of(
     flops_per_sample: float = 0.0,
 ) -> ServedCourse:
     """What a worker is to train, in either world and in a replay; a virtual one charges `flops_per_sample`."""
+    server = strategy.server
+    assert server is not None, "whoever has no server has no part in this"
+    decay = LocalDecay(optimizer) if server.decays == "workers" else None
+    schedule = None
+    if job.schedule is not None:
+        steps = scheduled_steps(batches)
+        schedule = RateSchedule(
+            *(optimizer, job.schedule), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
+        )
     return ServedCourse(
         job=job,
         strategy=strategy,
@@ -146,13 +157,13 @@ def course_of(
         batches=batches,
         compute_gradients=gradients_of(model, job, flops_per_sample),
         seed=options.seed,
-        schedule=_schedule(job, strategy, batches, optimizer),
+        schedule=schedule,
+        decay=decay,
     )
 
 
-def _schedule(job: Job, strategy: Strategy, batches: Batches, optimizer: Optimizer) -> RateSchedule | None:
-    if job.schedule is None:
-        return None
-    elsewhere = strategy.server is not None and strategy.server.optimizer is None
-    steps = scheduled_steps(batches)
-    return RateSchedule(optimizer, job.schedule, steps_per_epoch=steps, batches=len(batches), elsewhere=elsewhere)
+def _movable(service: Service) -> Collection[str] | None:
+    """What a schedule may move: what the shards need of it travels with each push, or the workers alone need it."""
+    if service.optimizer is None:
+        return ("lr",)
+    return ("lr", "momentum", "betas") if service.decays == "workers" else None

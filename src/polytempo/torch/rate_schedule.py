@@ -9,7 +9,7 @@ So the rates of a run do not depend on which worker is slow, on a worker's lives
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -27,19 +27,27 @@ class RateSchedule:
 
     A schedule of torch goes forwards only, so it is stepped to where a batch asks for it, and what it set on the way
     (learning rates; momentum or betas, where it moves them) is remembered. Memory: 8 bytes a number and step. A worker
-    that begins late steps through all that it missed: some 10 µs a step. `elsewhere`: the optimizer runs in the shards,
-    to which only learning rates travel.
+    that begins late steps through all that it missed: some 10 µs a step.
 
-    Errors: ValueError for a schedule that waits for a metric, and, if `elsewhere`, for one that moves anything but
-    learning rates.
+    `movable`: the options that the schedule may move, None for any. Where the optimizer runs in the shards that is the
+    learning rate alone, as nothing else travels with a push.
+
+    Errors: ValueError for a schedule that waits for a metric, and for one that moves what it may not.
     """
 
     def __init__(
-        self, optimizer: Optimizer, make: Make, *, steps_per_epoch: int, batches: int, elsewhere: bool
+        self,
+        optimizer: Optimizer,
+        make: Make,
+        *,
+        steps_per_epoch: int,
+        batches: int,
+        movable: Collection[str] | None = None,
     ) -> None:
         self._optimizer, self._steps_per_epoch, self._batches = optimizer, steps_per_epoch, batches
+        self._movable = movable
         self._names = [list(_numbers(group)) for group in optimizer.param_groups]
-        self._fixed = list(self._read(rates=False)) if elsewhere else None
+        self._fixed = list(self._read(fixed=True))
         self._scheduler = make(optimizer, steps_per_epoch)
         optimizer.step()  # without gradients it does nothing, but torch warns of a schedule that steps before it
         if isinstance(self._scheduler, ReduceLROnPlateau):
@@ -66,18 +74,18 @@ class RateSchedule:
         self._write(step)
 
     def _remember(self) -> None:
-        if self._fixed is not None and list(self._read(rates=False)) != self._fixed:
+        if list(self._read(fixed=True)) != self._fixed:
             raise ValueError(
-                f"{type(self._scheduler).__name__} moves more than learning rates, and the optimizer runs in the "
-                "shards, which get nothing else; use cycle_momentum=False, or easgd, whose workers run it themselves"
+                f"{type(self._scheduler).__name__} moves more than {', '.join(self._movable or ())}, and the parameter "
+                "server hears of nothing else; use cycle_momentum=False, or easgd, whose workers step by themselves"
             )
         self._remembered.extend(self._read())
 
-    def _read(self, *, rates: bool = True) -> Iterator[float]:
-        """The groups' numbers, without learning rates unless `rates`."""
+    def _read(self, *, fixed: bool = False) -> Iterator[float]:
+        """The groups' numbers, or those that the schedule may not move."""
         for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             for name in names:
-                if rates or name != "lr":
+                if not fixed or (self._movable is not None and name not in self._movable):
                     yield from map(float, group[name]) if isinstance(group[name], tuple) else [float(group[name])]
 
     def _write(self, step: int) -> None:
@@ -91,10 +99,10 @@ class RateSchedule:
                     group[name] = tuple(next(values) for _ in present) if isinstance(present, tuple) else next(values)
 
 
-def check_schedule(optimizer: Optimizer, make: Make, *, elsewhere: bool) -> None:
+def check_schedule(optimizer: Optimizer, make: Make, movable: Collection[str] | None) -> None:
     """Raise where `RateSchedule` would, as far as a few steps show it. `optimizer` is given away."""
-    probe = RateSchedule(optimizer, make, steps_per_epoch=_PROBED_STEPS, batches=_PROBED_STEPS, elsewhere=elsewhere)
-    probe.go_to(_PROBED_STEPS)
+    steps = _PROBED_STEPS
+    RateSchedule(optimizer, make, steps_per_epoch=steps, batches=steps, movable=movable).go_to(steps)
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[str]:

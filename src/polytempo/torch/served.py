@@ -54,6 +54,7 @@ class ServedCourse:
     compute_gradients: ComputeGradients
     seed: int = 0
     schedule: RateSchedule | None = None
+    decay: LocalDecay | None = None
 
 
 class Attendance(NamedTuple):
@@ -132,7 +133,6 @@ class _Worker:
         server = course.strategy.server
         helps = server is not None and server.reassigns is not None
         self._reassigned = Reassigned(port, course, client, asker) if helps else None
-        self._decay = LocalDecay(course.optimizer) if server is not None and server.decays == "workers" else None
         found = parameters_of(course.model, course.optimizer, course.strategy)  # refuses what cannot be pushed
         trained = trainable(course.model, course.optimizer)
         self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
@@ -241,8 +241,8 @@ class _Worker:
     async def _exchange(self, *, empty: bool) -> None:
         """The strategy's two transforms with the local step between them, which an empty step leaves out."""
         strategy, optimizer = self._course.strategy, self._course.optimizer
-        if self._decay is not None and not empty:
-            self._decay.add_()
+        if self._course.decay is not None and not empty:
+            self._course.decay.add_()
         gradients = {
             name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
         }
