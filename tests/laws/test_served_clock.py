@@ -43,6 +43,12 @@ PROMISES = {
 }
 """What the docstrings say; easgd's server makes no step."""
 
+SEVERAL = [
+    Row("softsync", lambda: strategies.softsync(n=1, scale="inverse")),
+    Row("staleness_aware", lambda: strategies.staleness_aware(n=2, shards=2)),
+]
+"""Updates of several gradients, each with a staleness of its own."""
+
 every_row = pytest.mark.parametrize("row", SERVED, ids=label)
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
@@ -86,7 +92,7 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
         torch.testing.assert_close(run.weights, torch.full_like(run.weights, expected), rtol=1e-12, atol=1e-12)
 
 
-@every_row
+@pytest.mark.parametrize("row", [*SERVED, *SEVERAL], ids=label)
 @every_optimizer
 def test_the_server_steps_as_the_docstring_says_however_stale_gradients_are(row: Row, optimizer: str) -> None:
     """With a slow worker, uneven batches, and a schedule that ends at 0."""
