@@ -105,7 +105,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "calls_before"), zip(STRATEGIES, (7, 0), strict=True), ids=str)
+@pytest.mark.parametrize(("strategy", "calls_before"), [*zip(STRATEGIES, (7, 0), strict=True)], ids=str)
 def test_a_worker_that_is_killed_changes_no_rate(strategy: Strategy, calls_before: int, tmp_path: Path) -> None:
     assert strategy.server is not None
     loss = dies_once(tmp_path / "died", calls_before, "1")
