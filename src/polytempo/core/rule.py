@@ -176,4 +176,7 @@ class Service:
     reassigns: object | None = None
     codec: Codec | None = None
     pull_codec: Codec | None = None
+    numbers_per_batch: int = 1
+    """By how many ticket numbers the shards know one batch, the last of which closes it; more than 1 where batches are
+    cut into slices."""
     decays: Literal["shards", "workers"] = "shards"

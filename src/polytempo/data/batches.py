@@ -45,6 +45,11 @@ class Batches:
         """Where batch `batch` lies in its epoch's order."""
         return dealt(self.num_samples, self.size, self.batch_size, self.deals, batch)
 
+    def samples_before(self, number: int) -> int:
+        """How many samples the run's first `number` batches have, epoch after epoch."""
+        epochs, rest = divmod(number, len(self))
+        return epochs * self.num_samples + (self.pick(rest - 1).stop if rest else 0)
+
     def at(self, epoch: int, batch: int) -> Any:
         """Batch number `batch` of `epoch`, collated."""
         place = self.pick(batch)

@@ -21,10 +21,11 @@ from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Port, Program, Strategy
 from polytempo.core.op import Take
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, reached, service_of
+from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, points_of, service_of
 from polytempo.engines.gate import CoordinatorDoor, Gate, Life, Play, ShardDoor, Stop
 from polytempo.engines.recorded import Recorded
 from polytempo.engines.recording import RunFacts
+from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.standing import LIVES, resumed
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
@@ -41,6 +42,7 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256
+from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ComputeGradients, work
 from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.worlds import VirtualWorld
@@ -81,9 +83,13 @@ class Stage:
         taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | Pulling | Pushing))
         self.play = Play(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
+        self.scored: list[dict[str, Any]] = []
+        """The rows about tests, of all scores that could have been taken."""
         self.finals: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.losses: dict[Life, list[float]] = {life: [] for life in self.rank_of}
+        self.dealer = dealer_of(self.service, self.batches, job, self.options, has_test=self.data.test is not None)
+        self.scores = self._scores()
         self.coordinator = self._coordinator(recorded)
         self.doors = [self._door(recorded, shard) for shard in range(self.service.shards)]
         self.gates = [
@@ -111,7 +117,7 @@ class Stage:
 
     def _coordinator(self, recorded: Recorded) -> Coordinator:
         facts = self.facts
-        dealer = dealer_of(self.service, self.batches, self.job, self.options, evaluates=self.data.test is not None)
+        dealer = self.dealer
         if recorded.start is not None:
             found = resumed(recorded.start, self.service.shards, {})
             dealer.load(found.dealer, found.applied)
@@ -128,10 +134,13 @@ class Stage:
         )
 
     def _on_row(self, text: bytes) -> None:
-        row = json.loads(text)
-        self.rows.append(row)
-        if row["kind"] == "test" and reached(row, self.options):
-            self.coordinator.dealer.stop()
+        self.rows.append(json.loads(text))
+
+    def _scores(self) -> OffTheClock | None:
+        if self.data.test is None:
+            return None
+        scorer = Scorer(self.job, self.data, self.batches, *self._replica())
+        return OffTheClock(points_of(self.batches, self.dealer), scorer, self.dtype, self.scored.append, lambda: 0.0)
 
     def _door(self, recorded: Recorded, number: int) -> ShardDoor:
         """The shard as it was when the run began, or went on."""
@@ -145,8 +154,11 @@ class Stage:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)
             shard.load(saved.state, saved.tensors)
-        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING)
+        watcher = None if self.scores is None else self.scores.watcher(shard, lambda: node)
+        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING, on_entry=watcher)
         node.receive(0.0, self.coordinator_rank, View(1, tuple(self.chains), ()))
+        if self.scores is not None:
+            self.scores.begin([shard])
         return ShardDoor(node, self.play)
 
     # ------------------------------------------------------------------ lives

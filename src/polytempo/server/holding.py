@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from polytempo.core import Codec
@@ -9,11 +13,33 @@ from polytempo.core.rule import Service
 from polytempo.server.admission import Admission
 from polytempo.server.buffers import Empty
 from polytempo.server.encoded import Coding, Pushes, Shown
-from polytempo.server.layout import Parameter, Spans, segments
+from polytempo.server.layout import Parameter, Spans, numel_of, segments
+from polytempo.server.pieces import cut
 from polytempo.server.step_rates import Factor
 from polytempo.server.tables import Tables
 from polytempo.server.update import Optimizer, Term
 from polytempo.server.weights import Weights
+
+
+class Held(NamedTuple):
+    """What a shard held at some entry of its log."""
+
+    spans: Spans
+    values: Tensor
+    """What `spans` name of all parameters, tables included, shape (numel,)."""
+    release: Callable[[], None]
+    """It may be written over again."""
+
+
+def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    """What `spans` name of all parameters, put together from the dense part and the pieces of tables: a copy."""
+    values = torch.empty(numel_of(spans), dtype=dense.dtype)
+    parts, pieces = cut(values, parameters, spans)
+    for target, source in zip(parts, dense.split([len(target) for target in parts]), strict=True):
+        target.copy_(source)
+    for target, source in zip(pieces, tables, strict=True):
+        target.copy_(source)
+    return values
 
 
 class Holder:

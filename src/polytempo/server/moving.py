@@ -28,11 +28,7 @@ class Likeness(msgspec.Struct, frozen=True, array_like=True):
     members: dict[int, int]
     workers: tuple[int, ...]
     tickets: tuple[Range, ...]
-
-    @property
-    def parts(self) -> tuple[Any, dict[int, int], tuple[int, ...], tuple[Range, ...]]:
-        """All of it."""
-        return self.rule, self.members, self.workers, self.tickets
+    let_go: tuple[Range, ...]
 
     def encode(self) -> bytes:
         """As bytes."""

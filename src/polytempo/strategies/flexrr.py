@@ -64,5 +64,5 @@ def flexrr(
             shards=shards,
             replicas=replicas,
         ),
-        replace(served_by, reassigns=replace(parts, slack=bound)),
+        replace(served_by, reassigns=replace(parts, slack=bound), numbers_per_batch=parts.slices + 1),
     )

@@ -23,7 +23,6 @@ from polytempo.data.batches import Batches
 from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
-from polytempo.torch.evaluate import evaluate_alone
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.rate_schedule import RateSchedule
@@ -95,10 +94,6 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
                     if number == len(deal.tickets):
                         await asker.ask(port, worker.taken_rows())
                     await worker.train(ticket)
-            case "evaluate":
-                await worker.begin()
-                await worker.push_all()
-                await worker.evaluate()
             case "wait":
                 await worker.push_all()
             case "finish":
@@ -291,8 +286,8 @@ class _Worker:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then an
-        evaluation must leave them as they are. A copy may as well become a newer one."""
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
+        the shards must leave them as they are. A copy may as well become a newer one."""
         return is_idle(self._course.strategy.gradients, self._port.size + 1)
 
     @property
@@ -313,19 +308,6 @@ class _Worker:
         """The rows of metrics that nobody has taken yet."""
         rows, self._rows = self._rows, []
         return rows
-
-    async def evaluate(self) -> None:
-        """Score the server's weights on the test set, off the clock."""
-        course = self._course
-        if course.data.test is None:
-            return
-        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
-        await self.waited(self.fetch())
-        score = evaluate_alone(course.model, course.data.test, course.job.loss, course.job.correct)
-        if own:
-            self._place(Bundle(own))
-        facts = {"kind": "test", **self._position, "seconds": await self._port.now()}
-        self._write(facts | {"loss": score.loss, "accuracy": score.accuracy})
 
     def _remember(self, ticket: Ticket) -> None:
         """Where the run is, as far as this worker knows, and now and then a row about it."""
