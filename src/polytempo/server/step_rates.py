@@ -32,6 +32,10 @@ class Multiples(NamedTuple):
     before: Factor | None = None
 
 
+_ONCE = Multiples(1.0)
+"""What most gradients are added with."""
+
+
 class StepRates(msgspec.Struct, frozen=True, array_like=True):
     """What has to be known of the gradients in a sum, beside the sum."""
 
@@ -40,14 +44,14 @@ class StepRates(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 0.0
     """Σ mᵢ."""
     moved: tuple[float, ...] = ()
-    """Σ mᵢ rᵢ / R."""
+    """Σ mᵢ rᵢ / R; () where that is Σ mᵢ in every group."""
 
     def with_one(self, weight: float, rates: tuple[float, ...]) -> tuple[StepRates, Multiples]:
         """One more gradient, with `weight` in the mean and these `rates`."""
         if not self.weight:
-            return StepRates(rates, weight, (weight,) * len(rates)), Multiples(weight)
+            return StepRates(rates, weight), _ONCE if weight == 1 else Multiples(weight)
         if rates == self.largest:
-            moved = tuple(sum_so_far + weight for sum_so_far in self.moved)
+            moved = tuple(sum_so_far + weight for sum_so_far in self.moved) if self.moved else ()
             return StepRates(rates, self.weight + weight, moved), Multiples(weight)
         largest = tuple(map(_larger, self.largest, rates))
         same, before = self.measured_in(largest)
@@ -59,12 +63,13 @@ class StepRates(msgspec.Struct, frozen=True, array_like=True):
     def measured_in(self, largest: tuple[float, ...]) -> tuple[StepRates, Factor]:
         """The same gradients with R = `largest`, which is no smaller; what their sum is to be multiplied by for it."""
         ratios = tuple(map(_ratio, self.largest, largest))
-        moved = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(self.moved, ratios, strict=True))
+        before = self.moved or (self.weight,) * len(ratios)
+        moved = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(before, ratios, strict=True))
         return StepRates(largest, self.weight, moved), _one(ratios)
 
     def step(self, divisor: float) -> tuple[tuple[float, ...], Factor]:
         """The learning rates η̄ of an update of the sum over `divisor`, and what the sum is divided by to be ḡ."""
-        if all(sum_so_far == self.weight for sum_so_far in self.moved):
+        if not self.moved or not self.weight:
             return self.largest, divisor
         shares = [sum_so_far / self.weight for sum_so_far in self.moved]
         rates = tuple(rate * share for rate, share in zip(self.largest, shares, strict=True))

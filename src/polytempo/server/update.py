@@ -79,6 +79,8 @@ class Optimizer:
     def __init__(self, rule: UpdateRule, segments: Sequence[Segment], dtype: torch.dtype, *, native: bool) -> None:
         self.rule, self.native, self.segments = rule, native, segments
         self._groups = sorted({segment.group for segment in segments})
+        self._whole = None if len(self._groups) > 1 else [(slice(None), self._groups[0] if self._groups else 0)]
+        """All of it, where there is but one parameter group."""
         self._own = None if rule.lr is None else (rule.lr,) * (self._groups[-1] + 1 if self._groups else 1)
         self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
 
@@ -110,7 +112,7 @@ class Optimizer:
         one write of `out`; moments are read and written once.
         """
         lrs = lrs if self._own is None or lrs else self._own
-        pieces = self._pieces(lrs, divisor, *(factor for _, factor in terms))
+        pieces = self._whole or self._pieces(lrs, divisor, *(factor for _, factor in terms))
         if self._updater is not None:
             self._native_(weights, out, terms, divisor, moments, step, lrs, pieces)
             return
@@ -134,7 +136,7 @@ class Optimizer:
         """
         updater = self._updater
         assert updater is not None, "asked for only where `descends`"
-        for where, group in self._pieces(lrs):
+        for where, group in self._whole or self._pieces(lrs):
             updater.hyper.lr = lrs[group]
             bad = updater.descend_(gradient[where], scale, weights[where], out[where])
             if bad >= 0:
@@ -143,17 +145,15 @@ class Optimizer:
 
     def add_(self, total: Tensor, term: Term, *, fresh: bool) -> None:
         """total ← factor · gradient where `fresh`, else that is added. `gradient` may be `total` where `fresh`."""
-        for where, group in self._pieces(term.factor):
+        for where, group in self._whole or self._pieces(term.factor):
             _add_(total[where], term.gradient[where], of_group(term.factor, group), fresh=fresh)
 
     def _pieces(self, *factors: Factor) -> list[tuple[slice, int]]:
         """The parts of the vector in which none of `factors` changes, each with a parameter group."""
         groups = self._groups
-        if len(groups) > 1 and any(
-            isinstance(factor, tuple) and len({factor[group] for group in groups}) > 1 for factor in factors
-        ):
+        if any(isinstance(factor, tuple) and len({factor[group] for group in groups}) > 1 for factor in factors):
             return [(slice(begin, end), group) for begin, end, group in self.segments]
-        return [(slice(None), groups[0] if groups else 0)]
+        return [(slice(None), groups[0])]
 
     def _native_(
         self,
@@ -172,7 +172,8 @@ class Optimizer:
         first, second = moments
         for where, group in pieces:
             updater.hyper.lr = lrs[group] if lrs else 0.0
-            scales = [of_group(factor, group) / of_group(divisor, group) for _, factor in terms]
+            share = of_group(divisor, group)
+            scales = [of_group(factor, group) / share for _, factor in terms]
             if len(pieces) == 1:
                 updater.update_([g for g, _ in terms], scales, weights, out, first, second)
                 continue
