@@ -47,7 +47,9 @@ class Job:
     correct: Callable[[Any, Any], Tensor] | None = None
     """`correct(output, target)`: booleans whose mean is the accuracy; None where there is none."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
-    """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step."""
+    """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
+
+    With a parameter server each batch has the rate of its place in the run, whichever worker takes it, and whenever."""
     name: str = "job"
     origin: str | None = None
     """What `jobs.find` found it by, so that another process can find it again; a file's path is absolute."""
