@@ -251,6 +251,23 @@ def test_a_restart_goes_back_to_what_every_shard_has() -> None:
     assert told == ["again 3", "again 5", "again 6", "train 7"]
 
 
+@pytest.mark.parametrize(
+    ("applied", "told"),
+    [
+        ([((0, 5),), ((0, 8),)], ["train 6", "train 7", "train 8"]),  # whole steps: one shard is a step ahead
+        ([((0, 6),), ((0, 8),)], ["again 7", "again 8", "train 11"]),  # a step in which a worker was lost
+    ],
+)
+def test_after_a_restart_whole_steps_come_as_they_came_first(
+    applied: list[tuple[tuple[int, int], ...]], told: list[str]
+) -> None:
+    dealer = Dealer(12, 12, "evenly", 3)
+    dealer.load(Dealer(12, 12, "evenly", 3).dump(), applied)
+    crowd = Crowd(dealer, range(3))
+    crowd.done = list(range(applied[0][0][1] + 1))
+    assert [crowd.ask(worker) for worker in range(3)] == told
+
+
 def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
     crowd = free(4, 6, 1)
     while crowd.told[-1:] != [(0, "finish")]:

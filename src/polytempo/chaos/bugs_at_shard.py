@@ -157,7 +157,7 @@ def scored_weights_written() -> Patches:
     """What is shown to the evaluator is not held, so the next updates write into it."""
 
     def wrong(self: Shard) -> Held:
-        return Held(self._all_spans, self.weights, lambda: None)
+        return Held(self._all_spans, self.weights, None, lambda: None)
 
     return [(Shard, "hold", wrong)]
 

@@ -62,7 +62,7 @@ class OffTheClock:
     def _note(self, number: int, shard: Shard) -> None:
         held = shard.hold()
         parts = self._parts.setdefault(number, {})
-        parts[shard.number] = held.spans, held.values.clone(), None
+        parts[shard.number] = held.spans, held.values.clone(), held.running
         held.release()
         if number <= self._scored or sum(numel_of(spans) for spans, _, _ in parts.values()) != self._flat.numel():
             return

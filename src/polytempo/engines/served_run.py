@@ -52,6 +52,7 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, work
 from polytempo.torch.shard_rule import flat_of, parameters_of
@@ -104,7 +105,7 @@ class ServedRun:
         optimizer = self._optimizer(model)
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
-        self.weights = flat_of(model, optimizer)
+        self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = service_of(self.service, job, optimizer)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
@@ -300,6 +301,7 @@ class ServedRun:
             part(self.weights, spans).clone(),
             self.service,
             empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
+            running=self.running,
         )
         if self.standing is not None and self.out is not None and not role.blank:
             part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)

@@ -41,6 +41,7 @@ from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ServedCourse, work
 from polytempo.torch.shard_rule import flat_of, parameters_of
@@ -183,14 +184,15 @@ class _Run:
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
-        flat = flat_of(model, optimizer)
+        flat, running = flat_of(model, optimizer), Running(model).vector()
         service = service_of(self.service, self.job, optimizer)
         view = View(1, self.cast.chains, ())
         nodes: dict[int, Node] = {}
         for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):
             for node in chain:
                 spans = self.spans[number] if number < len(self.spans) else ()
-                shard = Shard(number, self.parameters, spans, part(flat, spans), service, native=self.native)
+                mine = part(flat, spans)
+                shard = Shard(number, self.parameters, spans, mine, service, native=self.native, running=running)
                 watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
                 nodes[node] = Node(node, shard, self.cast.coordinator, self.timing, on_entry=watcher)
                 nodes[node].receive(0.0, self.cast.coordinator, view)

@@ -42,6 +42,7 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256
+from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ComputeGradients, work
 from polytempo.torch.shard_rule import flat_of, parameters_of
@@ -149,7 +150,8 @@ class Stage:
         weights = part(flat_of(model, optimizer), spans).clone()
         service = service_of(self.service, self.job, optimizer)
         native = self.facts.native and can_be_native(self.dtype)
-        shard = Shard(number, self.parameters, spans, weights, service, native=native)
+        running = Running(model).vector()
+        shard = Shard(number, self.parameters, spans, weights, service, native=native, running=running)
         if recorded.start is not None:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)

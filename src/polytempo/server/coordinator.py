@@ -171,7 +171,7 @@ class Coordinator:
             return []
         self._on_entry(Saving(0, 0, number))
         for _, asked in self._shards.live:
-            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
+            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number, self.dealer.whole_steps))
         return self._outbox(now_s)
 
     def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:

@@ -270,6 +270,13 @@ class Dealer:
         return not any(life.held or life.answer is not None for life in self._workers.values())
 
     @property
+    def whole_steps(self) -> int:
+        """How many batches the steps have that are begun: where all shards, dealt evenly, hold the same. Freely, 0."""
+        if self.deals == "freely":
+            return 0
+        return min(-(-self._supply.frontier // self._step) * self._step, self.num_tickets)
+
+    @property
     def epoch(self) -> int:
         """Epochs all of whose tickets are done, from the first on."""
         gaps = self._done.missing(0, self.num_tickets - 1)
@@ -308,6 +315,7 @@ class Dealer:
 
         `applied`: for each shard the tickets in the snapshot that it went on from (`Statistics.tickets`). Then those
         are done that every shard has. Some shards may have more than the others, and drop them when they come again.
+        Where only whole steps are missing, "evenly" deals them to the workers that had them before.
         The run's end, the kind of dealing and the number of workers may have changed, the batches of an epoch not.
         """
         if self._workers or self._supply.frontier:
@@ -323,6 +331,9 @@ class Dealer:
         for shard in applied if applied else [saved.done]:
             for first, last in Ranges(shard).missing(0, frontier - 1):
                 absent.add(first, last)
+        begun = absent.tuples[0][0] // self._step * self._step if absent.tuples else frontier
+        if self.deals == "evenly" and absent.covers(begun, frontier - 1):  # whole steps: they come as they came first
+            absent, frontier = Ranges(), begun
         self._done = Ranges(absent.missing(0, frontier - 1))
         self._again = [number for first, last in absent for number in range(first, last + 1)]
         self._again += self._supply.skip_to(frontier)

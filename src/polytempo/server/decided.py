@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from polytempo.core.ranges import Ranges
-from polytempo.server.message import Request, Statistics
+from polytempo.core.ranges import Range, Ranges
+from polytempo.server.message import Push, Request, Statistics
+
+Verdict = Literal["dropped", "refused"]
+"""What becomes of a push that is not used."""
 
 
 class Decided:
@@ -15,11 +19,11 @@ class Decided:
     `numbers_per_batch`: by how many ticket numbers one batch is known; it is decided with the last of them.
     """
 
-    def __init__(self, numbers_per_batch: int, applied: Ranges | None = None, let_go: Ranges | None = None) -> None:
+    def __init__(self, numbers_per_batch: int, applied: Sequence[Range] = (), let_go: Sequence[Range] = ()) -> None:
         self._numbers = numbers_per_batch
-        self.applied, self.let_go = applied or Ranges(), let_go or Ranges()
+        self.applied, self.let_go = Ranges(applied), Ranges(let_go)
         """In the weights or the sum; and dropped, so not to be dealt again."""
-        both = Ranges((*self.applied.tuples, *self.let_go.tuples))
+        both = Ranges((*applied, *let_go))
         self.batches = sum((last + 1) // self._numbers - first // self._numbers for first, last in both.tuples)
         """How many batches are decided."""
         self.batches_before = self.batches
@@ -37,6 +41,30 @@ class Decided:
         """A gradient of these is not used."""
         self.dropped += 1
         self._add(tickets, self.let_go, self.applied)
+
+    def had(self, push: Push) -> tuple[Verdict, str]:
+        """Why the push is not used, or refused, because of what was used already; "" if nothing of it was."""
+        had = [ticket for ticket in push.tickets if ticket in self.applied]
+        if not had:
+            return "refused", ""
+        if len(had) == len(push.tickets):
+            return "dropped", "had already"
+        return "refused", f"worker {push.worker}: tickets {had} are applied, the others of {push.tickets} are not"
+
+    def turn_away(self, verdict: Verdict) -> None:
+        """A push was not even looked at by the rule."""
+        self.dropped += verdict == "dropped"
+        self.refused += verdict == "refused"
+
+    def recall(self, staleness: Mapping[int, int], dropped: int, refused: int) -> None:
+        """Go on from these counts."""
+        self.staleness.update(staleness)
+        self.dropped, self.refused = dropped, refused
+
+    @property
+    def tuples(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """What was used, and what was dropped."""
+        return self.applied.tuples, self.let_go.tuples
 
     def statistics(self, shard: int, request: Request, *, version: int, index: int, repeated: int) -> Statistics:
         """The answer to `Inquire`."""

@@ -27,6 +27,8 @@ class Held(NamedTuple):
     spans: Spans
     values: Tensor
     """What `spans` name of all parameters, tables included, shape (numel,)."""
+    running: Tensor | None
+    """The running statistics of norms."""
     release: Callable[[], None]
     """It may be written over again."""
 
@@ -40,6 +42,17 @@ def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables:
     for target, source in zip(pieces, tables, strict=True):
         target.copy_(source)
     return values
+
+
+def held_now(
+    weights: Weights, tables: Tables | None, parameters: Sequence[Parameter], spans: Spans, running: Tensor | None
+) -> Held:
+    """All that a shard with `spans` of `parameters` holds now, to stay as it is until it is released."""
+    if tables is not None:
+        return Held(spans, copied(parameters, spans, weights.present, tables.values), running, lambda: None)
+    buffers, number = weights.buffers, weights.current
+    buffers.hold(number)
+    return Held(spans, weights.present, running, lambda: buffers.release(number))
 
 
 class Holder:

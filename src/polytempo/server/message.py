@@ -89,6 +89,8 @@ class Push(Request, frozen=True, eq=False):
     gradient: Tensor
     """Flat: the shard's dense pieces one after the other."""
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
+    """The running statistics of the worker's norms, float64; None where its model has none."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -109,9 +111,10 @@ class Members(Request, frozen=True, eq=False):
 
 
 class Save(Request, frozen=True, eq=False):
-    """From the coordinator: write snapshot `number`."""
+    """From the coordinator: write snapshot `number`, as soon as `at` batches are decided."""
 
     number: int
+    at: int = 0
 
 
 class Inquire(Request, frozen=True, eq=False):
@@ -163,11 +166,12 @@ class Pushed(Reply, frozen=True, eq=False):
 
 
 class Pulled(Reply, frozen=True, eq=False):
-    """The weights of version `version`, flat (dense pieces), and rows of tables."""
+    """The weights of version `version`, flat (dense pieces), rows of tables, and running statistics of norms."""
 
     version: int
     values: Tensor
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
 
 
 class Noted(Reply, frozen=True, eq=False):
@@ -206,6 +210,7 @@ class Lent(Reply, frozen=True, eq=False):
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
+    running: Tensor | None = None
 
 
 class Stranger(Reply, frozen=True, eq=False):

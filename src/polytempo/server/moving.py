@@ -53,7 +53,7 @@ def covers(spans: Spans, wanted: Spans) -> bool:
     return numel_of(common(spans, wanted)) == numel_of(wanted)
 
 
-def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness) -> Lent:
+def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness, running: Tensor | None) -> Lent:
     """What is asked for of `weights`, a shard's own vector that holds `own`: views where it is one range of that."""
     present, first, second, total = (_taken(tensor, own, request.spans) for tensor in _tensors(weights))
     assert present is not None, "every shard has weights"
@@ -66,6 +66,7 @@ def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         first=first,
         second=second,
         total=total,
+        running=running,
     )
 
 

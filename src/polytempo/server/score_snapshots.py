@@ -93,7 +93,8 @@ class ScoreSnapshots:
         for one in self._kept:
             if one.number >= number and one.entry <= committed:
                 self._shown = max(self._shown, one.number)
-                return Shown(self._shard.number, one.number, one.seconds, one.held.spans, one.held.values)
+                held = one.held
+                return Shown(self._shard.number, one.number, one.seconds, held.spans, held.values, held.running)
         return None
 
     def _keep(self, number: int) -> None:

@@ -18,16 +18,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
 from polytempo.server.buffers import Empty, plain_empty
-from polytempo.server.decided import Decided
-from polytempo.server.holding import Held, Holder, copied
+from polytempo.server.decided import Decided, Verdict
+from polytempo.server.holding import Held, Holder, held_now
 from polytempo.server.layout import Parameter, Spans
 from polytempo.server.message import (
     Entry,
     Inquire,
     Lend,
+    Lent,
     Members,
     Noted,
     Pull,
@@ -41,7 +41,8 @@ from polytempo.server.message import (
 )
 from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
 from polytempo.server.queues import Queues
-from polytempo.server.state import State, Waiting, decode, encode, renumbered
+from polytempo.server.running import RunningStatistics
+from polytempo.server.state import State, Waiting, decode, encode, renumbered, waiting_for
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
 from polytempo.server.update import Moments, can_be_native
@@ -52,7 +53,8 @@ class Shard:
 
     `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
     place). `native`: the optimizer by the kernel or by torch ops (`server.update`); by default the kernel where there
-    is one. All shards of a run, their copies and its replays must agree on it. Memory beside moments and sum: a buffer
+    is one. All shards of a run, their copies and its replays must agree on it. `running`: the running statistics of the
+    model's norms, float64, of which each shard keeps all. Memory beside moments and sum: a buffer
     of weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.
     """
 
@@ -66,6 +68,7 @@ class Shard:
         *,
         empty: Empty = plain_empty,
         native: bool | None = None,
+        running: Tensor | None = None,
     ) -> None:
         if service.optimizer is None:
             raise ValueError("the service names no optimizer; put the job's own into it: replace(service, optimizer=…)")
@@ -88,6 +91,7 @@ class Shard:
         self._table = Table(number)
         self._queues = Queues(service.rule.name)
         self.decided = Decided(service.numbers_per_batch)
+        self._running = RunningStatistics(running)
 
     @property
     def version(self) -> int:
@@ -115,7 +119,7 @@ class Shard:
             if isinstance(request, Inquire):
                 return Look("repeated", (self._statistics(request),))
             if isinstance(request, Lend) and covers(self._spans, request.spans):
-                return Look("repeated", (lent(request, self.number, self._weights, self._spans, self._likeness),))
+                return Look("repeated", (self._lent(request),))
         return look
 
     def apply(self, entry: Entry) -> list[Reply]:
@@ -137,7 +141,7 @@ class Shard:
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
-            replies.append(lent(entry, self.number, self._weights, self._spans, self._likeness))
+            replies.append(self._lent(entry))
         else:
             if isinstance(entry, Members):
                 self._meet(dict(entry.members), frozenset(entry.resting), replies)
@@ -153,18 +157,12 @@ class Shard:
         return replies
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
-        verdict: Literal["dropped", "refused"] = "refused"
+        verdict: Verdict = "refused"
         push, reason = self._admission.admit(push, self.version, self._queues.waiting)
-        if not reason and push.tickets:
-            had = [ticket for ticket in push.tickets if ticket in self.decided.applied]
-            if len(had) == len(push.tickets):
-                verdict, reason = "dropped", "had already"
-            elif had:
-                reason = f"worker {push.worker}: tickets {had} are applied, the others of {push.tickets} are not"
-        waiting = Waiting(
-            "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
-        )
-        waiting.rows = push.rows
+        reason = reason or self._running.fault(push)
+        if not reason:
+            verdict, reason = self.decided.had(push)
+        waiting = waiting_for(push)
         if not reason and self._holder.needs_basis:
             waiting.read = self._weights.read_by(push.worker, push.basis)
             if waiting.read < 0:
@@ -177,9 +175,8 @@ class Shard:
         self._queues.add(push.worker, waiting)
         self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
-    def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
-        self.decided.refused += verdict == "refused"
-        self.decided.dropped += verdict == "dropped"
+    def _refuse(self, push: Push, verdict: Verdict, reason: str, replies: list[Reply]) -> None:
+        self.decided.turn_away(verdict)
         reply = Pushed(
             *(self.number, push.worker, push.incarnation, push.sequence),
             *(self.version, self.version - push.basis, verdict, reason),
@@ -222,10 +219,9 @@ class Shard:
             self.number, request, version=self.version, index=self.index, repeated=self.repeated
         )
 
-    @property
-    def _likeness(self) -> Likeness:
-        decided = self.decided
-        return Likeness(self._rule, self._members, self._workers, decided.applied.tuples, decided.let_go.tuples)
+    def _lent(self, request: Lend) -> Lent:
+        like = Likeness(self._rule, self._members, self._workers, *self.decided.tuples)
+        return lent(request, self.number, self._weights, self._spans, like, self._running.present)
 
     def _reshape(self, entry: Reshape) -> None:
         """Hold other elements. Nobody has anything under way, and what was lent has been read."""
@@ -235,7 +231,8 @@ class Shard:
             like = likeness_of(entry.pieces[0])
             self._rule, self._members, self._workers = like.rule, like.members, like.workers
             self._resting = frozenset(self._members) - frozenset(self._workers)
-            self.decided = Decided(self.service.numbers_per_batch, Ranges(like.tickets), Ranges(like.let_go))
+            self.decided = Decided(self.service.numbers_per_batch, like.tickets, like.let_go)
+            self._running = RunningStatistics(entry.pieces[0].running)
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
         values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces, self._holder.multiplied)
@@ -264,7 +261,8 @@ class Shard:
             self._drop(action)
 
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
-        waiting.gradient, waiting.rows, waiting.verdict, waiting.reason = None, (), verdict, reason
+        waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
+        waiting.rows, waiting.running = (), None
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self.decided.use(waiting.tickets, waiting.staleness)
@@ -284,10 +282,12 @@ class Shard:
             for modifier in self.service.modifiers:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
         self._weights.add(gradient, multiples)
+        self._running.add(waiting.running)
         self._decided(waiting, "applied")
 
     def _update(self, divisor: float) -> None:
         rates, divisors = self._weights.update(divisor)
+        self._running.update(len(self._workers))
         if self._tables is not None:
             self._tables.update(divisors, rates, self._weights.steps, self.version)
 
@@ -298,6 +298,7 @@ class Shard:
         if self._tables is not None:
             raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
         waiting, theirs = self._queues.oldest(action)
+        self._running.mix(waiting.running, action.alpha)
         self._decided(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
 
@@ -319,19 +320,23 @@ class Shard:
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
         values = self._weights.lend_present(worker, waiting.sequence)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
-        return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values, rows)
+        return Pulled(
+            self.number,
+            worker,
+            waiting.incarnation,
+            waiting.sequence,
+            self.version,
+            values,
+            rows,
+            self._running.present,
+        )
 
     def hold(self) -> Held:
         """All that this shard holds now, to stay as it is until it is released.
 
         No copy and no pass over memory, but for tables, whose rows change in place.
         """
-        spans = self._all_spans
-        if self._tables is None:
-            buffers, number = self._weights.buffers, self._weights.current
-            buffers.hold(number)
-            return Held(spans, buffers.tensors[number], lambda: buffers.release(number))
-        return Held(spans, copied(self._all_parameters, spans, self.weights, self._tables.values), lambda: None)
+        return held_now(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
 
     # ------------------------------------------------------------------ the whole state
 
@@ -363,6 +368,9 @@ class Shard:
             dropped=self.decided.dropped,
             refused=self.decided.refused,
             tables=[] if self._tables is None else self._tables.dump(),
+            running=self._running.present,
+            running_total=self._running.total,
+            running_count=self._running.count,
         )
         return encode(state)
 
@@ -387,6 +395,6 @@ class Shard:
         self._members, self._workers = state.members, state.workers
         self._resting = frozenset(state.members) - frozenset(state.workers)
         self._table = Table(self.number, state.known)
-        self.decided = Decided(self.service.numbers_per_batch, Ranges(state.tickets), Ranges(state.let_go))
-        self.decided.staleness.update(state.staleness)
-        self.decided.dropped, self.decided.refused = state.dropped, state.refused
+        self.decided = Decided(self.service.numbers_per_batch, state.tickets, state.let_go)
+        self._running = RunningStatistics(state.running, state.running_total, state.running_count)
+        self.decided.recall(state.staleness, state.dropped, state.refused)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polytempo.server.message import Rows
+from polytempo.server.message import Push, Rows
 from polytempo.server.step_rates import StepRates
 from polytempo.server.table import Known
 from polytempo.server.tables import TableState
@@ -40,6 +40,23 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     """The buffer of elastic averaging's difference."""
     rows: tuple[Rows, ...] = ()
     """A push's rows of tables, lent as `gradient` is."""
+    running: Tensor | None = None
+    """A push's running statistics of norms."""
+
+
+def waiting_for(push: Push) -> Waiting:
+    """What is kept of a push until it is answered."""
+    return Waiting(
+        "push",
+        push.incarnation,
+        push.sequence,
+        push.basis,
+        push.tickets,
+        push.lrs,
+        push.gradient.contiguous(),
+        rows=push.rows,
+        running=push.running,
+    )
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
@@ -74,6 +91,10 @@ class State(msgspec.Struct, array_like=True, eq=False):
     dropped: int
     refused: int
     tables: list[TableState]
+    running: Tensor | None = None
+    """Running statistics of norms, their sum over the gradients that are summed, and how many these are."""
+    running_total: Tensor | None = None
+    running_count: int = 0
 
     def held(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""

@@ -47,8 +47,7 @@ def downpour(
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
     There the local step is plain SGD, and there is no weight decay; here the step is the job's own optimizer's, so give
-    the job plain SGD. There a fetch
-    may end in the middle of a step; here it is used between two.
+    the job plain SGD. There a fetch may end in the middle of a step; here it is used between two.
     """
     return served(
         spelled(

@@ -28,6 +28,7 @@ from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.rate_schedule import RateSchedule
 from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
+from polytempo.torch.running import Running
 from polytempo.torch.shard_rule import parameters_of, rates_of
 from polytempo.torch.table_rows import ModelTables
 from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
@@ -133,6 +134,8 @@ class _Worker:
         self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
         self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
         self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self._running = Running(course.model)
+        client.running = self._running.vector
         self._gradients: State = None
         self._states: State = None
         self._steps = 0
@@ -177,10 +180,13 @@ class _Worker:
 
     async def _renew(self) -> None:
         """Fetch the weights, but leave parameters as they are that are the worker's own."""
-        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
+        if not self._is_apart:
+            await self.fetch()
+            return
+        own, running = {name: value.clone() for name, value in self._values.items()}, self._running.vector()
         await self.fetch()
-        if own:
-            self._place(Bundle(own))
+        self._place(Bundle(own))
+        self._running.place(running)
 
     async def train(self, ticket: Ticket) -> None:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
@@ -272,6 +278,7 @@ class _Worker:
         if self._values:
             torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
         self._tables.place(self._client.pulled_rows())
+        self._running.place(self._client.pulled_running())
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
         """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
