@@ -43,7 +43,7 @@ def downpour(
     Cost: a gradient each `push_every` steps, the parameters each `pull_every`; memory for two sums and a residual.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
-    There the local step is plain SGD; here it is of the job's own optimizer. There a fetch may end in the middle of one.
+    There the local step is plain SGD; here it is the job's own optimizer's. There a fetch may end in the middle of one.
     """
     return served(
         spelled(
