@@ -59,6 +59,8 @@ class Add(NamedTuple):
     """m: how much it counts in the mean, its samples for example."""
     rate: float = 1.0
     """s: what the learning rates that came with it are multiplied by, 1/τ for example."""
+    part_of: int | None = None
+    """A batch, of which the gradient is a part. It goes to a sum apart, as it is, until an update includes that."""
 
 
 class Update(NamedTuple):
@@ -66,9 +68,12 @@ class Update(NamedTuple):
 
     Its learning rate is that of the pushes. Where they differ, or s does, each gradient counts by its own: the step has
     the rate η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ and the gradient Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄); see `server.step_rates`.
+
+    `including`: a batch whose parts, as far as there are any, are added to the sum before. They have its rate.
     """
 
     divisor: float = 1.0
+    including: int | None = None
 
 
 class Drop(NamedTuple):

@@ -210,6 +210,8 @@ class Lent(Reply, frozen=True, eq=False):
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
+    aside: dict[int, Tensor] = {}
+    """Batch -> the sum of its parts that are there."""
     running: Tensor | None = None
 
 

@@ -68,6 +68,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     second: Tensor | None
     total: Tensor | None
     """The sum of gradients, where something is in it."""
+    aside: dict[int, Tensor]
+    """Batch -> the sum of its parts that are there."""
     version: int
     steps: int
     index: int
@@ -147,7 +149,7 @@ def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
         return places[id(value)]
 
     encoded = msgspec.msgpack.encode(state, enc_hook=place)
-    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total))
+    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total)) + len(state.aside)
     return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
 
 

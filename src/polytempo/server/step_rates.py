@@ -32,7 +32,7 @@ class Multiples(NamedTuple):
     before: Factor | None = None
 
 
-_ONCE = Multiples(1.0)
+ONCE = Multiples(1.0)
 """What most gradients are added with."""
 
 
@@ -49,7 +49,7 @@ class StepRates(msgspec.Struct, frozen=True, array_like=True):
     def with_one(self, weight: float, rates: tuple[float, ...]) -> tuple[StepRates, Multiples]:
         """One more gradient, with `weight` in the mean and these `rates`."""
         if not self.weight:
-            return StepRates(rates, weight), _ONCE if weight == 1 else Multiples(weight)
+            return StepRates(rates, weight), ONCE if weight == 1 else Multiples(weight)
         if rates == self.largest:
             moved = tuple(sum_so_far + weight for sum_so_far in self.moved) if self.moved else ()
             return StepRates(rates, self.weight + weight, moved), Multiples(weight)

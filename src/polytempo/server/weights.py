@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from polytempo.core.rule import Add
 from polytempo.server.buffers import Buffers, Empty
 from polytempo.server.encoded import Shown
-from polytempo.server.step_rates import Factor, Multiples, StepRates, times
+from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
 from polytempo.server.update import Moments, Optimizer, Term, first_unfinite, init
 
 
@@ -49,6 +50,10 @@ class Weights:
         self.total: Tensor | None = None
         """Memory for the sum; something is in it where `summed`."""
         self.summed = False
+        self.aside: dict[int, Tensor] = {}
+        """Batch -> the sum of the parts of its gradient that are there, until an update includes it."""
+        self._idle: list[Tensor] = []
+        """Memory of such sums."""
         self.leases: dict[int, list[tuple[int, int]]] = {}
         """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
@@ -141,21 +146,33 @@ class Weights:
             self.buffers.release(self._foreseen.out)
             self._foreseen = None
 
-    def weigh(self, weight: float, rate: float, lrs: tuple[float, ...]) -> Multiples:
-        """What the next gradient is to be added with, that has this `weight` in the mean and `rate` times `lrs`.
+    def weigh(self, action: Add, lrs: tuple[float, ...]) -> Multiples:
+        """What the next gradient is to be added with; `lrs` came with it. The sum before it is multiplied here.
 
-        The sum before it is multiplied here.
+        A part of a batch stays as it is: the gradient that completes the batch has the rates of all of it.
         """
-        self._rate = rate
-        self.rates, multiples = self.rates.with_one(weight, self.optimizer.rates(lrs, rate))
+        if action.part_of is not None:
+            return ONCE
+        self._rate = action.rate
+        self.rates, multiples = self.rates.with_one(action.weight, self.optimizer.rates(lrs, action.rate))
         if multiples.before is not None:
             self._terms = [Term(gradient, times(factor, multiples.before)) for gradient, factor in self._terms]
             self._total_factor = times(self._total_factor, multiples.before)
         return multiples
 
-    def add(self, gradient: Tensor, multiples: Multiples) -> None:
-        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay."""
-        self._terms.append(Term(gradient, multiples.own))
+    def add(self, gradient: Tensor, multiples: Multiples, part_of: int | None = None) -> None:
+        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay.
+
+        `part_of`: add to the sum of that batch's parts instead, at once.
+        """
+        term = Term(gradient, multiples.own)
+        if part_of is None:
+            self._terms.append(term)
+            return
+        fresh = part_of not in self.aside
+        if fresh:
+            self.aside[part_of] = self._idle.pop() if self._idle else self._empty(self.numel, self.dtype)
+        self.optimizer.add_(self.aside[part_of], term, fresh=fresh)
 
     def keep_sum(self) -> None:
         """What was added and has not been used goes into memory of its own: gradients are only lent."""
@@ -171,12 +188,13 @@ class Weights:
             self.summed = True
         self._terms, self._total_factor = [], 1.0
 
-    def update(self, divisor: float) -> tuple[tuple[float, ...], Factor]:
-        """A step of the optimizer with the sum over `divisor`; then the sum is 0.
+    def update(self, divisor: float, including: int | None = None) -> tuple[tuple[float, ...], Factor]:
+        """A step of the optimizer with the sum, parts of the batch `including` in it, over `divisor`; then it is 0.
 
         The answer is the step's learning rates, and what its gradient is the sum over (`StepRates.step`).
         """
-        terms = self._terms
+        parts = None if including is None else self.aside.pop(including, None)
+        terms = self._terms if parts is None else [*self._terms, Term(parts, 1.0)]
         if self.summed:
             assert self.total is not None, "something is in it"
             terms = [Term(self.total, self._total_factor), *terms]
@@ -190,6 +208,8 @@ class Weights:
             )
         self._terms, self.summed, self._total_factor = [], False, 1.0
         self.rates = StepRates(rates)
+        if parts is not None:
+            self._idle.append(parts)
         self._moved(out)
         return rates, divisors
 
@@ -234,9 +254,17 @@ class Weights:
 
     def spare(self) -> list[Tensor]:
         """All memory that this has taken from `empty`."""
-        return [*self.buffers.tensors, *(t for t in (*self.moments, self.total) if t is not None)]
+        sums = (self.total, *self.aside.values(), *self._idle)
+        return [*self.buffers.tensors, *(t for t in (*self.moments, *sums) if t is not None)]
 
-    def restore(self, held: list[Tensor], moments: Moments, total: Tensor | None, spare: list[Tensor]) -> None:
+    def restore(
+        self,
+        held: list[Tensor],
+        moments: Moments,
+        total: Tensor | None,
+        aside: dict[int, Tensor],
+        spare: list[Tensor],
+    ) -> None:
         """Begin with these tensors, `held[0]` the present weights; `spare` is free memory. Leases come after it."""
         self.buffers = Buffers(self.numel, self.dtype, self._empty)
         self.buffers.adopt(held, spare)
@@ -244,5 +272,6 @@ class Weights:
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
         self._terms, self._foreseen, self._total_factor = [], None, 1.0
+        self.aside, self._idle = aside, []
         if self._shown is not None:
             self._shown.forget()
