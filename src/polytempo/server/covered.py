@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
 from polytempo.core.strategy import spelled
-from polytempo.server.step import Waiting, stepwise
+from polytempo.server.step import Waiting, in_samples, stepwise
 from polytempo.server.within import within
 
 IsPart = Callable[[Arrival], bool]
@@ -59,7 +59,7 @@ def _bounded(bound: int, is_part: IsPart, slices: int) -> Rule:
 
 def _step_by_step(is_part: IsPart) -> Rule:
     """State: that of `stepwise`, and the samples of the parts that are in the sum."""
-    steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, float)
+    steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, in_samples)
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, inner, samples = arrival.worker, state["steps"], state["samples"]

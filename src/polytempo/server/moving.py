@@ -7,7 +7,7 @@ shard 0   [ a a a a ]        ◀─ Reshape(a): only now does it let go of b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from torch import Tensor
 from polytempo.core.ranges import Range
 from polytempo.server.layout import Span, Spans, numel_of
 from polytempo.server.message import Lend, Lent
+from polytempo.server.step_rates import Factor, StepRates, largest_of
 from polytempo.server.weights import Weights
 
 
@@ -62,7 +63,7 @@ def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         *(shard, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
         version=weights.version,
         steps=weights.steps,
-        lrs=weights.lrs,
+        rates=weights.rates,
         weights=present,
         first=first,
         second=second,
@@ -81,7 +82,7 @@ class Rest(NamedTuple):
     aside: dict[int, Tensor]
     version: int
     steps: int
-    lrs: tuple[float, ...]
+    rates: StepRates
 
     def put_(self, weights: Weights) -> None:
         """Into new weights."""
@@ -91,16 +92,34 @@ class Rest(NamedTuple):
         if self.total is not None:
             weights.total, weights.summed = self.total, True
         weights.aside = self.aside
-        weights.version, weights.steps, weights.lrs = self.version, self.steps, self.lrs
+        weights.version, weights.steps, weights.rates = self.version, self.steps, self.rates
 
 
-def moved(old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent]) -> tuple[Tensor, Rest]:
+Multiplied = Callable[[Tensor, Spans, Factor], Tensor]
+"""A vector of the elements of some spans, times a factor."""
+
+
+def moved(
+    old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent], multiplied: Multiplied
+) -> tuple[Tensor, Rest]:
     """The weights of a shard that held `own` and holds `spans` now, the new ones from `pieces`.
 
     Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others.
+    Where sums are measured in different rates, as gradients were not equally stale in all shards, all are measured in
+    the largest. The shard goes on with its own rule, so with its own rates; a new one with those of the first piece.
     Errors: ValueError where an element of `spans` comes from nowhere.
     """
     sources = [(own, _tensors(old)), *((p.spans, (p.weights, p.first, p.second, p.total)) for p in pieces)]
+    each = [old.rates, *(piece.rates for piece in pieces)]
+    sums = [rates for rates, (_, tensors) in zip(each, sources, strict=True) if tensors[3] is not None]
+    rates = next((rates for rates in (*sums, *each) if rates.largest), StepRates())
+    if sums:
+        rates, _ = rates.measured_in(largest := largest_of(sums))
+        factors = [one.measured_in(largest)[1] if one.largest else 1.0 for one in each]
+        sources = [
+            (there, (*kept, None if total is None else multiplied(total, there, factor)))
+            for (there, (*kept, total)), factor in zip(sources, factors, strict=True)
+        ]
     found = sum(numel_of(common(spans, there)) for there, _ in sources)
     if found != numel_of(spans):
         raise ValueError(f"a shard is to hold {numel_of(spans)} elements, and {found} are here")
@@ -121,7 +140,7 @@ def moved(old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent]) -> tup
     assert values is not None, "every shard has weights"
     version, steps = max([old.version, *(p.version for p in pieces)]), max([old.steps, *(p.steps for p in pieces)])
     aside = {batch: parts for batch, parts in asides.items() if parts is not None}
-    return values, Rest(first, second, total, aside, version, steps, old.lrs or next((p.lrs for p in pieces), ()))
+    return values, Rest(first, second, total, aside, version, steps, rates)
 
 
 def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polytempo.server.message import Push, Rows
+from polytempo.server.step_rates import StepRates
 from polytempo.server.table import Known
 from polytempo.server.tables import TableState
 
@@ -82,7 +83,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
     reads: dict[int, tuple[int, int]]
     """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
-    lrs: tuple[float, ...]
+    rates: StepRates
+    """Of what is in the sum."""
     tickets: tuple[tuple[int, int], ...]
     """Applied, as ranges [first, last]."""
     let_go: tuple[tuple[int, int], ...]
