@@ -345,9 +345,8 @@ def attach(
     this rank's own gradient, `step` does all the rest and waits for all (so all take or skip it alike), clipping is
     the handle's `clip_grad_norm_`, and who changes parameters in other ways does it on one rank: all see the same.
 
-    `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
-    strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
-    batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
+    `buffers`: what happens when ranks meet: running statistics of torch's norms meet on the strategy's own way, other
+    buffers are left alone ("average"); all ranks take rank 0's buffers, all of them ("broadcast"); nothing ("leave").
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
     where given, must be the same everywhere.
 
