@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from laws.catalogue import HELPED, Row, label
 from laws.definitions import stepped
@@ -17,11 +17,12 @@ from laws.served import BATCH, Runner, batches_of, served
 from polytempo import strategies
 from polytempo.cluster import Cluster, Crash, Link, exponential, lognormal, slow_host
 from polytempo.core import Strategy
+from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
+from polytempo.data.plan import permutation
 from polytempo.engines.simulate_served import _Run
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
-from polytempo.torch.reassigned import rows
 from polytempo.torch.result import Result
 from slices import verdicts
 
@@ -208,10 +209,32 @@ def test_a_batch_norm_that_is_frozen_or_sees_whole_batches_trains_as_without_hel
 # --------------------------------------------------------------------------------------------------------------- slices
 
 
-def test_rows_of_any_batch() -> None:
+class Ragged(Dataset[Any]):
+    """Sample i is a dict with i + 1 numbers, and a word."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": [index] * (index + 1), "word": "abcde"[index]}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    longest = max(len(sample["row"]) for sample in samples)
+    rows = [sample["row"] + [-1] * (longest - len(sample["row"])) for sample in samples]
+    return {"rows": torch.tensor(rows), "words": [sample["word"] for sample in samples]}
+
+
+def test_a_slice_is_collated_by_itself_so_a_batch_may_be_anything() -> None:
+    batches = Batches(Data(Ragged(), None, padded).training(), size=1, batch_size=5)
+    order = permutation(5, 0, 0).tolist()
+    samples = batches.samples(0, 0)
+    whole = samples.collated()
+    assert whole["words"] == ["abcde"[i] for i in order]
+    assert whole["rows"].shape == (5, 5)
+    slice_ = samples.collated(3, 5)
+    assert slice_["words"] == ["abcde"[i] for i in order[3:]]
+    assert slice_["rows"].shape == (2, max(order[3:]) + 1), "padded to its own longest"
     table = torch.arange(10).reshape(5, 2)
-    assert rows(table, 1, 3).tolist() == [[2, 3], [4, 5]]
-    batch = [{"table": table, "names": list("abcde")}, (table, table[:, 0])]
-    first, (second, third) = rows(batch, 3, 5)
-    assert (first["table"].tolist(), first["names"]) == ([[6, 7], [8, 9]], ["d", "e"])
-    assert (second.tolist(), third.tolist()) == ([[6, 7], [8, 9]], [6, 8])
+    first, second, third = Batches(TensorDataset(table, table[:, 0], table), size=1, batch_size=5).samples(0, 0).held
+    assert (first.shape, second.shape, third.shape) == ((5, 2), (5,), (5, 2))

@@ -26,4 +26,4 @@ def mean(route: Route = native) -> Transform:
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         return await average(port, bundle, None)
 
-    return stateless(apply, weighs=True, beside=average)
+    return stateless(apply, weighs=True, linear=True, beside=average)

@@ -6,7 +6,8 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from polytempo.core import Bundle, Port, State, Transform, inside
 
@@ -16,6 +17,15 @@ class AnchorState(NamedTuple):
 
     anchor: Bundle
     inner: State
+
+
+def anchors(state: Any) -> Iterator[Bundle]:
+    """The anchors in a state, so that who puts parameters elsewhere can let these follow."""
+    if isinstance(state, AnchorState):
+        yield state.anchor
+    if isinstance(state, dict | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from anchors(value)
 
 
 def from_anchor(transform: Transform) -> Transform:

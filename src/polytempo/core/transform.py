@@ -47,10 +47,17 @@ class Transform(NamedTuple):
     `apply` owns the bundle that it is given and may overwrite it. It returns that same object when
     it did nothing, and None in its place when this step must have no update at all.
 
+    An optimizer step may need several exchanges, of which one counts. So `apply` may be called again from the same
+    state, and then does what it did. Of the state it overwrites nothing but what is `Owed`, and nobody else
+    may overwrite what it answers and the state still holds; who calls it twice gives it a `duplicate`.
+
     `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
+    `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So what they add to an answer may be
+    exchanged together with it (gradients of a second backward pass), and a factor that all have comes out again (a loss
+    scale).
     `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
     plays each part that does not say its bytes.
     `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
@@ -62,6 +69,7 @@ class Transform(NamedTuple):
     separable: bool = True
     idle_alone: bool = False
     weighs: bool = False
+    linear: bool = False
     explain: Explain = lambda parameters, num_ranks: [Part()]
     beside: Beside | None = None
 
@@ -102,6 +110,7 @@ def stateless(
     *,
     separable: bool = True,
     weighs: bool = False,
+    linear: bool = False,
     beside: Beside | None = None,
 ) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
@@ -110,7 +119,13 @@ def stateless(
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
     return Transform(
-        lambda parameters: None, with_state, separable=separable, idle_alone=True, weighs=weighs, beside=beside
+        lambda parameters: None,
+        with_state,
+        separable=separable,
+        idle_alone=True,
+        weighs=weighs,
+        linear=linear,
+        beside=beside,
     )
 
 
@@ -123,7 +138,7 @@ async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | N
     return bundle, state
 
 
-_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True)
+_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True, linear=True)
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
@@ -151,6 +166,7 @@ def chain(*transforms: Transform) -> Transform:
         separable=all(t.separable for t in transforms),
         idle_alone=all(t.idle_alone for t in transforms),
         weighs=all(t.weighs for t in transforms),
+        linear=all(t.linear for t in transforms),
         explain=lambda parameters, num_ranks: [p for t in transforms for p in parts_of(t, parameters, num_ranks)],
         beside=beside_of(dict(enumerate(transforms))),
     )
@@ -207,5 +223,6 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
         separable=all(t.separable for t in branches.values()),
         idle_alone=all(t.idle_alone for t in branches.values()),
         weighs=all(t.weighs for t in branches.values()),
+        linear=all(t.linear for t in branches.values()),
         beside=beside_of(branches),
     )

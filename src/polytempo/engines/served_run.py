@@ -95,7 +95,7 @@ class ServedRun:
         self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
         self.data = job.data(options.data)
         self.batches = Batches(
-            self.data.train,
+            self.data.training(),
             size=workers,
             batch_size=options.batch_size or job.batch_size,
             seed=options.seed,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
-from polytempo.data.shard import Shard as DataShard
 from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of
 from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.scoring import OffTheClock
@@ -38,7 +36,7 @@ from polytempo.server.shard import Shard
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
 from polytempo.torch.flops import flops_per_sample
-from polytempo.torch.job import Data, Job
+from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.running import Running
@@ -92,10 +90,10 @@ class _Run:
         self.data = job.data(options.data)
         batch_size = options.batch_size or job.batch_size
         self.batches = Batches(
-            self.data.train, size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
+            self.data.training(), size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
         )
         model = _model(job, options.seed)
-        self.flops = flops_per_sample(model, job.loss, _one_batch(self.data, options.seed))
+        self.flops = flops_per_sample(job, model, self.data, options.seed)
         step_s = _step_s(model, self.batches.batch_size * self.flops, workers, cluster)
         self.timing = Timing(
             retry_s=_RETRY_STEPS * step_s,
@@ -290,10 +288,6 @@ def _model(job: Job, seed: int) -> nn.Module:
 
 def _optimizer(job: Job, model: nn.Module, options: RunOptions) -> torch.optim.Optimizer:
     return job.optimizer(model.parameters(), options.lr or job.lr)
-
-
-def _one_batch(data: Data, seed: int) -> Any:
-    return next(iter(DataShard(data.train, rank=0, size=1, batch_size=2, seed=seed)))
 
 
 def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:

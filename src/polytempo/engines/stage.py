@@ -65,7 +65,7 @@ class Stage:
         self.service = strategy.server
         self.data = job.data(self.options.data)
         self.batches = Batches(
-            self.data.train,
+            self.data.training(),
             size=facts.workers,
             batch_size=self.options.batch_size or job.batch_size,
             seed=self.options.seed,
@@ -223,8 +223,8 @@ def written(life: Life) -> str:
 def _noting(compute: ComputeGradients, losses: list[float]) -> ComputeGradients:
     """`compute`, with each loss noted."""
 
-    async def noting(port: Port, batch: Any) -> torch.Tensor:
-        loss = await compute(port, batch)
+    async def noting(port: Port, batch: Any, samples: int) -> torch.Tensor:
+        loss = await compute(port, batch, samples)
         losses.append(float(loss))
         return loss
 

@@ -18,10 +18,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from polytempo.aggregation.outer import anchors
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, State, Strategy, Transform, averaging, identity, is_idle, native
-from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
+from polytempo.torch.loss_scale import LossScale
 from polytempo.torch.requirements import fitted
 
 BufferRule = Literal["average", "broadcast", "leave"]
@@ -70,6 +72,8 @@ class Replica:
         self.source = 0
         """The rank whose buffers count where they cannot be averaged: the first that has not left a `join`."""
         self.buffer_rule = buffer_rule
+        self.loss_scale: LossScale | None = None
+        """What losses were multiplied by, where a transform must not see it."""
         self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self.trainable = trainable(model, optimizer)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
@@ -79,7 +83,7 @@ class Replica:
             separable = strategy.gradients.separable
             self.buckets = buckets(self.trainable, bucket_bytes if separable else None, empty)
             for bucket in self.buckets:
-                bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
+                bucket.begin(strategy.gradients.init(Bundle(bucket.parameters)))
                 bucket.sparse_tables = sparse_tables(model)
         self.parameter_states: list[State] = []
         if self.exchanges_parameters:
@@ -87,27 +91,50 @@ class Replica:
             if len(groups) > 1 and not strategy.parameters.separable:
                 raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(groups)} dtypes")
             self.parameter_states = [strategy.parameters.init(Bundle(group)) for group in groups]
+        self._rests: frozenset[str] = frozenset()
+        """Parameters that were frozen when ranks met last."""
+        self.restored = False
+        """Whether the state was taken over from a saved one since the last step."""
         self._met: _Contact | None = None
-        """By what ranks met since the last step, if they did."""
+        """By what ranks met since the last step, if they did by another way than `exchange`."""
+        self._tentative: _Contact | None = None
+        """By what they met in the last exchange, which counts if the optimizer steps on it."""
         self.hooks: list[RemovableHandle] = []
         if self.exchanges_parameters and strategy.carries_optimizer:
-            self.hooks.append(optimizer.register_step_pre_hook(self._fill_gradients))
+            self.hooks.append(optimizer.register_step_pre_hook(self.fill_gradients))
 
     # ------------------------------------------------------------------ exchanges
 
-    async def exchange(self, port: Port, bucket: Bucket) -> None:
-        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer."""
-        bundle, contact = bucket.gathered(self.share), _Contact(self.strategy.gradients, bucket.state)
-        answer, bucket.state = await contact.transform.apply(port.on_channel(bucket.index), bundle, bucket.state)
-        if answer is not bundle:
-            self._met = self._met or contact
-        if answer is not bundle or bundle.packed:
-            bucket.place(answer)
+    async def exchange(self, port: Port, bucket: Bucket) -> bool:
+        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer.
+
+        What the transform remembers is tentative: `finish_step` keeps it, and another exchange before that begins
+        again from the state of the last step. Returns whether the transform did something.
+        """
+        state = await bucket.spendable()
+        bundle = bucket.gathered(self.share)
+        if self.loss_scale is not None:
+            self.loss_scale.take_off_(bundle)
+        contact = _Contact(self.strategy.gradients, state)
+        answer, after = await contact.transform.apply(port.on_channel(bucket.index), bundle, state)
+        answered = answer is not bundle
+        if answered:
+            self._tentative = contact
+        bucket.propose(after, answered=answered)
+        bucket.withheld = answer is None
+        if self.loss_scale is not None:  # a scaler wants to see a gradient, also before a step that has none
+            answer = bundle.map(torch.zeros_like) if answer is None else self.loss_scale.put_on_(answer)
+        if answered or bundle.packed:
+            bucket.place(answer, answered=answered)
+        return answered
 
     async def finish_step(self, port: Port) -> None:
-        """After `optimizer.step`: run the parameters' transform; where ranks met, buffers meet on the same way."""
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; buffers meet where ranks did."""
         self.step += 1
-        met, self._met = self._met, None
+        self.restored = False
+        committed = [bucket.commit() for bucket in self.buckets]
+        met = self._met or (self._tentative if any(committed) else None)
+        self._met = self._tentative = None
         if self.exchanges_parameters:
             met = await self._exchange_parameters(port) or met
         if met is not None and port.size > 1 and self.buffer_rule != "leave":
@@ -119,11 +146,11 @@ class Replica:
         """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
         self._met = _Contact(identity(), None)
 
-    def _fill_gradients(self, *_: Any) -> None:
+    def fill_gradients(self, *_: Any) -> None:
         """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
         sparse = sparse_tables(self.model)
         for name, parameter in self.trainable.items():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 layout = torch.sparse_coo if name in sparse else torch.strided
                 parameter.grad = torch.zeros_like(parameter, layout=layout)
 
@@ -145,9 +172,45 @@ class Replica:
             if i < len(states):  # moments of another dtype than any parameter have no state of their own
                 self.parameter_states[i] = after
             if answer is not None and answer is not bundle:
-                torch._foreach_copy_(list(group.values()), list(answer.views.values()))
+                resting = self._resting(i)
+                moved = [(tensor, answer.views[name]) for name, tensor in group.items() if name not in resting]
+                torch._foreach_copy_([tensor for tensor, _ in moved], [view for _, view in moved])
+                for anchor in anchors(self.parameter_states[i]) if resting else ():
+                    for name in resting & group.keys():
+                        anchor.views[name].copy_(group[name])
                 met = met or contact
+        if met is not None:
+            self._rests = frozenset(name for name, p in self.trainable.items() if not p.requires_grad)
         return met
+
+    def _resting(self, index: int) -> frozenset[str]:
+        """Frozen parameters that ranks have brought together since, and that something remembered could move on."""
+        if not self._rests or next(anchors(self.parameter_states[index]), None) is None:
+            return frozenset()
+        return frozenset(name for name in self._rests if not self.trainable[name].requires_grad)
+
+    @torch.no_grad()
+    async def renew(self, port: Port, *, changed: bool | None) -> None:
+        """Parameters may have come from elsewhere: let what is remembered of them refer to them as they are now.
+
+        All ranks call it; if they `changed` on one, all begin anew from rank 0's, at the step at which they are. Before
+        the first step ranks need not know (None): what all have changed shows. Cost: a number to all where they know,
+        and a broadcast of the parameters where they changed.
+        """
+        for i, group in enumerate(self._parameter_groups()):
+            state = self.parameter_states[i] = await settled(self.parameter_states[i])
+            begun = self.strategy.parameters.init(Bundle(group))
+            if not saved(begun, "").tensors:
+                continue
+            channel = port.on_channel(_PARAMETER_CHANNEL + i)
+            if changed is None:
+                anew = self.step == 0 and not equal(state, begun)
+            else:
+                anew = bool((await tree(channel, torch.tensor([float(changed)]))).any())
+            if anew:
+                bundle = Bundle(group).copy()
+                begun = self.strategy.parameters.init(bundle.with_flat(await channel.broadcast(bundle.flat)))
+                self.parameter_states[i] = renewed(state, begun)
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers that meet. Only running statistics are averaged; others are constants or the model's affair."""
@@ -187,6 +250,13 @@ class Replica:
             out |= bundle.views
         return {name: out[name] for name in tensors}
 
+    def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers as they lie in the model, by name: those that `consensus` averages, and the others."""
+        averaged = {name: p.detach() for name, p in self.model.named_parameters()}
+        if self.buffer_rule == "average":
+            averaged |= {name: buffer for name, buffer in self._buffers().items() if buffer.is_floating_point()}
+        return averaged, {name: b for name, b in self.model.named_buffers() if name not in averaged}
+
     async def consensus_buffers(self, port: Port) -> dict[str, Tensor]:
         """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
 
@@ -206,13 +276,12 @@ class Replica:
 
     def state(self) -> Saved:
         """The strategy's state by parameter, whatever the buckets; settle first."""
-        found = Saved({}, {"step": self.step})
-        states = [saved(bucket.state, "gradients") for bucket in self.buckets]
-        states += [saved(state, f"parameters/{i}") for i, state in enumerate(self.parameter_states)]
-        for tensors, scalars in states:
-            found.tensors.update(tensors)
-            found.scalars.update(scalars)
-        return found
+        return saved_states(self.states(), self.step)
+
+    def states(self) -> list[tuple[str, State]]:
+        """The strategy's state as it is, part by part, with the path that each is saved under."""
+        gradients = [("gradients", bucket.state) for bucket in self.buckets]
+        return gradients + [(f"parameters/{i}", state) for i, state in enumerate(self.parameter_states)]
 
     def restore(self, source: Saved, debts: Sequence[Saved] | None = None) -> None:
         """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
@@ -221,9 +290,8 @@ class Replica:
         """
         for bucket in self.buckets:
             layout = Bundle(bucket.parameters)
-            bucket.state = self.strategy.gradients.init(layout)
-            if _holds(source, "gradients"):
-                bucket.state = restored(bucket.state, source, "gradients", layout, debts)
+            state = self.strategy.gradients.init(layout)
+            bucket.begin(restored(state, source, "gradients", layout, debts) if _holds(source, "gradients") else state)
         for i, group in enumerate(_by_kind({n: p.detach() for n, p in self.trainable.items()}).values()):
             if i < len(self.parameter_states):
                 layout = Bundle(group)
@@ -233,7 +301,17 @@ class Replica:
                     self.parameter_states[i] = restored(begun, source, f"parameters/{i}", layout, debts)
         step = source.scalars["step"]
         assert isinstance(step, int)
-        self.step = step
+        self.step, self.restored = step, True
+
+
+def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
+    """What `Replica.states` returned after `step`, settled, as leaves by path."""
+    found = Saved({}, {"step": step})
+    for path, state in states:
+        tensors, scalars = saved(state, path)
+        found.tensors.update(tensors)
+        found.scalars.update(scalars)
+    return found
 
 
 async def take_over(port: Port, model: nn.Module, shared: frozenset[str] = frozenset()) -> None:

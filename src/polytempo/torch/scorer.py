@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.data.batches import Batches
-from polytempo.torch.evaluate import evaluate_alone
+from polytempo.torch.evaluate import Evaluation, tensors_of
 from polytempo.torch.job import Data, Job
+from polytempo.torch.randomness import kept_random_states
 from polytempo.torch.replica import trainable
 from polytempo.torch.running import Running
 
@@ -18,12 +19,12 @@ from polytempo.torch.running import Running
 class Scorer:
     """Scores on the test set of `data`, which must have one. `model` is the scorer's own; `optimizer` says what trains.
 
-    It draws no number from torch's generator that others see, and touches no tensor of theirs.
+    It draws no number that others miss, and touches no tensor of theirs.
     """
 
     def __init__(self, job: Job, data: Data, batches: Batches, model: nn.Module, optimizer: Optimizer) -> None:
-        assert data.test is not None, "asked for only where there is a test set"
-        self._job, self._test, self._batches, self._model = job, data.test, batches, model
+        self._batches, self._model = batches, model
+        self._evaluation = Evaluation(job, model, data)
         self._parameters = [parameter.detach() for parameter in trainable(model, optimizer).values()]
         self._running = Running(model)
 
@@ -42,8 +43,8 @@ class Scorer:
         ):
             parameter.copy_(values.view_as(parameter))
         self._running.place(running)
-        with torch.random.fork_rng(devices=[]):
-            score = evaluate_alone(self._model, self._test, self._job.loss, self._job.correct)
+        with kept_random_states():
+            score = self._evaluation.score(tensors_of(self._model))
         batches = self._batches
         samples = batches.samples_before(number)
         return {

@@ -25,6 +25,7 @@ from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
 from polytempo.torch.job import Data, Job
+from polytempo.torch.objective import loss_of
 from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
 from polytempo.torch.running import Running
@@ -32,8 +33,8 @@ from polytempo.torch.shard_rule import parameters_of, rates_of
 from polytempo.torch.table_rows import ModelTables
 from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
 
-ComputeGradients = Callable[[Port, Any], Program[Tensor]]
-"""Forward and backward on one batch: leaves `.grad` on the parameters and answers the batch's mean loss."""
+ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
+"""Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
 
 _UPDATE_FLOPS = 4.0
 _MOST_EMPTY_STEPS = 10_000
@@ -108,13 +109,12 @@ def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> Compute
     """Forward and backward for real; a virtual world charges `flops_per_sample` for each sample."""
 
     def compute(batch: Any) -> Tensor:
-        inputs, targets = batch
-        loss = job.loss(model(inputs), targets)
+        loss = loss_of(job, model, batch)
         loss.backward()
         return loss.detach()
 
-    async def compute_gradients(port: Port, batch: Any) -> Tensor:
-        return await port.compute(lambda: compute(batch), flops_per_sample * len(batch[1]))
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        return await port.compute(lambda: compute(batch), flops_per_sample * samples)
 
     return compute_gradients
 
@@ -212,9 +212,10 @@ class _Worker:
         seed_step(course.seed, 0, ticket.number, "data")
         batch = course.batches.at(ticket.epoch, ticket.batch)
         seed_step(course.seed, 0, ticket.number, "model")
-        self._client.begin((ticket.number,), self._rates, len(batch[1]))
-        self._meter.add(await course.compute_gradients(self._port, batch))
-        return len(batch[1])
+        samples = course.batches.pick(ticket.batch).num_samples
+        self._client.begin((ticket.number,), self._rates, samples)
+        self._meter.add(await course.compute_gradients(self._port, batch, samples))
+        return samples
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
