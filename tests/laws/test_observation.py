@@ -1,6 +1,6 @@
 """Law 1: watching a run does not change it. Scoring, saving and metrics cost no virtual time and change no bit.
 
-Every strategy trains the same job once without anybody who watches, and then watched in every way.
+Every strategy trains the same job unwatched, and then watched in several ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polytempo.torch.checkpoint import latest
 
 WORKERS = 3
 WATCHED_ROWS = ROWS
-"""The rows that obey the law; those of `SERVED` and `HELPED` join them as their evaluation leaves the dealer."""
+"""The rows of this law. Rows with a parameter server save in other ways: `test_served_observation` holds them to it."""
 
 
 class Drawing(Dataset[Any]):
