@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from polytempo.native.arena import shared_empty
     from polytempo.torch.attach import attach, no_sync
     from polytempo.torch.handle import Handle
-    from polytempo.torch.job import Data, Job
+    from polytempo.torch.job import Data, Job, of_batch
     from polytempo.torch.options import RunOptions
     from polytempo.torch.result import Result
     from polytempo.torch.shard import shard
@@ -75,7 +75,7 @@ _HOMES = {
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.torch.attach": ("attach", "no_sync"),
     "polytempo.torch.handle": ("Handle",),
-    "polytempo.torch.job": ("Data", "Job"),
+    "polytempo.torch.job": ("Data", "Job", "of_batch"),
     "polytempo.torch.options": ("RunOptions",),
     "polytempo.torch.result": ("Result",),
     "polytempo.torch.shard": ("shard",),
@@ -116,6 +116,7 @@ __all__ = [
     "launch",
     "native",
     "no_sync",
+    "of_batch",
     "run",
     "shard",
     "shared_empty",

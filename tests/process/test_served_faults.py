@@ -23,8 +23,9 @@ import polytempo as pt
 from polytempo.engines.crew import WorkerDied
 from polytempo.engines.served_run import ServedRun
 from polytempo.engines.troupe import Troupe
+from polytempo.report.metrics import read_metrics
 from polytempo.server.lost import ShardLost
-from polytempo.server.message import Deal, Outbox
+from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
 
 pytestmark = pytest.mark.process
 
@@ -108,7 +109,6 @@ def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
 DEALS: dict[str, Callable[[Any, Deal], bool]] = {
     "the first ticket": lambda launcher, deal: 0 in (ticket.number for ticket in deal.tickets),
     "the last ticket": lambda launcher, deal: 89 in (ticket.number for ticket in deal.tickets),
-    "an evaluation": lambda launcher, deal: deal.order == "evaluate",
     "the order to finish": lambda launcher, deal: deal.order == "finish",
 }
 
@@ -120,6 +120,37 @@ def test_a_worker_may_be_killed_with(what: str) -> None:
     assert story.wrong == []
     assert len(story.launcher.recoveries) == 1
     assert story.result.loss == -2 * 3
+
+
+class Unwatched(Watching):  # type: ignore[misc, valid-type]
+    """Kills the evaluator when it first says that it lives, and when its first score comes, before that is heard of."""
+
+    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
+        super().__init__(run, troupe, (), SEED)
+        self.killed: list[int] = []
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        if source == self.run.evaluator and isinstance(message, (Beat, Scored)[len(self.killed) :][:1]):
+            process = self.process(source)
+            assert process is not None
+            self.killed.append(process)
+            os.kill(process, signal.SIGKILL)
+            return []
+        return super().receive(now_s, source, message)
+
+
+def test_the_evaluator_may_be_killed_and_no_score_is_lost(tmp_path: Path) -> None:
+    story = harm.told(Unwatched, harm.counting(200, tested=True), epochs=2, out=tmp_path)
+    assert story.wrong == []
+    assert len(set(story.launcher.killed)) == 2
+    assert [(event["who"], event["then"]) for event in story.result.server["events"]] == [
+        ("evaluator", "started again"),
+        ("evaluator.2", "started again"),
+    ]
+    assert story.result.loss == -2 * 2
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "test"]
+    assert [row["step"] for row in rows] == [50, 100]
+    assert [row["samples"] for row in rows] == [200, 400]
 
 
 class Impatient(Watching):  # type: ignore[misc, valid-type]
@@ -225,7 +256,7 @@ def test_processes_are_not_started_again_for_ever_and_every_life_has_its_log(tmp
         "worker-1.2 was killed by SIGKILL, and 2 processes have been started again already; give more restarts if "
         "that is to be expected"
     )
-    copies = ["shard-0-node-4", "shard-0-node-5", "shard-0-node-9", "shard-1-node-6", "shard-1-node-7"]
+    copies = ["shard-0-node-10", "shard-0-node-4", "shard-0-node-5", "shard-1-node-6", "shard-1-node-7"]
     workers = ["worker-0", "worker-1", "worker-1.2", "worker-2", "worker-3"]
     assert sorted(path.stem for path in (tmp_path / "logs").iterdir()) == copies + workers
 

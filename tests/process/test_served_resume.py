@@ -181,3 +181,56 @@ def test_a_new_run_forgets_what_was_in_its_folder(tmp_path: Path) -> None:
         pt.run(counting(), strategy(), WORKERS, epochs=epochs, threads=1, out=tmp_path)
     result = pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, resume=True, threads=1, out=tmp_path)
     assert result.parameters_sha256 == counted(EPOCHS)
+
+
+def normed(launcher: int = 0, kill_at: int = -1) -> pt.Job:
+    """A job whose gradients, dropout and running statistics depend on the order of everything. `kill_at`: in its
+    call of the loss number so many, a worker kills the process `launcher`, and with it everybody."""
+    draws = torch.Generator().manual_seed(5)
+    inputs = 3 + 2 * torch.randn(96, 6, generator=draws)
+    samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += output.requires_grad
+        if calls == kill_at:
+            os.kill(launcher, signal.SIGKILL)
+        return ((output - target) ** 2).mean()
+
+    return pt.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)),
+        data=lambda folder: pt.Data(samples, samples),
+        loss=loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        batch_size=8,
+        name="normed",
+    )
+
+
+SYNCHRONOUS = pt.strategies.backup_workers(backups=0, shards=2)
+
+
+def test_a_synchronous_run_resumed_at_any_step_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """To the bit, running statistics and all: the score is made with them."""
+    whole = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=20, threads=1)
+    for step in (1, 7, 13):
+        out = tmp_path / str(step)
+        first = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=step, threads=1, out=out)
+        assert first.loss != whole.loss
+        second = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=20, threads=1, resume=True, out=out)
+        assert (second.parameters_sha256, second.loss) == (whole.parameters_sha256, whole.loss), f"step {step}"
+
+
+def test_a_synchronous_run_killed_at_any_moment_is_the_undisturbed_one_in_the_end(tmp_path: Path) -> None:
+    whole = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=60, threads=1)
+    for calls in (9, 24, 41):
+        out = tmp_path / str(calls)
+        child = os.fork()
+        if not child:
+            pt.run(normed(os.getpid(), calls), SYNCHRONOUS, WORKERS, steps=60, threads=1, checkpoint_every=2, out=out)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        resume = newest_whole(out / "checkpoint", 2) is not None
+        result = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=60, threads=1, resume=resume, out=out)
+        assert (result.parameters_sha256, result.loss) == (whole.parameters_sha256, whole.loss), f"call {calls}"

@@ -1,4 +1,4 @@
-"""Dealing: every ticket is done once, whoever is lost; one owner at a time; one score a stretch; nobody is stuck."""
+"""Dealing: every ticket is done once, whoever is lost; one owner at a time; no worker is stuck."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class Crowd:
         self.waiting: set[int] = set()
         self.done: list[int] = []
         self.once_dealt: set[int] = set()
-        self.scoring: int | None = None
-        self.scores: list[int] = []
         for worker in workers:
             self.join(worker)
 
@@ -42,17 +40,12 @@ class Crowd:
         self.dealer.lose(worker)
         del self.held[worker]
         self.waiting.discard(worker)
-        if self.scoring == worker:
-            self.scoring = None
         self.hear()
 
     def ask(self, worker: int, pushes: int = 0) -> str | None:
-        """Ask, having pushed the `pushes` oldest tickets held. What it was told, "evaluate", "train 3", "again 3" …"""
+        """Ask, having pushed the `pushes` oldest tickets held. What it was told, "wait", "train 3", "again 3" …"""
         done, self.held[worker] = self.held[worker][:pushes], self.held[worker][pushes:]
         self.done += done
-        if self.scoring == worker:
-            self.scoring = None
-            self.scores.append(len(self.done))
         life = (worker, self.lives[worker])
         self.asked[life] = self.asked.get(life, 0) + 1
         self.waiting.add(worker)
@@ -79,14 +72,9 @@ class Crowd:
             assert ticket.number not in self.done, f"ticket {ticket.number} is done, and was dealt"
             assert ticket.again or ticket.number not in self.once_dealt
             assert (ticket.epoch, ticket.batch) == divmod(ticket.number, self.dealer.batches_per_epoch)
-            assert self.scoring is None, "somebody trains while another scores"
             self.held[worker].append(ticket.number)
             self.once_dealt.add(ticket.number)
             words = f"again {ticket.number}" if ticket.again else f"train {ticket.number}"
-        if deal.order == "evaluate":
-            assert not any(self.held.values()), "scored before all was pushed"
-            assert self.scoring is None
-            self.scoring = worker
         self.told.append((worker, words))
 
 
@@ -102,17 +90,14 @@ def even(batches: int, tickets: int, workers: int, **settings: int | bool | None
 
 
 def test_two_free_workers_and_an_epoch_of_three() -> None:
-    crowd = free(3, 6, 2, tickets_between_scores=1)
+    crowd = free(3, 6, 2)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "train 1", "train 2"]
+    assert crowd.ask(1, 1) == "train 3", "an epoch ends, worker 0 is not ready, and nobody waits"
+    assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 4", "train 5"]
+    assert crowd.dealer.epoch == 1
     assert crowd.ask(1, 1) is None, "nothing is left, and worker 0 is not ready"
-    assert crowd.ask(0, 1) == "evaluate"
-    assert crowd.ask(0) == "train 3"
-    assert crowd.told[-1] == (1, "train 4"), "who waited is told without asking again"
-    assert crowd.ask(0, 1) == "train 5"
-    assert crowd.ask(1, 1) is None
-    assert crowd.ask(0, 1) == "evaluate"
-    assert crowd.ask(0) == "finish"
-    assert crowd.told[-1] == (1, "finish")
+    assert crowd.ask(0, 1) == "finish"
+    assert crowd.told[-1] == (1, "finish"), "who waited is told without asking again"
     assert crowd.dealer.finished
 
 
@@ -125,7 +110,7 @@ def test_evenly_each_place_has_its_own_batches() -> None:
         "train 4",
         "train 3",
     ]
-    assert [crowd.ask(1, 1), crowd.dealer.resting, crowd.ask(0, 1)] == [None, (), "evaluate"]
+    assert [crowd.ask(1, 1), crowd.dealer.resting, crowd.ask(0, 1)] == [None, (), "finish"]
 
 
 def test_who_prefetches_holds_two_and_is_then_told_to_push() -> None:
@@ -136,11 +121,11 @@ def test_who_prefetches_holds_two_and_is_then_told_to_push() -> None:
     assert [patient.ask(0) for _ in range(5)] == ["train 0", "train 1", "train 2", "train 3", "wait"]
 
 
-def test_at_the_end_of_an_epoch_accrued_gradients_are_pushed() -> None:
-    """Push every five, an epoch of three: without "wait" the epoch would never end."""
+def test_at_the_end_of_the_run_accrued_gradients_are_pushed() -> None:
+    """Push every five, a run of three: without "wait" it would never end."""
     crowd = free(3, 3, 1, most_held=7)
     assert [crowd.ask(0), crowd.ask(0), crowd.ask(0), crowd.ask(0)] == ["train 0", "train 1", "train 2", "wait"]
-    assert [crowd.ask(0, 3), crowd.ask(0)] == ["evaluate", "finish"]
+    assert crowd.ask(0, 3) == "finish"
 
 
 def test_tickets_of_the_lost_come_again_and_before_all_others() -> None:
@@ -155,7 +140,7 @@ def test_who_waits_is_dealt_what_another_loses() -> None:
     assert [crowd.ask(1), crowd.ask(0), crowd.ask(0, 1)] == ["train 0", "train 1", None]
     crowd.lose(1)
     assert crowd.told[-1] == (0, "again 0")
-    assert [crowd.ask(0, 1), crowd.ask(0)] == ["evaluate", "finish"]
+    assert crowd.ask(0, 1) == "finish"
 
 
 def test_evenly_the_others_serve_an_empty_place_and_then_rest() -> None:
@@ -167,7 +152,7 @@ def test_evenly_the_others_serve_an_empty_place_and_then_rest() -> None:
     assert crowd.dealer.resting == (2,), "no rule may wait for a push of worker 2"
     assert [crowd.ask(0, 1), crowd.dealer.resting] == [None, (0, 2)]
     crowd.ask(1, 1)
-    assert crowd.told[-1] == (0, "evaluate")
+    assert crowd.told[-2:] == [(0, "finish"), (2, "finish")]
     assert crowd.dealer.resting == ()
 
 
@@ -186,40 +171,6 @@ def test_a_worker_without_a_place_inherits_one() -> None:
     crowd.lose(0)
     assert crowd.told[-1] == (5, "again 0")
     assert [crowd.ask(5, 1), crowd.ask(1, 1), crowd.dealer.resting] == ["train 2", "train 3", ()]
-
-
-def test_another_scores_where_the_first_is_lost() -> None:
-    crowd = free(1, 1, 3)
-    assert [crowd.ask(0), crowd.ask(2), crowd.ask(1)] == ["train 0", None, None]
-    assert crowd.ask(0, 1) == "evaluate"
-    crowd.lose(0)
-    assert crowd.told[-1] == (1, "evaluate")
-    crowd.lose(1)
-    assert crowd.told[-1] == (2, "evaluate")
-    assert crowd.ask(2) == "finish"
-
-
-def test_one_that_is_about_to_start_holds_up_no_score() -> None:
-    crowd = free(1, 1, 2)
-    assert [crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "evaluate"]
-
-
-def test_short_epochs_share_a_score() -> None:
-    """Two workers: a score after at least eight tickets, at the end of an epoch; and at the end of the run."""
-    crowd = free(3, 15, 2)
-    told = [crowd.ask(0)]
-    while told[-1] != "finish":
-        told.append(crowd.ask(0, 1 if str(told[-1]).startswith("train") else 0))
-    assert [at for at, words in enumerate(told) if words == "evaluate"] == [9, 16]
-    assert crowd.dealer.epoch == 5
-
-
-def test_a_run_without_scores_never_stops_between() -> None:
-    crowd = free(2, 6, 2, evaluates=False)
-    assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1), crowd.ask(1, 1)] == [f"train {n}" for n in range(4)]
-    assert [crowd.ask(0, 1), crowd.ask(1, 1), crowd.ask(0, 1)] == ["train 4", "train 5", None]
-    assert crowd.ask(1, 1) == "finish"
-    assert crowd.told[-1] == (0, "finish")
 
 
 def test_in_a_warm_start_one_works_alone() -> None:
@@ -251,12 +202,12 @@ def test_repeats_get_the_same_answer_and_what_is_out_of_date_none() -> None:
 
 
 def test_stop_tells_everybody_to_finish() -> None:
-    crowd = free(2, 20, 2, tickets_between_scores=1)
-    assert [crowd.ask(1), crowd.ask(0), crowd.ask(1, 1), crowd.ask(0, 1)] == ["train 0", "train 1", None, "evaluate"]
+    crowd = free(2, 20, 2, warm_start=20)
+    assert [crowd.ask(0), crowd.ask(1)] == ["train 0", None]
     crowd.dealer.stop()
     crowd.hear()
     assert crowd.told[-1] == (1, "finish")
-    assert [crowd.ask(0), crowd.dealer.finished] == ["finish", True]
+    assert [crowd.ask(0), crowd.dealer.finished, crowd.dealer.stopped] == ["finish", True, True]
 
 
 @pytest.mark.parametrize(
@@ -278,9 +229,9 @@ def test_impossible_dealers_are_refused(make: Callable[[], Dealer], words: str) 
 
 
 def test_after_a_restart_what_was_dealt_comes_again() -> None:
-    crowd = free(4, 12, 2, tickets_between_scores=1)
+    crowd = free(4, 12, 2)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(0, 1)] == ["train 0", "train 1", "train 2"]
-    dealer = Dealer(4, 12, "freely", 3, tickets_between_scores=1)
+    dealer = Dealer(4, 12, "freely", 3)
     dealer.load(crowd.dealer.dump())
     later = Crowd(dealer, range(3))
     later.done = [0]
@@ -289,19 +240,36 @@ def test_after_a_restart_what_was_dealt_comes_again() -> None:
 
 def test_a_restart_goes_back_to_what_every_shard_has() -> None:
     """Shard 0's snapshot lacks ticket 3; shard 1's has 6, of which the coordinator had not heard."""
-    crowd = free(4, 12, 1, tickets_between_scores=1, most_held=9)
-    told = [crowd.ask(0, pushes) for pushes in (0, 1, 1, 1, 1, 0, 1)]
-    assert told == ["train 0", "train 1", "train 2", "train 3", "evaluate", "train 4", "train 5"]
-    dealer = Dealer(4, 12, "freely", 1, tickets_between_scores=1)
+    crowd = free(4, 12, 1, most_held=9)
+    told = [crowd.ask(0, pushes) for pushes in (0, 1, 1, 1, 1, 1)]
+    assert told == ["train 0", "train 1", "train 2", "train 3", "train 4", "train 5"]
+    dealer = Dealer(4, 12, "freely", 1)
     dealer.load(crowd.dealer.dump(), applied=[((0, 2), (4, 4)), ((0, 4), (6, 6))])
     later = Crowd(dealer, [0])
     later.done = [0, 1, 2, 4]
-    assert [later.ask(0), later.ask(0, 1)] == ["again 3", "evaluate"], "that score was of weights that are lost"
-    assert [later.ask(0), later.ask(0, 1), later.ask(0, 1)] == ["again 5", "again 6", "train 7"]
+    told = [later.ask(0), later.ask(0, 1), later.ask(0, 1), later.ask(0, 1)]
+    assert told == ["again 3", "again 5", "again 6", "train 7"]
+
+
+@pytest.mark.parametrize(
+    ("applied", "told"),
+    [
+        ([((0, 5),), ((0, 8),)], ["train 6", "train 7", "train 8"]),  # whole steps: one shard is a step ahead
+        ([((0, 6),), ((0, 8),)], ["again 7", "again 8", "train 11"]),  # a step in which a worker was lost
+    ],
+)
+def test_after_a_restart_whole_steps_come_as_they_came_first(
+    applied: list[tuple[tuple[int, int], ...]], told: list[str]
+) -> None:
+    dealer = Dealer(12, 12, "evenly", 3)
+    dealer.load(Dealer(12, 12, "evenly", 3).dump(), applied)
+    crowd = Crowd(dealer, range(3))
+    crowd.done = list(range(applied[0][0][1] + 1))
+    assert [crowd.ask(worker) for worker in range(3)] == told
 
 
 def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
-    crowd = free(4, 6, 1, tickets_between_scores=1)
+    crowd = free(4, 6, 1)
     while crowd.told[-1:] != [(0, "finish")]:
         crowd.ask(0, len(crowd.held[0]))
     same, longer = Dealer(4, 6, "freely", 1), Dealer(4, 8, "freely", 1)
@@ -328,11 +296,10 @@ def test_only_a_dealers_own_state_is_loaded() -> None:
     workers=st.integers(1, 4),
     steps=st.integers(1, 4),
     epochs=st.integers(1, 3),
-    between=st.sampled_from([None, 1]),
     restarts=st.booleans(),
 )
 def test_every_ticket_is_done_once_whatever_happens(
-    seed: int, deals: Deals, workers: int, steps: int, epochs: int, between: int | None, restarts: bool
+    seed: int, deals: Deals, workers: int, steps: int, epochs: int, restarts: bool
 ) -> None:
     rng = random.Random(seed)
     batches = steps * workers
@@ -340,9 +307,7 @@ def test_every_ticket_is_done_once_whatever_happens(
     warm = 0 if deals == "evenly" else rng.randrange(4)
 
     def make() -> Dealer:
-        return Dealer(
-            batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5), tickets_between_scores=between
-        )
+        return Dealer(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5))
 
     crowd = Crowd(make(), range(workers))
     for _ in range(rng.randrange(120)):
@@ -356,8 +321,6 @@ def test_every_ticket_is_done_once_whatever_happens(
     bring_to_its_end(crowd, rng)
     assert sorted(crowd.done) == list(range(tickets))
     assert crowd.dealer.done == ((0, tickets - 1),)
-    stretch = batches if between else -(-4 * workers // batches) * batches
-    assert crowd.scores == [*range(stretch, tickets, stretch), tickets]
 
 
 def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
@@ -379,7 +342,7 @@ def restarted(crowd: Crowd, dealer: Dealer) -> Crowd:
     """Everybody is lost, the coordinator too."""
     dealer.load(crowd.dealer.dump())
     later = Crowd(dealer)
-    later.lives, later.done, later.scores = crowd.lives, crowd.done, crowd.scores
+    later.lives, later.done = crowd.lives, crowd.done
     return later
 
 

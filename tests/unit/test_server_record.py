@@ -65,7 +65,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     content = written(tmp_path / "run" / "shard-0.jsonl", ENTRIES)
     assert read_record(tmp_path / "run" / "shard-0.jsonl") == Record("shard 0", ENTRIES, torn=False)
     assert content.splitlines()[:4] == [
-        b'{"format":"polytempo-record","version":1,"machine":"shard 0"}',
+        b'{"format":"polytempo-record","version":2,"machine":"shard 0"}',
         b'["members",1,0,[[0,1],[1,1]],[]]',
         b'["pull",0,1,1,0,-1,0]',
         b'["push",1,1,2,1,0,32,[5,6],1,3699134100]',
@@ -115,7 +115,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     for content, words in [
         (b"", "is no record"),
         (b"\x00\x01", "is no record"),
-        (b'{"format":"polytempo-record","version":9,"machine":"shard 0"}\n', "version 9; this program reads version 1"),
+        (b'{"format":"polytempo-record","version":9,"machine":"shard 0"}\n', "version 9; this program reads version 2"),
     ]:
         path.write_bytes(content)
         with pytest.raises(RecordError, match=words):

@@ -82,7 +82,7 @@ class Net:
         self.random, self.now_s, self.copies = Random(seed), 0.0, copies
         spans = shard_map(PARAMETERS, 2)
         chains = [tuple(range(10 + s * copies, 10 + (s + 1) * copies)) for s in range(2)]
-        self.dealer = Dealer(TICKETS, TICKETS, "freely", workers=3, evaluates=False)
+        self.dealer = Dealer(TICKETS, TICKETS, "freely", workers=3)
         self.hub = Coordinator(
             HUB, [0, 1, 2], chains, self.dealer, TIMING, reshaper=Reshaper(PARAMETERS, spans), on_event=self._hear
         )
@@ -231,7 +231,7 @@ def test_a_reshape_that_could_not_be_is_refused_at_once() -> None:
 
 
 def test_a_pause_deals_what_was_begun_and_nothing_else() -> None:
-    dealer = Dealer(6, 12, "evenly", workers=3, evaluates=False)
+    dealer = Dealer(6, 12, "evenly", workers=3)
     for worker in range(3):
         dealer.join(worker, 1)
     first = dealer.ask(0, 1, 1, ())

@@ -375,19 +375,19 @@ def test_covered_makes_no_update_of_what_was_there_before() -> None:
     holds(covered(4), 2, [(had, []), (part(0, CLOSING, samples=0), []), (part(1, 5 + CLOSING, samples=0), zero)])
 
 
-def test_covered_with_a_bound_is_within_for_what_closes() -> None:
+def test_covered_with_a_bound_is_within_for_what_closes_and_makes_one_update_of_a_batch() -> None:
     holds(
         covered(4, bound=1),
         2,
         [
             (pull(0), answers(0)),
-            (part(0, 5 + 3, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
-            (part(0, 0, CLOSING, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (part(0, 5 + 3, samples=2), [Add(0, part_of=1), Answer(0)]),
+            (part(0, 0, CLOSING, samples=2), [Add(0), Update(including=0), Answer(0)]),
             (pull(0, 1), answers(0)),
-            (part(0, 10, 10 + CLOSING, samples=2, clock=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (part(0, 10, 10 + CLOSING, samples=2, clock=2), [Add(0), Update(including=2), Answer(0)]),
             (pull(0, 2), []),
-            (part(1, 5 + 2, samples=2), [Add(1, 1.0), Update(), Answer(1)]),
-            (part(1, 5, 5 + CLOSING, samples=2), [Add(1, 1.0), Update(), Answer(1), Answer(0)]),
+            (part(1, 5 + 2, samples=2), [Add(1, part_of=1), Answer(1)]),
+            (part(1, 5, 5 + CLOSING, samples=2), [Add(1), Update(including=1), Answer(1), Answer(0)]),
         ],
     )
 

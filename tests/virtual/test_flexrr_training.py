@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from laws.catalogue import HELPED, Row, label
 from laws.definitions import stepped
@@ -17,11 +17,12 @@ from laws.served import BATCH, Runner, batches_of, served
 from polytempo import strategies
 from polytempo.cluster import Cluster, Crash, Link, exponential, lognormal, slow_host
 from polytempo.core import Strategy
+from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
+from polytempo.data.plan import permutation
 from polytempo.engines.simulate_served import _Run
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
-from polytempo.torch.reassigned import rows
 from polytempo.torch.result import Result
 from slices import verdicts
 
@@ -110,6 +111,15 @@ def test_whoever_computes_a_slice_draws_the_same_random_numbers() -> None:
     assert (helped.weights - alone.weights).norm() / alone.weights.norm() < 1e-12
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_with_a_bound_a_batch_is_one_step_of_the_optimizer_whoever_helped(optimizer: str) -> None:
+    made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
+    of = replace(job(), optimizer=lambda parameters, lr: made(parameters, lr=lr))
+    run = trained(strategies.flexrr(bound=1, grain=0.025, shards=2), ONE_SLOW, of=of)
+    assert run.total("slices_helped") > 20
+    assert run.server["updates"] == 2 * WORKERS
+
+
 def test_with_a_bound_a_slow_worker_is_helped_too() -> None:
     ssp = trained(strategies.ssp(bound=1), ONE_SLOW)
     flexrr = trained(strategies.flexrr(bound=1, grain=0.025), ONE_SLOW)
@@ -149,9 +159,10 @@ def test_one_worker_is_plain_torch_and_learners_are_one_with_the_joined_batch(op
         expected = stepped(batches_of(13, setting), setting)
         found = served(row.make(), 1, 13, setting).weights
         assert torch.equal(found, expected) if row.exact else torch.allclose(found, expected, rtol=1e-12)
-        expected = stepped(batches_of(6, setting, batch_size=4 * BATCH), setting)
-        found = served(row.make(), 4, 24, setting, exponential()).weights
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        if row.joined:
+            expected = stepped(batches_of(6, setting, batch_size=4 * BATCH), setting)
+            found = served(row.make(), 4, 24, setting, exponential()).weights
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("row", HELPED, ids=label)
@@ -162,13 +173,68 @@ def test_the_same_seed_is_the_same_run_and_another_seed_another(row: Row, served
     assert not torch.equal(first.weights, other.weights)
 
 
+# ----------------------------------------------------------------------------------------------- whole batches, or none
+
+
+def normed(frozen: bool = False) -> Job:
+    def model() -> nn.Module:
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=frozen), nn.Linear(4, 1)).double()
+        net[1].train(not frozen)
+        return net
+
+    return replace(job(), model=model)
+
+
+def test_a_batch_norm_would_see_slices_and_is_refused() -> None:
+    remedy = (
+        r"flexrr\(.*\) computes a batch in up to 80 slices \(grain=0.0125\), and BatchNorm1d '1' would normalise each "
+        r"slice by itself; use flexrr\(grain=1.0, first_offer=1.0, later_offers=1.0\).*GroupNorm.*"
+        r"backup_workers\(backups=0\)"
+    )
+    for strategy in (strategies.flexrr(), strategies.flexrr(bound=1)):
+        with pytest.raises(ValueError, match=remedy):
+            trained(strategy, of=normed())
+
+
+def test_a_batch_norm_that_is_frozen_or_sees_whole_batches_trains_as_without_help() -> None:
+    whole = strategies.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0)
+    for strategy, of in (
+        (whole, normed()),
+        (strategies.flexrr(grain=0.1, first_offer=0.1, later_offers=0.1), normed(frozen=True)),
+    ):
+        helped, alone = trained(strategy, ONE_SLOW, of=of), trained(SYNCHRONOUS, of=of)
+        assert (helped.weights - alone.weights).norm() / alone.weights.norm() < 1e-12
+
+
 # --------------------------------------------------------------------------------------------------------------- slices
 
 
-def test_rows_of_any_batch() -> None:
+class Ragged(Dataset[Any]):
+    """Sample i is a dict with i + 1 numbers, and a word."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": [index] * (index + 1), "word": "abcde"[index]}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    longest = max(len(sample["row"]) for sample in samples)
+    rows = [sample["row"] + [-1] * (longest - len(sample["row"])) for sample in samples]
+    return {"rows": torch.tensor(rows), "words": [sample["word"] for sample in samples]}
+
+
+def test_a_slice_is_collated_by_itself_so_a_batch_may_be_anything() -> None:
+    batches = Batches(Data(Ragged(), None, padded).training(), size=1, batch_size=5)
+    order = permutation(5, 0, 0).tolist()
+    samples = batches.samples(0, 0)
+    whole = samples.collated()
+    assert whole["words"] == ["abcde"[i] for i in order]
+    assert whole["rows"].shape == (5, 5)
+    slice_ = samples.collated(3, 5)
+    assert slice_["words"] == ["abcde"[i] for i in order[3:]]
+    assert slice_["rows"].shape == (2, max(order[3:]) + 1), "padded to its own longest"
     table = torch.arange(10).reshape(5, 2)
-    assert rows(table, 1, 3).tolist() == [[2, 3], [4, 5]]
-    batch = [{"table": table, "names": list("abcde")}, (table, table[:, 0])]
-    first, (second, third) = rows(batch, 3, 5)
-    assert (first["table"].tolist(), first["names"]) == ([[6, 7], [8, 9]], ["d", "e"])
-    assert (second.tolist(), third.tolist()) == ([[6, 7], [8, 9]], [6, 8])
+    first, second, third = Batches(TensorDataset(table, table[:, 0], table), size=1, batch_size=5).samples(0, 0).held
+    assert (first.shape, second.shape, third.shape) == ((5, 2), (5,), (5, 2))

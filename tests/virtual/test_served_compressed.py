@@ -499,7 +499,7 @@ def test_the_trace_prices_what_travels() -> None:
 @pytest.mark.parametrize("codec", [feedback(top_k(0.01)), feedback(one_bit())], **by_name)
 def test_downpour_learns(codec: Codec) -> None:
     strategy = strategies.downpour(lr=0.02, shards=2, codec=codec, pull_codec=bf16())
-    result = simulate(DIGITS, strategy, 4, epochs=8)
+    result = simulate(DIGITS, strategy, 4, epochs=10)
     assert result.accuracy is not None
     assert result.accuracy >= 0.9
     assert result.server is not None

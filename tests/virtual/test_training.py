@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from polytempo import cluster, strategies
+from polytempo import cluster, data, strategies
 from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
 from polytempo.torch.job import Data, Job
@@ -101,8 +101,10 @@ def test_options_that_no_run_could_use(options: dict[str, Any], text: str) -> No
 
 def test_a_simulation_refuses_what_it_would_ignore() -> None:
     job = find("digits")
-    with pytest.raises(ValueError, match="a simulation has no checkpoints"):
+    with pytest.raises(ValueError, match="a simulation is not resumed"):
         simulate(job, strategies.sync_sgd(), 2, out="anywhere", resume=True)
+    with pytest.raises(ValueError, match="has a parameter server, so this simulation saves no checkpoints"):
+        simulate(job, strategies.ssp(), 2, out="anywhere", checkpoint_every=1)
     with pytest.raises(ValueError, match="with meta nothing is learned"):
         simulate(job, strategies.sync_sgd(), 2, meta=True, epochs=2)
     with pytest.raises(ValueError, match="until needs a test set"):
@@ -120,3 +122,17 @@ def test_until_ends_at_the_first_epoch_that_reaches_it() -> None:
     assert result.epochs == int(result.epochs) < job.epochs
     never = simulate(job, strategies.sync_sgd(), 2, until={"accuracy": 0.999999}, epochs=1)
     assert never.reached is False
+
+
+@pytest.mark.parametrize("strategy", [strategies.local_sgd(period=4), strategies.hogwild()], ids=str)
+def test_until_ends_all_ranks_at_the_first_step_that_none_has_begun_when_the_score_comes(strategy: Any) -> None:
+    """So it may be later than the step that was scored. What the result says is of the model at the end."""
+    uneven = cluster.one_host(3, stragglers=cluster.lognormal(0.5))
+    result = simulate(find("digits"), strategy, 3, uneven, until={"accuracy": 0.9})
+    assert result.reached is True
+    assert result.steps < 15 * find("digits").epochs
+    unwatched = simulate(
+        replace(find("digits"), data=lambda folder: Data(data.digits()[0])), strategy, 3, uneven, steps=result.steps
+    )
+    assert result.parameters_sha256 == unwatched.parameters_sha256
+    assert result.trace_hash == unwatched.trace_hash

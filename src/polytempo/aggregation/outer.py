@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core import Bundle, Port, State, Transform, inside
 
 
 class AnchorState(NamedTuple):
@@ -31,7 +31,8 @@ def anchors(state: Any) -> Iterator[Bundle]:
 def from_anchor(transform: Transform) -> Transform:
     """Let `transform` see Δ = anchor - θ, what this rank moved since the anchor; then θ ← anchor - its answer.
 
-    The result becomes the next anchor. Memory: one more copy of the parameters.
+    The result becomes the next anchor. With one rank nothing is touched where `transform` does nothing then; else
+    anchor - (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
     """
 
     def init(parameters: Bundle) -> AnchorState:
@@ -45,7 +46,15 @@ def from_anchor(transform: Transform) -> Transform:
         arrived = bundle.with_flat(state.anchor.flat - update.flat)
         return arrived, AnchorState(arrived.copy(), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
+    return Transform(
+        init,
+        apply,
+        separable=transform.separable,
+        idle_alone=transform.idle_alone,
+        weighs=transform.weighs,
+        explain=transform.explain,
+        beside=inside(transform.beside, lambda state: state.inner),
+    )
 
 
 class NesterovState(NamedTuple):

@@ -13,7 +13,9 @@ from polytempo.chaos import scenario_rules
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server import snapshot
+from polytempo.server.holding import Held
 from polytempo.server.message import Push, Reply, Request
+from polytempo.server.queues import Queues
 from polytempo.server.shard import Shard
 from polytempo.server.table import Look, Table
 from polytempo.server.weights import Weights
@@ -40,7 +42,7 @@ def waiting_not_installed() -> Patches:
 
     def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
         load(self, data, tensors)
-        self._waiting = {}
+        self._queues = Queues(self.service.rule.name)
 
     return [(Shard, "load", wrong)]
 
@@ -61,9 +63,9 @@ def tickets_not_kept() -> Patches:
     push = Shard._push
 
     def wrong(self: Shard, request: Push, replies: list[Reply]) -> None:
-        kept, self._tickets = self._tickets, Ranges()
+        kept, self.decided.applied = self.decided.applied, Ranges()
         push(self, request, replies)
-        self._tickets = Ranges((*kept.tuples, *self._tickets.tuples))
+        self.decided.applied = Ranges((*kept.tuples, *self.decided.applied.tuples))
 
     return [(Shard, "_push", wrong)]
 
@@ -143,12 +145,21 @@ def gradient_of_the_dead_kept() -> Patches:
     leave = Shard._leave
 
     def wrong(self: Shard, worker: int) -> None:
-        waiting = self._waiting.get(worker, [])
+        waiting = self._queues.waiting.get(worker, [])
         leave(self, worker)
         if waiting:
-            self._waiting[worker] = waiting
+            self._queues.waiting[worker] = waiting
 
     return [(Shard, "_leave", wrong)]
+
+
+def scored_weights_written() -> Patches:
+    """What is shown to the evaluator is not held, so the next updates write into it."""
+
+    def wrong(self: Shard) -> Held:
+        return Held(self._all_spans, self.weights, None, lambda: None)
+
+    return [(Shard, "hold", wrong)]
 
 
 def bound_off_by_one() -> Patches:
@@ -230,6 +241,7 @@ BUGS = (
     lent_weights_written,
     sum_begun_anew,
     gradient_of_the_dead_kept,
+    scored_weights_written,
     bound_off_by_one,
     bound_over_the_fastest,
     late_gradient_used,

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.chaos.copies import Copies
+from polytempo.chaos.copies import Copies, node_of
 from polytempo.chaos.worker import Worker
 from polytempo.chaos.world import Violation, World
 from polytempo.core.errors import PolytempoError
 from polytempo.server.client import Client, Refused
 from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, Reply
-from polytempo.server.node import Node
 
 _MOST_LATE = "late"
 
@@ -48,6 +47,8 @@ class Checkers:
         self._heads: dict[tuple[int, int], int] = {}
         self._lent: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, tuple[int, int]] = {}
+        self.last_score = 0
+        """Of how many batches."""
         self._owners: dict[int, tuple[int, int, int]] = {}
         self.anybody_lost = False
 
@@ -104,8 +105,8 @@ class Checkers:
 
     def _answers(self, source: int, reply: Reply) -> None:
         """Only one copy answers in an epoch."""
-        node = self._world.machine(source)
-        if not isinstance(node, Node):
+        node = node_of(self._world.machine(source))
+        if node is None:
             return
         head = self._heads.setdefault((reply.shard, node.epoch), source)
         if head != source:
@@ -132,8 +133,8 @@ class Checkers:
 
     def handled(self, now_s: float, node: int) -> None:
         """After a copy has moved, its state must be right, and be that of the other copies."""
-        machine = self._world.machine(node)
-        if not isinstance(machine, Node) or machine.blank:
+        machine = node_of(self._world.machine(node))
+        if machine is None or machine.blank:
             return
         seen, present = self._seen.get(node), (machine.epoch, machine.index)
         if seen == present:
@@ -149,8 +150,8 @@ class Checkers:
         self._copies.bounded(machine)
 
     def _in_state(self, node: int, what: str) -> None:
-        machine = self._world.machine(node)
-        if not isinstance(machine, Node) or not self._copies.is_current(machine):
+        machine = node_of(self._world.machine(node))
+        if machine is None or not self._copies.is_current(machine):
             return
         shard = machine.shard.number
         counts = self._copies.counts(machine).tolist()
@@ -206,10 +207,25 @@ class Checkers:
                     f"{max(clocks, default=0)}; the bound is {self._promises.bound}"
                 )
 
+    def scored(self, number: int, weights: Tensor, most_together: int) -> None:
+        """A score is of weights that have been, and of as many batches as it says, but for some that were
+        decided with the last of them: in one push, or in one step of all workers, `most_together`."""
+        if number <= self.last_score:
+            raise Violation(f"the score of {number} batches comes after that of {self.last_score}")
+        self.last_score = number
+        if bool(((weights != 0) & (weights != 1)).any()):
+            raise Violation(f"weights were scored that no sequence of pushes makes: {weights.tolist()}")
+        for shard, counts in enumerate(weights.view(-1, self._num_tickets).sum(dim=1).tolist()):
+            least = number - len(self._late[shard]) if self._promises.reads_own else 0
+            if not least <= counts < number + most_together:
+                raise Violation(f"the score of {number} batches is of {counts:g} on shard {shard}")
+
     # ------------------------------------------------------------------ the end
 
-    def ended(self, statistics: dict[int, Any]) -> None:
+    def ended(self, statistics: dict[int, Any], *, scores: bool) -> None:
         """Every ticket was applied exactly once on every shard, or is accounted for; and the shards' ledgers say so."""
+        if scores and self.last_score != self._num_tickets:
+            raise Violation(f"the last score is of {self.last_score} batches of {self._num_tickets}")
         for shard in range(len(self._copies.nodes)):
             head = self._copies.head(shard)
             counts = self._copies.counts(head).tolist()

@@ -12,6 +12,7 @@ from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.node import Node
+from polytempo.server.score_snapshots import Showing
 from polytempo.server.shard import Shard
 
 _MOST_HELD = 200
@@ -51,8 +52,8 @@ class Copies:
 
     def node(self, number: int) -> Node | None:
         """The copy on node `number`, if it lives and has a state."""
-        machine = self._world.machine(number)
-        return machine if isinstance(machine, Node) and not machine.blank else None
+        machine = node_of(self._world.machine(number))
+        return machine if machine is not None and not machine.blank else None
 
     def head(self, shard: int) -> Node:
         """The copy that is asked."""
@@ -93,6 +94,12 @@ class Copies:
             raise Violation(f"node {node.node} keeps more and more: replies, entries, requests, buffers {held}")
 
 
+def node_of(machine: object) -> Node | None:
+    """The copy of a shard that a process is; None for any other machine."""
+    machine = machine.node if isinstance(machine, Showing) else machine
+    return machine if isinstance(machine, Node) else None
+
+
 def _same(one: Shard, other: Shard) -> bool:
     mine, theirs = one._weights, other._weights
     if _told(one) != _told(other) or not torch.equal(mine.present, theirs.present):
@@ -105,10 +112,10 @@ def _same(one: Shard, other: Shard) -> bool:
 def _told(shard: Shard) -> tuple[object, ...]:
     """A shard's state but for its tensors."""
     known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._table.known.items()}
-    waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._waiting.items() if queue}
+    waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._queues.waiting.items() if queue}
     weights = shard._weights
     rule = msgspec.msgpack.encode(shard._rule)  # a list and a tuple are the same to rules
     return (
         *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._members, known, waiting),
-        *(shard._tickets.tuples, shard._dropped, shard._refused),
+        *(shard.decided.applied.tuples, shard.decided.dropped, shard.decided.refused),
     )

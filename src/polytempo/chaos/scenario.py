@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from polytempo.chaos.bugs import planted
 from polytempo.chaos.checkers import Checkers, Promises
-from polytempo.chaos.copies import Copies, counted, new_shard
+from polytempo.chaos.copies import Copies, counted, new_shard, node_of
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import Launcher
 from polytempo.chaos.network import Cut, Death, Fault, Plan
@@ -18,13 +21,15 @@ from polytempo.chaos.saves import Saves
 from polytempo.chaos.scenario_rules import draw_rule, undivided
 from polytempo.chaos.storm import Cast, Limits, storm
 from polytempo.chaos.worker import Habits, Worker, spans
-from polytempo.chaos.world import Violation, World
+from polytempo.chaos.world import Machine, Violation, World
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.dealer import Dealer
+from polytempo.server.evaluator import Evaluator
 from polytempo.server.node import Node
+from polytempo.server.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.shard import Shard
 from polytempo.server.timing import Timing
 
@@ -58,7 +63,8 @@ class Scenario:
     waits: bool
     tickets: int
     batches_per_epoch: int
-    evaluates: bool
+    scores: bool
+    """Whether snapshots are scored."""
     habits: Habits
     sees_deaths: bool
     plan: Plan
@@ -72,7 +78,7 @@ class Scenario:
         return (
             f"{self.rule.name}, {self.workers} workers, {self.shards} shards with {self.replicas} replicas, "
             f"{self.tickets} tickets dealt {self.deals}, {self.habits}, last one {self.slowed:g} times slower, "
-            f"{'snapshots, ' if self.saves else ''}{self.disk}, "
+            f"{'scores, ' if self.scores else ''}{'snapshots, ' if self.saves else ''}{self.disk}, "
             f"deaths are {'seen' if self.sees_deaths else 'noticed by silence'}"
         )
 
@@ -125,7 +131,7 @@ def draw(seed: int) -> Scenario:
         waits=drawn.waits,
         tickets=per_epoch * epochs,
         batches_per_epoch=per_epoch,
-        evaluates=random.random() < 0.5,
+        scores=random.random() < 0.5,
         habits=habits,
         sees_deaths=random.random() < 0.6,
         plan=storm(random, cast, LIMITS, lasts_s=random.choice([0.8, 1.5, 3.0])),
@@ -178,6 +184,8 @@ class Stage:
                 self.world.place(node, self._maker(node, self._node))
         self.launcher = self._launcher()
         self.world.place(cast.coordinator, lambda incarnation, now_s: self.launcher, mortal=False)
+        if scenario.scores:
+            self.world.place(cast.coordinator + 1, lambda incarnation, now_s: self._evaluator(), mortal=False)
 
     def perform(self) -> None:
         """From the beginning to the end, or to a `Violation`."""
@@ -185,7 +193,7 @@ class Stage:
         by_s = self.scenario.plan.healed_s + HEALING_S
         if not self.world.run(lambda: self.launcher.finished, by_s):
             raise Violation(f"not finished {HEALING_S:g} s after the last fault: {self._state()}")
-        self.checkers.ended(self.launcher.coordinator.statistics)
+        self.checkers.ended(self.launcher.coordinator.statistics, scores=self.scenario.scores)
         number = self._saves.check([self._shard(shard) for shard in range(self.scenario.shards)])
         self.world.note("the newest whole snapshot is", number)
 
@@ -203,7 +211,7 @@ class Stage:
             events=world.last_events() if violation else [],
         )
 
-    def _maker(self, node: int, make: Callable[[int, int], Worker | Node]) -> Callable[[int, float], Worker | Node]:
+    def _maker(self, node: int, make: Callable[[int, int], Machine]) -> Callable[[int, float], Machine]:
         return lambda incarnation, now_s: make(node, incarnation)
 
     def _worker(self, node: int, incarnation: int) -> Worker:
@@ -220,10 +228,32 @@ class Stage:
         habits = scenario.habits.slowed(factor)
         return Worker(client, scenario.tickets, habits, self._random, self.checkers.read)
 
-    def _node(self, node: int, incarnation: int) -> Node:
+    def _node(self, node: int, incarnation: int) -> Machine:
         shard = self._shard(self.copies.shard_of(node))
         coordinator, blank = self.scenario.cast.coordinator, node in self._blank
-        return Node(node, shard, coordinator, TIMING, blank=blank, on_save=self._saves.save)
+        if not self.scenario.scores:
+            return Node(node, shard, coordinator, TIMING, blank=blank, on_save=self._saves.save)
+        scenario = self.scenario
+        snapshots = ScoreSnapshots(shard, ScorePoints(scenario.batches_per_epoch, scenario.tickets))
+        return Showing(
+            Node(
+                *(node, shard, coordinator, TIMING),
+                blank=blank,
+                on_entry=snapshots.on_entry,
+                on_save=self._saves.save,
+            ),
+            snapshots,
+        )
+
+    def _evaluator(self) -> Evaluator:
+        scenario, coordinator = self.scenario, self.scenario.cast.coordinator
+
+        def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
+            self.checkers.scored(number, flat, max(scenario.habits.push_every, scenario.workers))
+            return b"{}"
+
+        chains, numel = scenario.cast.copies, scenario.tickets * scenario.shards
+        return Evaluator(coordinator + 1, coordinator, chains, numel, torch.float32, score, TIMING)
 
     def _shard(self, number: int) -> Shard:
         return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule, self._codec)
@@ -235,10 +265,13 @@ class Stage:
             num_tickets=scenario.tickets,
             deals=scenario.deals,
             workers=scenario.workers,
-            evaluates=scenario.evaluates,
             rests=scenario.waits,
         )
-        coordinator = Coordinator(cast.coordinator, cast.workers, cast.copies, dealer, TIMING, on_event=self._happened)
+        coordinator = Coordinator(
+            *(cast.coordinator, cast.workers, cast.copies, dealer, TIMING),
+            on_event=self._happened,
+            evaluator=cast.coordinator + 1 if scenario.scores else None,
+        )
         self.copies.coordinator = coordinator
         return Launcher(
             coordinator,
@@ -282,10 +315,10 @@ class Stage:
         told.append(f"done {coordinator.dealer.done} of {self.scenario.tickets}, held {coordinator.dealer.holders()}")
         for node in self.world.processes:
             machine = self.world.machine(node)
-            if isinstance(machine, Node):
+            if (copy := node_of(machine)) is not None:
                 told.append(
-                    f"node {node}: epoch {machine.epoch}, entry {machine.index}, committed {machine.committed}"
-                    + (", blank" if machine.blank else "")
+                    f"node {node}: epoch {copy.epoch}, entry {copy.index}, committed {copy.committed}"
+                    + (", blank" if copy.blank else "")
                 )
             if isinstance(machine, Worker):
                 told.append(f"worker {node}: life {machine.client.incarnation}, waits in {machine.waits_in}")

@@ -52,16 +52,24 @@ class Situation(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add `factor` times the gradient of `worker` that waits longest to the shard's sum; it waits no more."""
+    """Add `factor` times the gradient of `worker` that waits longest to the shard's sum; it waits no more.
+
+    `part_of`: a batch, of which the gradient is a part. It goes to a sum apart, until an update includes that.
+    """
 
     worker: int
     factor: float = 1.0
+    part_of: int | None = None
 
 
 class Update(NamedTuple):
-    """θ ← optimizer(θ, sum / divisor); the sum is 0 again, the version one more."""
+    """θ ← optimizer(θ, sum / divisor); the sum is 0 again, the version one more.
+
+    `including`: a batch whose parts, as far as there are any, are added to the sum before.
+    """
 
     divisor: float = 1.0
+    including: int | None = None
 
 
 class Drop(NamedTuple):
@@ -166,3 +174,6 @@ class Service:
     reassigns: object | None = None
     codec: Codec | None = None
     pull_codec: Codec | None = None
+    numbers_per_batch: int = 1
+    """By how many ticket numbers the shards know one batch, the last of which closes it; more than 1 where batches are
+    cut into slices."""

@@ -8,7 +8,7 @@ has not given yet, of which nothing may be lost when the number of ranks changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,22 @@ async def settled(state: Any) -> Any:
         return {key: await settled(value) for key, value in state.items()}
     if isinstance(state, tuple):
         return _tuple_like(state, [await settled(value) for value in state])
+    return state
+
+
+def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
+    """`state` in memory of its own. What is under way cannot be copied yet: `late` says what stands in its place."""
+    if isinstance(state, Late):
+        return late(state)
+    if isinstance(state, Bundle):  # not `state.copy`, which would pack it
+        present = state.views if state.packed else state.tensors
+        return Bundle({name: tensor.clone() for name, tensor in present.items()}, state.share)
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: copied(value, late) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return _tuple_like(state, [copied(value, late) for value in state])
     return state
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.op import Program
 from polytempo.core.port import Port
+from polytempo.core.route import Route
 
 State = Any
 """A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
@@ -32,6 +35,10 @@ class Part(NamedTuple):
 
 Explain = Callable[[Bundle, int], list[Part]]
 
+Beside = Callable[[Port, Bundle, State], Program[Bundle]]
+"""`await beside(port, bundle, state)`: the mean of tensors that are no gradients or parameters, with those ranks that a
+transform in `state` talks to, by the way that its own messages take."""
+
 
 class Transform(NamedTuple):
     """A pair of functions, after optax, whose second may communicate.
@@ -53,6 +60,8 @@ class Transform(NamedTuple):
     scale).
     `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
     plays each part that does not say its bytes.
+    `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
+    `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
     """
 
     init: Callable[[Bundle], State]
@@ -62,6 +71,7 @@ class Transform(NamedTuple):
     weighs: bool = False
     linear: bool = False
     explain: Explain = lambda parameters, num_ranks: [Part()]
+    beside: Beside | None = None
 
 
 def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[Part]:
@@ -70,12 +80,38 @@ def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[P
     return [part if part.of else part._replace(of=(transform, parameters)) for part in said]
 
 
+def averaging(route: Route) -> Beside:
+    """Σᵢ shareᵢ · xᵢ over all ranks i by `route`; shareᵢ is 1/N where the bundle does not say."""
+
+    async def average(port: Port, bundle: Bundle, state: State) -> Bundle:
+        share = 1 / port.size if bundle.share is None else bundle.share
+        return bundle.with_flat(await route(port, bundle.scaled(share) if share else torch.zeros_like(bundle.flat)))
+
+    return average
+
+
+def beside_of(transforms: Mapping[Any, Transform]) -> Beside | None:
+    """The `beside` of the first that has one, where each one's state stands under its key."""
+    for key, transform in transforms.items():
+        if transform.beside is not None:
+            return inside(transform.beside, itemgetter(key))
+    return None
+
+
+def inside(beside: Beside | None, inner: Callable[[State], State]) -> Beside | None:
+    """The `beside` of a transform around another one, whose state is `inner(state)`."""
+    if beside is None:
+        return None
+    return lambda port, bundle, state: beside(port, bundle, inner(state))
+
+
 def stateless(
     apply: Callable[[Port, Bundle], Program[Bundle]],
     *,
     separable: bool = True,
     weighs: bool = False,
     linear: bool = False,
+    beside: Beside | None = None,
 ) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
 
@@ -83,7 +119,13 @@ def stateless(
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
     return Transform(
-        lambda parameters: None, with_state, separable=separable, idle_alone=True, weighs=weighs, linear=linear
+        lambda parameters: None,
+        with_state,
+        separable=separable,
+        idle_alone=True,
+        weighs=weighs,
+        linear=linear,
+        beside=beside,
     )
 
 
@@ -126,6 +168,7 @@ def chain(*transforms: Transform) -> Transform:
         weighs=all(t.weighs for t in transforms),
         linear=all(t.linear for t in transforms),
         explain=lambda parameters, num_ranks: [p for t in transforms for p in parts_of(t, parameters, num_ranks)],
+        beside=beside_of(dict(enumerate(transforms))),
     )
 
 
@@ -181,4 +224,5 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
         idle_alone=all(t.idle_alone for t in branches.values()),
         weighs=all(t.weighs for t in branches.values()),
         linear=all(t.linear for t in branches.values()),
+        beside=beside_of(branches),
     )

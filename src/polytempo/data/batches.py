@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -10,6 +11,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from polytempo.data.plan import Deals, Pick, dealt, num_batches, permutation
 from polytempo.data.source import read_source, tensors_of
+
+
+class Samples(NamedTuple):
+    """Some samples, one behind the other, and how a batch is made of any of them."""
+
+    held: list[Any]
+    """The samples; or tensors that hold one in each row, where there is nothing to collate."""
+    collate: Callable[[list[Any]], Any] | None
+
+    def collated(self, begin: int = 0, end: int | None = None) -> Any:
+        """A batch of the samples `begin … end-1`."""
+        if self.collate is None:
+            return [tensor[begin:end] for tensor in self.held]
+        return self.collate(self.held[begin:end])
 
 
 @final
@@ -45,17 +60,26 @@ class Batches:
         """Where batch `batch` lies in its epoch's order."""
         return dealt(self.num_samples, self.size, self.batch_size, self.deals, batch)
 
+    def samples_before(self, number: int) -> int:
+        """How many samples the run's first `number` batches have, epoch after epoch."""
+        epochs, rest = divmod(number, len(self))
+        return epochs * self.num_samples + (self.pick(rest - 1).stop if rest else 0)
+
     def at(self, epoch: int, batch: int) -> Any:
         """Batch number `batch` of `epoch`, collated."""
+        return self.samples(epoch, batch).collated()
+
+    def samples(self, epoch: int, batch: int) -> Samples:
+        """The samples of batch number `batch` of `epoch`, read, but not made a batch of yet."""
         place = self.pick(batch)
         indices = self._order(epoch)[place.start : place.stop]
         if self._tensors is not None:
             tensors, rows = self._tensors
             chosen = (indices if rows is None else rows[indices]).to(tensors[0].device)
-            return [tensor.index_select(0, chosen) for tensor in tensors]
+            return Samples([tensor.index_select(0, chosen) for tensor in tensors], None)
         loader = self._source.loader
         collate = default_collate if loader is None else loader.collate_fn
-        return collate([self._source.dataset[i] for i in indices.tolist()])
+        return Samples([self._source.dataset[i] for i in indices.tolist()], collate)
 
     def _order(self, epoch: int) -> Tensor:
         if not self._source.shuffle:

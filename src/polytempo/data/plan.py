@@ -39,6 +39,11 @@ class Pick(NamedTuple):
     global_samples: int
     """Samples of the step over all ranks."""
 
+    @property
+    def num_samples(self) -> int:
+        """Samples in the rank's batch, a stand-in too, which counts nothing."""
+        return self.stop - self.start
+
 
 def plan(num_samples: int, consumed: int, size: int, batch_size: int) -> list[int]:
     """Sizes of the global batches of the rest of an epoch, `consumed` samples of which are used up.

@@ -75,6 +75,11 @@ class Shard:
         """This rank's part of the last step: its samples over all ranks' samples. None before the first."""
         return self.local_samples / self.global_samples if self.global_samples else None
 
+    @property
+    def batch_samples(self) -> int:
+        """Samples in the batch that was handed out last: `local_samples`, or 1 for a stand-in, which counts nothing."""
+        return max(1, self.local_samples)
+
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on all ranks. A stream has none (TypeError)."""
         if self.num_samples is None:

@@ -1,6 +1,6 @@
 """Who is who in a run with a parameter server, and what each is made of; the same in both worlds.
 
-node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … │ the coordinator
+node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … │ the coordinator │ the evaluator, if processes
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
+from polytempo.server.score_snapshots import ScorePoints, score_points
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.served import ServedCourse, gradients_of
@@ -35,6 +36,11 @@ class Cast(NamedTuple):
     """The same for shards that come later."""
 
     @property
+    def evaluator(self) -> int:
+        """The node of the process that scores; there is none in the virtual world, and without a test set."""
+        return self.coordinator + 1
+
+    @property
     def num_servers(self) -> int:
         """Copies of shards, and the coordinator."""
         return self.coordinator + 1 - len(self.workers)
@@ -49,9 +55,9 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
     return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
 
 
-def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, evaluates: bool) -> Dealer:
+def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool) -> Dealer:
     """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
-    _check(job, options, evaluates)
+    _check(job, options, has_test)
     if service.reassigns is not None:  # every worker cuts a share of every step into slices
         check_enough(batches.num_samples, batches.size)
     return Dealer(
@@ -60,10 +66,14 @@ def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions,
         deals=service.deals,
         workers=batches.size,
         warm_start=service.warm_start,
-        evaluates=evaluates,
         most_held=_MOST_HELD,
         rests=service.waits,
     )
+
+
+def points_of(batches: Batches, dealer: Dealer) -> ScorePoints:
+    """When scores are taken."""
+    return score_points(len(batches), dealer.num_tickets, batches.size)
 
 
 def num_tickets(batches: Batches, job: Job, options: RunOptions) -> int:
@@ -79,9 +89,7 @@ def num_tickets(batches: Batches, job: Job, options: RunOptions) -> int:
 
 def samples_behind(dealer: Dealer, batches: Batches) -> int:
     """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
-    done = sum(last - first + 1 for first, last in dealer.done)
-    epochs, rest = divmod(done, len(batches))
-    return epochs * batches.num_samples + (batches.pick(rest - 1).stop if rest else 0)
+    return batches.samples_before(sum(last - first + 1 for first, last in dealer.done))
 
 
 def reached(row: dict[str, float], options: RunOptions) -> bool | None:
@@ -94,9 +102,9 @@ def reached(row: dict[str, float], options: RunOptions) -> bool | None:
     )
 
 
-def _check(job: Job, options: RunOptions, evaluates: bool) -> None:
+def _check(job: Job, options: RunOptions, has_test: bool) -> None:
     """Refuse before the first step what could only fail later."""
-    if options.until and not evaluates:
+    if options.until and not has_test:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
     if "accuracy" in options.until and job.correct is None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")

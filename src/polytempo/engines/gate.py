@@ -36,6 +36,7 @@ from polytempo.server.record import (
     Pulling,
     Pushing,
     Saving,
+    Stopping,
     entry_of,
 )
 
@@ -285,6 +286,8 @@ def words(entry: Entry) -> str:
             return f"call number {entry.sequence} for work by worker {entry.worker} (life {entry.incarnation})"
         case Lost():
             return f"loss of node {entry.node}"
+        case Stopping():
+            return "the end of the run, for a score was good enough"
         case Noting():
             return f"shard {entry.shard}'s answer to request {entry.sequence} of the coordinator"
     return f"request {entry.sequence} of the coordinator ({type(entry).__struct_config__.tag})"
@@ -352,6 +355,9 @@ class CoordinatorDoor:
             return self._coordinator.lose(now_s, entry.node) if entry.node < self._play.workers else []
         if isinstance(entry, Saving):
             return self._coordinator.save(now_s, entry.number)
+        if isinstance(entry, Stopping):
+            self._coordinator.stop()
+            return self._coordinator.tick(now_s)
         assert message is not None
         return self._coordinator.receive(now_s, getattr(message, "worker", COORDINATOR), message)
 

@@ -103,11 +103,13 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
     stage.perform()
     ends = [] if stage.play.stopped else [gate.waits_for for gate in stage.gates if gate.waits_for]
     difference = stage.play.difference
-    rows, row_difference = _compare_rows(recorded, stage.rows, whole=not ends and not stage.play.stopped)
+    whole = not ends and not stage.play.stopped
+    rows, row_difference = _compare_rows(recorded, stage.rows, whole=whole)
+    scores, score_difference = _compare_scores(recorded, stage.scored)
     if difference is None and ends and recorded.whole and recorded.finals:
         difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in stage.errors.items())
-    difference = difference or row_difference
-    at_end = difference is None and not ends and not stage.play.stopped
+    difference = difference or row_difference or score_difference
+    at_end = difference is None and whole
     if at_end:
         difference = _compare_finals(recorded.finals, stage.finals)
     facts = recorded.facts
@@ -124,7 +126,7 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
         stopped=f"{stop.kind} {stop.number}" if stop is not None and stage.play.stopped else None,
         ends=ends if difference is None else [],
         entries={gate.name: [gate.passed, len(gate.entries)] for gate in stage.gates},
-        rows=rows,
+        rows=rows + scores,
         parameters_sha256=None if not finals else recorded_sha256 if recorded_sha256 in finals else finals[0],
         recorded_sha256=recorded_sha256,
         errors=stage.errors,
@@ -146,20 +148,39 @@ def _check(recorded: Recorded, job: Job, strategy: Strategy, stop: Stop | None) 
 
 
 def _compare_rows(recorded: Recorded, rows: Sequence[dict[str, Any]], *, whole: bool) -> tuple[int, str | None]:
-    """How many rows are the same, and the first that is not."""
-    before = recorded.rows
+    """How many rows about training are the same, and the first that is not."""
+    before = [row for row in recorded.rows if row["kind"] == "train"]
     if recorded.facts.generation:  # the rows of earlier starts come first
         if not whole:
             return 0, None
         before = before[max(0, len(before) - len(rows)) :]
     for number, (was, now) in enumerate(zip(before, rows, strict=False)):
-        for key in sorted(was.keys() | now.keys()):
-            if key not in _TIMES and was.get(key) != _finite(now.get(key)):
-                where = f"metrics, row {number + 1} ({was['kind']}, step {was['step']})"
-                return number, f"{where}: {key} recorded as {was.get(key)}, replayed as {now.get(key)}"
+        if difference := _row_difference(f"row {number + 1} about training", was, now):
+            return number, difference
     if whole and recorded.finals and len(before) != len(rows):
         return len(before), f"metrics: {len(before)} rows recorded, {len(rows)} replayed"
     return min(len(before), len(rows)), None
+
+
+def _compare_scores(recorded: Recorded, rows: Sequence[dict[str, Any]]) -> tuple[int, str | None]:
+    """The same of rows about tests: a run may have missed some, for its evaluator may have been busy."""
+    replayed = {row["step"]: row for row in rows}
+    found = 0
+    for was in recorded.rows:
+        if was["kind"] != "test" or was["step"] not in replayed:  # it is of an earlier start, or behind where this ends
+            continue
+        if difference := _row_difference("a row about a test", was, replayed[was["step"]]):
+            return found, difference
+        found += 1
+    return found, None
+
+
+def _row_difference(which: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    for key in sorted(was.keys() | now.keys()):
+        if key not in _TIMES and was.get(key) != _finite(now.get(key)):
+            where = f"metrics, {which} (step {was['step']})"
+            return f"{where}: {key} recorded as {was.get(key)}, replayed as {now.get(key)}"
+    return None
 
 
 def _finite(value: object) -> object:

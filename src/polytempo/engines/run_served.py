@@ -92,6 +92,8 @@ def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int)
             for shard, chain in enumerate(run.cast.chains):
                 for node in chain:
                     troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
+            if run.evaluator is not None:
+                troupe.start("evaluator", run.evaluator)
         launcher = Launcher(run, troupe)
         run.conduct(launcher)
         run.happened.restarts = launcher.restarts
@@ -115,7 +117,7 @@ class Launcher:
     def __init__(self, run: ServedRun, troupe: Troupe) -> None:
         self._run, self._troupe, self._coordinator = run, troupe, run.coordinator
         self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
-        self._next_node = run.cast.coordinator + 1
+        self._next_node = run.cast.evaluator + 1
         self._restarts = 0
         self._now_s = 0.0
         self._heard_s: dict[int, float] = {}
@@ -187,6 +189,8 @@ class Launcher:
             self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
         for role in self._troupe.running:
+            if role.kind == "evaluator":
+                continue  # it hears of the end as the shards do
             if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
                 self._troupe.kill(role.node)
 
@@ -199,6 +203,9 @@ class Launcher:
                 error = died([process], self._run.most_lives, who=str(role))
                 error.rank = role.node
                 raise error
+            if role.kind == "evaluator":
+                self._score_again(role, how(process))
+                continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
             again = role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished
@@ -234,6 +241,12 @@ class Launcher:
         self._incarnations[role.node] += 1
         self._troupe.start("worker", role.node, incarnation=self._incarnations[role.node])
         self._heard_s[role.node] = self._now_s
+
+    def _score_again(self, role: Role, reason: str) -> None:
+        """Start the evaluator's next life; the shards still hold what it had not let go."""
+        self._run.happened.add(str(role), reason, self._now_s, "started again")
+        self._count(role, reason)
+        self._troupe.start("evaluator", role.node, incarnation=role.incarnation + 1)
 
     def _copy(self, shard: int) -> None:
         """Start another copy of a shard."""

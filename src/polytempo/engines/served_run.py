@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of
+from polytempo.engines.cast import cast_of, course_of, dealer_of, points_of
 from polytempo.engines.crew import Worker
 from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
@@ -32,14 +32,18 @@ from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
+from polytempo.server.evaluator import Evaluator
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
+from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import Outbox
 from polytempo.server.node import Node
 from polytempo.server.outgoing import Outgoing
 from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
 from polytempo.server.reshape import Reshaper
+from polytempo.server.score_snapshots import MOST as SNAPSHOTS
+from polytempo.server.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.shard import Shard
 from polytempo.server.snapshot import read
 from polytempo.server.through import through
@@ -48,6 +52,8 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.running import Running
+from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.wire.shared import Arenas
@@ -89,7 +95,7 @@ class ServedRun:
         self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
         self.data = job.data(options.data)
         self.batches = Batches(
-            self.data.train,
+            self.data.training(),
             size=workers,
             batch_size=options.batch_size or job.batch_size,
             seed=options.seed,
@@ -99,20 +105,22 @@ class ServedRun:
         optimizer = self._optimizer(model)
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
-        self.weights = flat_of(model, optimizer)
+        self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         if self.service.optimizer is None:
             self.service = replace(self.service, optimizer=update_rule_of(optimizer))
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
         self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
-        self.most_lives = self.cast.coordinator + options.restarts + 1
-        vectors = workers + _SPARE_BUFFERS
+        self.evaluator = None if self.data.test is None else self.cast.evaluator
+        self.most_lives = self.cast.coordinator + options.restarts + 2
+        vectors = workers + _SPARE_BUFFERS + SNAPSHOTS
         dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
         self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
         self.mail = PostOffice(home, options.transport, self.arenas, (2 * workers + 8) * self.weights.nbytes)
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
-        self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self.dealer = dealer_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
+        self.points = points_of(self.batches, self.dealer)
         self._resume()
         self.tally = Tally(
             job,
@@ -124,7 +132,15 @@ class ServedRun:
             workers=workers,
             first_step=self.resumed_at or 0,
         )
-        self.coordinator = Coordinator(
+        self.coordinator = self._coordinator()
+        self.tally.stop = self.coordinator.stop
+        self.recording: Recording | None = None
+        self.saves: Saves | None = None
+        self.happened = Happened()
+        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
+
+    def _coordinator(self) -> Coordinator:
+        return Coordinator(
             self.cast.coordinator,
             self.cast.workers,
             self.cast.chains,
@@ -135,11 +151,8 @@ class ServedRun:
             on_event=lambda event: self.on_event(event),
             on_entry=lambda entry: self.on_entry(entry),
             reshaper=Reshaper(self.parameters, self.spans),
+            evaluator=self.evaluator,
         )
-        self.recording: Recording | None = None
-        self.saves: Saves | None = None
-        self.happened = Happened()
-        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""
@@ -209,6 +222,9 @@ class ServedRun:
 
     def part(self, role: Role) -> Mapping[str, Any] | None:
         """What a process does; it runs in it."""
+        if role.kind == "evaluator":
+            self._evaluate(role)
+            return None
         return self._worker(role) if role.kind == "worker" else self._copy(role)
 
     def conduct(self, launcher: Machine) -> None:
@@ -222,7 +238,7 @@ class ServedRun:
 
     @property
     def _hosts(self) -> list[int]:
-        return [0] * (self.cast.coordinator + self.options.restarts + 1)
+        return [0] * (self.cast.coordinator + self.options.restarts + 2)
 
     def _worker(self, role: Role) -> Mapping[str, Any]:
         model = self._model()
@@ -260,6 +276,22 @@ class ServedRun:
             "threads": torch.get_num_threads(),
         }
 
+    def _evaluate(self, role: Role) -> None:
+        model = self._model()
+        scorer = Scorer(self.job, self.data, self.batches, model, self._optimizer(model))
+
+        def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
+            return json.dumps(scorer.row(number, seconds, flat, running)).encode()
+
+        chains, timing = self.coordinator.chains, self.timing
+        evaluator = Evaluator(role.node, self.cast.coordinator, chains, scorer.numel, self.weights.dtype, score, timing)
+        mail = self.mail.mailbox(role.node, own_process=True)
+        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
+        try:
+            world.drive(serve(world.port, evaluator))
+        finally:
+            mail.close(linger_s=1.0)
+
     def _copy(self, role: Role) -> Mapping[str, Any]:
         present = self.coordinator.reshaper.spans
         spans = present[role.shard] if role.shard < len(present) else ()
@@ -270,11 +302,19 @@ class ServedRun:
             part(self.weights, spans).clone(),
             self.service,
             empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
+            running=self.running,
         )
         if self.standing is not None and self.out is not None and not role.blank:
             part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)
             shard.load(part_saved.state, part_saved.tensors)
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
+        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
+
+        def on_entry(index: int, entry: ShardEntry) -> None:
+            recorder.on_entry(index, entry)
+            if snapshots is not None:
+                snapshots.on_entry(index, entry)
+
         saves = None if self.out is None else ShardSaves(self.out / "checkpoint", role.shard)
         node = Node(
             role.node,
@@ -282,15 +322,16 @@ class ServedRun:
             self.cast.coordinator,
             self.timing,
             blank=role.blank,
-            on_entry=recorder.on_entry,
+            on_entry=on_entry,
             on_save=None if saves is None else saves.on_save,
         )
+        machine = node if snapshots is None else Showing(node, snapshots)
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
-            for to, message in node.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
+            for to, message in machine.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
                 mail.post(to, message)
-            world.drive(serve(world.port, node))
+            world.drive(serve(world.port, machine))
         finally:
             recorder.close()
             mail.close(linger_s=1.0)
@@ -320,7 +361,7 @@ class ServedRun:
         sent = {"worker": 0, "copy": 0}
         for role, _ in ended:
             path = result_path(home, role.life)
-            if not path.exists():
+            if role.kind == "evaluator" or not path.exists():
                 continue
             told = json.loads(path.read_bytes())
             sent[role.kind] += told["bytes"]

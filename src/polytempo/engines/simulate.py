@@ -19,6 +19,7 @@ from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
+from polytempo.torch.evaluate import Evaluation
 from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
 from polytempo.torch.job import Data, Job
@@ -28,6 +29,7 @@ from polytempo.torch.replica import Replica
 from polytempo.torch.result import Result
 from polytempo.torch.trainer import recorder, result_of
 from polytempo.torch.training import Course, Summary, train
+from polytempo.torch.virtual_observer import VirtualObserver
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
 _HOST_WORKERS = 64
@@ -53,6 +55,9 @@ def simulate(
     its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
     only the time is told; it needs `steps` (default 10).
 
+    Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
+    A checkpoint is one of a real run, which `run` can resume.
+
     `cluster` defaults to `ethernet()`, and to `one_host()` for strategies with one copy of the parameters. Where
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
     seed: each seed is one interleaving of their updates.
@@ -63,8 +68,11 @@ def simulate(
     """
     check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
-    if options.resume or options.checkpoint_every:
-        raise ValueError("a simulation has no checkpoints: the same arguments give the same run; leave out resume")
+    if options.resume:
+        raise ValueError("a simulation is not resumed: the same arguments give the same run; leave out resume")
+    if options.checkpoint_every and (meta or strategy.server is not None):
+        why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
+        raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
     if meta and strategy.server is not None:
         raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
     if meta and (options.epochs or options.until):
@@ -100,9 +108,10 @@ def _trained(
     world = VirtualWorld(cluster, workers, seed=options.seed)
     data = job.data(options.data)
     model = _model(job, options.seed)
-    flops = flops_per_sample(model, job.loss, _one_batch(data, options))
+    flops = flops_per_sample(job, model, data, options.seed)
+    observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
-    courses = [_course(job, strategy, options, data, flops, updates[rank], rank, workers) for rank in range(workers)]
+    courses = [_course(job, strategy, options, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
     if is_hogwild(strategy):
         share_storage([course.replica.model for course in courses])
 
@@ -117,7 +126,7 @@ def _trained(
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
-        courses[0].record = recorder(writer, show)
+        courses[0].record = observer.record = recorder(writer, show)
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
@@ -129,16 +138,17 @@ def _course(
     strategy: Strategy,
     options: RunOptions,
     data: Data,
+    observer: VirtualObserver,
     flops: float,
     updates: Updates,
     rank: int,
-    workers: int,
 ) -> Course:
+    workers = observer.size
     model = _model(job, options.seed)
     optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
     replica = Replica(model, optimizer, strategy, workers)
     batch_size = options.batch_size or job.batch_size
-    shard = Shard(data.train, rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
+    shard = Shard(data.training(), rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
     return Course(
         job=job,
         options=options,
@@ -146,7 +156,7 @@ def _course(
         shard=shard,
         data=data,
         take_step=priced_step(replica, job, flops, updates),
-        flops_per_sample=flops,
+        observer=observer,
         scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
     )
 
@@ -156,7 +166,7 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
     steps = options.steps or 10
     batch_size = options.batch_size or job.batch_size
     data = job.data(options.data)
-    flops = batch_size * flops_per_sample(_model(job, options.seed), job.loss, _one_batch(data, options))
+    flops = batch_size * flops_per_sample(job, _model(job, options.seed), data, options.seed)
     with torch.device("meta"):
         models = [job.model() for _ in range(workers)]
     replicas = [Replica(m, job.optimizer(m.parameters(), options.lr or job.lr), strategy, workers) for m in models]
@@ -171,12 +181,13 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         await updates[port.rank].settle()
 
     outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
-    shard = Shard(data.train, rank=0, size=workers, batch_size=batch_size, seed=options.seed)
-    course = Course(job, options, replicas[0], shard, data, _no_step)
+    shard = Shard(data.training(), rank=0, size=workers, batch_size=batch_size, seed=options.seed)
+    assert shard.num_samples is not None
+    course = Course(job, options, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
     samples = steps * batch_size * workers
     summary = Summary(
         steps=steps,
-        epochs=samples / len(data.train),  # type: ignore[arg-type]
+        epochs=samples / shard.num_samples,
         samples=samples,
         trained=samples,
         seconds=outcome.seconds,
@@ -220,9 +231,5 @@ def _model(job: Job, seed: int) -> nn.Module:
     return job.model()
 
 
-def _one_batch(data: Data, options: RunOptions) -> Any:
-    return next(iter(Shard(data.train, rank=0, size=1, batch_size=2, seed=options.seed)))
-
-
-async def _no_step(port: Port, batch: Any) -> Any:
+async def _no_step(port: Port, batch: Any, samples: int) -> Any:
     raise AssertionError("a priced run takes no steps on data")

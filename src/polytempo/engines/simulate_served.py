@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
-from polytempo.data.shard import Shard as DataShard
-from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of
+from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of
 from polytempo.engines.reshaping import Reshapes, num_added
+from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.tally import Tally
 from polytempo.report.metrics import MetricsWriter
@@ -36,9 +36,11 @@ from polytempo.server.shard import Shard
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
 from polytempo.torch.flops import flops_per_sample
-from polytempo.torch.job import Data, Job
+from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
+from polytempo.torch.running import Running
+from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ServedCourse, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.torch.trainer import recorder
@@ -72,7 +74,7 @@ def simulate_served(
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         run.tally.record = recorder(writer, show)
         outcome = run.world.run(run.program)
-    return run.finish(outcome)
+        return run.finish(outcome)
 
 
 class _Run:
@@ -88,10 +90,10 @@ class _Run:
         self.data = job.data(options.data)
         batch_size = options.batch_size or job.batch_size
         self.batches = Batches(
-            self.data.train, size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
+            self.data.training(), size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
         )
         model = _model(job, options.seed)
-        self.flops = flops_per_sample(model, job.loss, _one_batch(self.data, options.seed))
+        self.flops = flops_per_sample(job, model, self.data, options.seed)
         step_s = _step_s(model, self.batches.batch_size * self.flops, workers, cluster)
         self.timing = Timing(
             retry_s=_RETRY_STEPS * step_s,
@@ -108,7 +110,7 @@ class _Run:
             replace(cluster, servers=self.cast.num_servers), self.cast.coordinator + 1, seed=options.seed
         )
         self.courses = [self._course() for _ in self.cast.workers]
-        self.dealer = dealer_of(self.service, self.batches, job, options, evaluates=self.data.test is not None)
+        self.dealer = dealer_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
         self.tally = Tally(job, strategy, self.service, options, self.batches, self.dealer, workers=workers)
         self.coordinator = Coordinator(
             self.cast.coordinator,
@@ -126,6 +128,8 @@ class _Run:
             self.cast.spares,
             lambda shard, nodes: None,  # they are there already
         )
+        self.tally.stop = self.coordinator.stop
+        self.scores = self._scores(dtype_of(model))
         self.nodes = self._nodes(model)
 
     async def program(self, port: Port) -> Attendance | None:
@@ -167,18 +171,28 @@ class _Run:
         optimizer = _optimizer(self.job, model, self.options)
         return course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer, self.flops)
 
+    def _scores(self, dtype: torch.dtype) -> OffTheClock | None:
+        if self.data.test is None:
+            return None
+        model = _model(self.job, self.options.seed)
+        scorer = Scorer(self.job, self.data, self.batches, model, _optimizer(self.job, model, self.options))
+        points = points_of(self.batches, self.dealer)
+        return OffTheClock(points, scorer, dtype, self.tally.take_row, lambda: self.world.now_s)
+
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
-        flat = flat_of(model, optimizer)
+        flat, running = flat_of(model, optimizer), Running(model).vector()
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         view = View(1, self.cast.chains, ())
-        nodes = {}
+        nodes: dict[int, Node] = {}
         for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):
             for node in chain:
                 spans = self.spans[number] if number < len(self.spans) else ()
-                shard = Shard(number, self.parameters, spans, part(flat, spans), service, native=self.native)
-                nodes[node] = Node(node, shard, self.cast.coordinator, self.timing)
+                mine = part(flat, spans)
+                shard = Shard(number, self.parameters, spans, mine, service, native=self.native, running=running)
+                watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
+                nodes[node] = Node(node, shard, self.cast.coordinator, self.timing, on_entry=watcher)
                 nodes[node].receive(0.0, self.cast.coordinator, view)
         return nodes
 
@@ -189,6 +203,8 @@ class _Run:
         attendances = [attendance for attendance in outcome.results if attendance is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
+        if self.scores is not None and not self.dealer.stopped:
+            self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
         result = self._result(outcome, attendances)
         out = self.options.out
         if out is None:
@@ -272,10 +288,6 @@ def _model(job: Job, seed: int) -> nn.Module:
 
 def _optimizer(job: Job, model: nn.Module, options: RunOptions) -> torch.optim.Optimizer:
     return job.optimizer(model.parameters(), options.lr or job.lr)
-
-
-def _one_batch(data: Data, seed: int) -> Any:
-    return next(iter(DataShard(data.train, rank=0, size=1, batch_size=2, seed=seed)))
 
 
 def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:

@@ -22,10 +22,11 @@ from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Port, Program, Strategy
 from polytempo.core.op import Take
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, reached
+from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, points_of
 from polytempo.engines.gate import CoordinatorDoor, Gate, Life, Play, ShardDoor, Stop
 from polytempo.engines.recorded import Recorded
 from polytempo.engines.recording import RunFacts
+from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.standing import LIVES, resumed
 from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
@@ -42,6 +43,8 @@ from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256
+from polytempo.torch.running import Running
+from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ComputeGradients, work
 from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
 from polytempo.worlds import VirtualWorld
@@ -62,7 +65,7 @@ class Stage:
         self.service = strategy.server
         self.data = job.data(self.options.data)
         self.batches = Batches(
-            self.data.train,
+            self.data.training(),
             size=facts.workers,
             batch_size=self.options.batch_size or job.batch_size,
             seed=self.options.seed,
@@ -82,9 +85,13 @@ class Stage:
         taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | Pulling | Pushing))
         self.play = Play(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
+        self.scored: list[dict[str, Any]] = []
+        """The rows about tests, of all scores that could have been taken."""
         self.finals: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.losses: dict[Life, list[float]] = {life: [] for life in self.rank_of}
+        self.dealer = dealer_of(self.service, self.batches, job, self.options, has_test=self.data.test is not None)
+        self.scores = self._scores()
         self.coordinator = self._coordinator(recorded)
         self.doors = [self._door(recorded, shard) for shard in range(self.service.shards)]
         self.gates = [
@@ -112,7 +119,7 @@ class Stage:
 
     def _coordinator(self, recorded: Recorded) -> Coordinator:
         facts = self.facts
-        dealer = dealer_of(self.service, self.batches, self.job, self.options, evaluates=self.data.test is not None)
+        dealer = self.dealer
         if recorded.start is not None:
             found = resumed(recorded.start, self.service.shards, {})
             dealer.load(found.dealer, found.applied)
@@ -129,10 +136,13 @@ class Stage:
         )
 
     def _on_row(self, text: bytes) -> None:
-        row = json.loads(text)
-        self.rows.append(row)
-        if row["kind"] == "test" and reached(row, self.options):
-            self.coordinator.dealer.stop()
+        self.rows.append(json.loads(text))
+
+    def _scores(self) -> OffTheClock | None:
+        if self.data.test is None:
+            return None
+        scorer = Scorer(self.job, self.data, self.batches, *self._replica())
+        return OffTheClock(points_of(self.batches, self.dealer), scorer, self.dtype, self.scored.append, lambda: 0.0)
 
     def _door(self, recorded: Recorded, number: int) -> ShardDoor:
         """The shard as it was when the run began, or went on."""
@@ -141,13 +151,17 @@ class Stage:
         service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         weights = part(flat_of(model, optimizer), spans).clone()
         native = self.facts.native and can_be_native(self.dtype)
-        shard = Shard(number, self.parameters, spans, weights, service, native=native)
+        running = Running(model).vector()
+        shard = Shard(number, self.parameters, spans, weights, service, native=native, running=running)
         if recorded.start is not None:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)
             shard.load(saved.state, saved.tensors)
-        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING)
+        watcher = None if self.scores is None else self.scores.watcher(shard, lambda: node)
+        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING, on_entry=watcher)
         node.receive(0.0, self.coordinator_rank, View(1, tuple(self.chains), ()))
+        if self.scores is not None:
+            self.scores.begin([shard])
         return ShardDoor(node, self.play)
 
     # ------------------------------------------------------------------ lives
@@ -209,8 +223,8 @@ def written(life: Life) -> str:
 def _noting(compute: ComputeGradients, losses: list[float]) -> ComputeGradients:
     """`compute`, with each loss noted."""
 
-    async def noting(port: Port, batch: Any) -> torch.Tensor:
-        loss = await compute(port, batch)
+    async def noting(port: Port, batch: Any, samples: int) -> torch.Tensor:
+        loss = await compute(port, batch, samples)
         losses.append(float(loss))
         return loss
 

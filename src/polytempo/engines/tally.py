@@ -20,7 +20,7 @@ from polytempo.torch.served_facts import facts_of
 
 
 class Tally:
-    """The rows of metrics so far; stops the dealer once what `until` asks for is reached. `record(row)` takes them."""
+    """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Tally:
         self._job, self._strategy, self._service, self._options = job, strategy, service, options
         self._batches, self._dealer = batches, dealer
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.stop: Callable[[], None] = dealer.stop
         self.last_step = first_step
         """The highest step of any row."""
         self._tested: dict[str, Any] | None = None
@@ -46,13 +47,17 @@ class Tally:
 
     def take(self, text: bytes) -> None:
         """A row, as JSON, of whichever worker."""
-        row = json.loads(text)
+        self.take_row(json.loads(text))
+
+    def take_row(self, row: dict[str, Any]) -> None:
+        """A row."""
         self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
             self._tested = row
-            self._reached = reached(row, self._options)
-            if self._reached:
-                self._dealer.stop()
+            if not self._reached:
+                self._reached = reached(row, self._options)
+                if self._reached:
+                    self.stop()
         else:
             self._trained = row
         self.record(row)

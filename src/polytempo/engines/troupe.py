@@ -22,7 +22,7 @@ class Role(NamedTuple):
     """What a process is to do."""
 
     kind: str
-    """"worker" or "copy"."""
+    """"worker", "copy" or "evaluator"."""
     node: int
     life: int
     incarnation: int = 1
@@ -30,9 +30,10 @@ class Role(NamedTuple):
     blank: bool = False
 
     def __str__(self) -> str:
-        if self.kind == "worker":
-            return f"worker-{self.node}" if self.incarnation == 1 else f"worker-{self.node}.{self.incarnation}"
-        return f"shard-{self.shard}-node-{self.node}"
+        if self.kind == "copy":
+            return f"shard-{self.shard}-node-{self.node}"
+        name = f"worker-{self.node}" if self.kind == "worker" else self.kind
+        return name if self.incarnation == 1 else f"{name}.{self.incarnation}"
 
 
 class Troupe:

@@ -98,6 +98,9 @@ class Client:
         self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
         self.layout = 0
         """The layout (`View.layout`) that `shards` is of."""
+        self.running: Callable[[], Tensor | None] = lambda: None
+        """The running statistics of the worker's norms as they are now, float64: what travels with a push."""
+        self._pulled_running: Tensor | None = None
         self._live: Sequence[int] = range(len(shards))
         """The shards that hold something."""
         self._coming: View | None = None
@@ -134,6 +137,11 @@ class Client:
         """The rows of tables that pulls have brought since the last call, oldest first."""
         return [] if self._touched is None else self._touched.taken()
 
+    def pulled_running(self) -> Tensor | None:
+        """The running statistics that the last pull has brought, if there was one since the last call."""
+        running, self._pulled_running = self._pulled_running, None
+        return running
+
     def push(self, flat: Tensor, clock: int, samples: int = 0) -> Pending:
         """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`.
 
@@ -144,14 +152,14 @@ class Client:
         if self._outgoing is not None and messages is None:
             flat = self._outgoing.lend(flat, pending)
         tickets, count = tuple(self._tickets), samples or self._samples
-        batches = tuple(self._batches)
+        batches, running = tuple(self._batches), self.running()
         self._tickets, self._batches, self._samples = [], [], 0
         rows = self._no_rows
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
         for shard in self._live:
             mine = part(flat, self.shards[shard]) if messages is None else messages[shard]
-            facts = (clock, self.versions[shard], count, self._lrs, tickets, mine, rows[shard])
+            facts = (clock, self.versions[shard], count, self._lrs, tickets, mine, rows[shard], running)
             self._add(shard, partial(_push, facts), pending)
         self._pushed_batches[pending] = batches
         return pending
@@ -241,6 +249,8 @@ class Client:
             if self._touched is not None:
                 self._touched.arrive(reply.shard, reply.version, reply.rows)
             self.versions[reply.shard] = reply.version
+            if reply.shard == self._live[0]:  # every shard has them
+                self._pulled_running = reply.running
         if isinstance(reply, Pushed):
             self._learn(reply, pending)
         pending.waits_for.discard(reply.shard)
@@ -295,7 +305,7 @@ class Client:
         self._no_rows = ((),) * len(view.spans)
 
 
-_PushFacts = tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor, tuple[Rows, ...]]
+_PushFacts = tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor, tuple[Rows, ...], Tensor | None]
 
 
 def _push(facts: _PushFacts, worker: int, life: int, sequence: int) -> Push:

@@ -3,6 +3,7 @@
     Beat ◀── everybody        View ──▶ everybody      a node that is silent, or whose process has ended, is lost:
     Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards are told
     Noted ◀─ shard         Members ──▶ shard             copy: the next one in the chain moves up, in a new epoch
+    Scored ◀─ evaluator      Heard ──▶ evaluator      a score comes when it comes; only the end waits for the last one
 
 If the launcher dies, the run ends; so the coordinator has no copy.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from polytempo.server.calls import Calls
 from polytempo.server.dealer import Dealer
 from polytempo.server.lost import ShardLost
 from polytempo.server.membership import Membership
@@ -21,6 +23,7 @@ from polytempo.server.message import (
     Ask,
     Beat,
     Deal,
+    Heard,
     Inquire,
     Lent,
     Members,
@@ -29,12 +32,14 @@ from polytempo.server.message import (
     Outbox,
     Reply,
     Save,
+    Scored,
     Statistics,
     View,
 )
-from polytempo.server.record import Entry, Lost, Noting, Saving, entry_of
+from polytempo.server.record import Entry, Lost, Noting, Saving, Stopping, entry_of
 from polytempo.server.requests import Requests
 from polytempo.server.reshape import Reshaper, Shards
+from polytempo.server.scores import Scores
 from polytempo.server.silence import Silence
 from polytempo.server.timing import Timing
 
@@ -43,10 +48,10 @@ class Coordinator:
     """The coordinator on node `node`, of `workers` (nodes) and `chains` (for each shard the nodes of its copies).
 
     `incarnation`: higher than that of the coordinator whose snapshot the shards go on from. `on_row(row)` takes rows of
-    metrics (JSON) from workers. `on_event(event)` hears of what happens: ("lost", worker), ("joined", worker),
-    ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard); ("silent", node)
-    before a node is given up whose process may go on: that must not be. `on_entry(entry)` hears in their order of calls
-    for work, losses, saves and what shards have noted: nothing else decides what is dealt and what the shards are told.
+    metrics (JSON) from workers and from the node `evaluator`. `on_event(event)` hears of ("lost", worker), ("joined",
+    worker), ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard), and of
+    ("silent", node) before a node is given up whose process must not go on. `on_entry(entry)` hears in their order of
+    calls for work, losses, saves, an early end, and what shards noted: nothing else decides what is dealt and told.
     """
 
     def __init__(
@@ -62,8 +67,9 @@ class Coordinator:
         on_event: Callable[[tuple[str, int]], None] | None = None,
         on_entry: Callable[[Entry], None] | None = None,
         reshaper: Reshaper | None = None,
+        evaluator: int | None = None,
     ) -> None:
-        self.node, self.dealer = node, dealer
+        self.node, self.dealer, self.evaluator = node, dealer, evaluator
         self.reshaper = reshaper or Reshaper()
         self.timing = timing or Timing()
         self.epoch = 1
@@ -86,17 +92,9 @@ class Coordinator:
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
         self._shards = Shards(self.chains, self._asked, self._who.known)
-        self._waiting: dict[int, Ask] = {}
-        """Calls for work that the dealer has not heard of."""
-        self._unsaid: dict[int, Deal] = {}
-        """Answers to workers that the shards do not all know yet."""
-        self._said: dict[int, tuple[int, int]] = {}
-        """Worker -> the incarnation and number of its last call that was answered."""
-        self._heard_of: dict[int, tuple[int, int]] = {}
-        """Worker -> its last incarnation, and the number of its last call."""
-        self._finishing: dict[int, int] = {}
-        """Workers that were told to finish, with the number of the call that this answered."""
+        self._calls = Calls()
         self._ending = False
+        self._scores = Scores(evaluator, dealer, self.timing.deadline_s)
         self._announced_s = 0.0
         self._on_row = on_row or (lambda row: None)
         self._on_event = on_event or (lambda event: None)
@@ -126,7 +124,7 @@ class Coordinator:
     @property
     def released(self) -> set[int]:
         """The workers that were told to finish and have said that they go."""
-        return set(self._finishing) - set(self.members)
+        return set(self._calls.finishing) - set(self.members)
 
     @property
     def wanted(self) -> list[int]:
@@ -150,8 +148,7 @@ class Coordinator:
         if node in self.members:
             self._on_event(("lost", node))
             del self.members[node]
-            self._waiting.pop(node, None)
-            self._unsaid.pop(node, None)
+            self._calls.lose(node)
             out += self._tell_members(now_s)
             self._who.leaving[node] = (
                 self._who.changes + self.reshaper.moving
@@ -174,7 +171,7 @@ class Coordinator:
             return []
         self._on_entry(Saving(0, 0, number))
         for _, asked in self._shards.live:
-            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number))
+            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number, self.dealer.whole_steps))
         return self._outbox(now_s)
 
     def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:
@@ -203,6 +200,10 @@ class Coordinator:
                 out = self._work(now_s, message)
             case Reply():
                 out = self._noted(now_s, message)
+            case Scored():
+                if self._scores.take(message):
+                    self._on_row(message.row)
+                out = [(source, Heard(self._scores.highest)), *self._deals(now_s), *self._end(now_s)]
         return out + self._reshape(now_s)
 
     def tick(self, now_s: float) -> Outbox:
@@ -262,7 +263,7 @@ class Coordinator:
 
     def _in_hand(self) -> set[int]:
         """The workers that know of a ticket of theirs that is not done."""
-        unsaid = {ticket.number for deal in self._unsaid.values() for ticket in deal.tickets}
+        unsaid = self._calls.unknown_tickets
         holders = self.dealer.holders().items()
         return {worker for ticket, worker in holders if ticket not in unsaid and worker in self.members}
 
@@ -273,7 +274,8 @@ class Coordinator:
     def _announce(self, now_s: float) -> Outbox:
         """The view, to everybody: now and then even without news, for a message may be lost."""
         self._announced_s = now_s
-        nodes = {node for chain in self.chains for node in chain} | set(self.members)
+        nodes = {*(node for chain in self.chains for node in chain), *self.members}
+        nodes |= set() if self.evaluator is None else {self.evaluator}
         return [(node, self.view) for node in sorted(nodes)]
 
     # ------------------------------------------------------------------ work
@@ -281,11 +283,11 @@ class Coordinator:
     def _work(self, now_s: float, ask: Ask) -> Outbox:
         out: Outbox = []
         present = self.members.get(ask.worker)
-        if present is None and (self._ending or ask.worker in self._finishing):
+        if present is None and (self._ending or ask.worker in self._calls.finishing):
             return self._end(now_s) or ([(ask.worker, self.view)] if self.finished else [])  # too late to take part
         if ask.worker in self._who.leaving:
             return []  # its former life is not over everywhere; it will call again
-        if present is None and ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]:
+        if present is None and self._calls.is_of_the_past(ask):
             return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # it was thought dead
         if present is None or present < ask.incarnation:
             if present is not None:  # it died and is back before anybody noticed
@@ -294,19 +296,19 @@ class Coordinator:
             self._returning.discard(ask.worker)
             self._on_event(("joined", ask.worker))
             self.members[ask.worker] = ask.incarnation
-            self._heard_of[ask.worker] = ask.incarnation, 0
+            self._calls.begin(ask)
             self.dealer.join(ask.worker, ask.incarnation)
             out += self._tell_members(now_s)
         elif present > ask.incarnation:
             return []
         self._on_entry(entry_of(ask))
-        if ask.sequence > self._heard_of.get(ask.worker, (0, 0))[1]:
-            self._heard_of[ask.worker] = ask.incarnation, ask.sequence
-            for row in ask.rows:
-                self._on_row(row)
-        if self._goodbye(ask):
+        for row in self._calls.new_rows(ask):
+            self._on_row(row)
+        if self._calls.is_goodbye(ask):
+            self.members.pop(ask.worker, None)
+            self._calls.lose(ask.worker)
             return self._end(now_s)
-        self._waiting[ask.worker] = ask
+        self._calls.waiting[ask.worker] = ask
         return out + self._deals(now_s) + self._end(now_s)
 
     def _deals(self, now_s: float) -> Outbox:
@@ -314,22 +316,22 @@ class Coordinator:
         if self._expected or self.reshaper.moving:
             return []  # the first deal is made when all that were started are here
         out: Outbox = []
-        for worker, ask in self._waiting.items():  # what cannot be answered yet, the dealer remembers
+        calls = self._calls
+        for worker, ask in calls.waiting.items():  # what cannot be answered yet, the dealer remembers
             deal = self.dealer.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
-            if deal is not None and self._said.get(worker) == (ask.incarnation, ask.sequence):
+            if deal is not None and calls.was_answered(ask):
                 out.append((worker, replace(deal, layout=self.reshaper.layout)))  # once more
             elif deal is not None:
-                self._unsaid[worker] = deal
-        self._waiting.clear()
-        self._unsaid.update((deal.worker, deal) for deal in self.dealer.due())
+                calls.unsaid[worker] = deal
+        calls.waiting.clear()
+        calls.unsaid.update((deal.worker, deal) for deal in self.dealer.due())
         out += self._tell_members(now_s)
-        for worker, deal in list(self._unsaid.items()):
+        for worker, deal in list(calls.unsaid.items()):
             if deal.order == "finish":
-                self._finishing[worker] = deal.sequence
+                calls.finishing[worker] = deal.sequence
             elif not self._who.knows(worker) or (self._who.closing and deal.order == "train"):
                 continue
-            self._said[worker] = deal.incarnation, deal.sequence
-            out.append((worker, replace(self._unsaid.pop(worker), layout=self.reshaper.layout)))
+            out.append((worker, replace(calls.say(worker), layout=self.reshaper.layout)))
         return out
 
     def _end(self, now_s: float) -> Outbox:
@@ -340,19 +342,16 @@ class Coordinator:
             self._ending = True
             for _, asked in self._shards.live:
                 asked.add(Inquire)
-        if self.finished or self.members or len(self.statistics) < len(self.chains):
+        busy = self.members or len(self.statistics) < len(self.chains)
+        if self.finished or busy or self._scores.lacks_last(now_s):
             return self._outbox(now_s)
         self.finished = True
         return self._announce(now_s)
 
-    def _goodbye(self, ask: Ask) -> bool:
-        """Whether a worker that was told to finish has called again: it has what it wants, and goes."""
-        told = self._finishing.get(ask.worker)
-        if told is None or ask.sequence <= told:
-            return False
-        self.members.pop(ask.worker, None)
-        self._waiting.pop(ask.worker, None)
-        return True
+    def stop(self) -> None:
+        """The run ends now: a score is what was asked for."""
+        self._on_entry(Stopping())
+        self.dealer.stop()
 
     def _noted(self, now_s: float, reply: Reply) -> Outbox:
         if not self._asked[reply.shard].answered(reply, now_s):
@@ -393,7 +392,8 @@ class Coordinator:
     @property
     def _is_still(self) -> bool:
         """Whether nobody has anything under way: no worker, and not the coordinator itself."""
-        busy = self._expected or self._recruits or self._who.leaving or self._waiting or self._unsaid or self._ending
+        calls = self._calls.waiting or self._calls.unsaid
+        busy = self._expected or self._recruits or self._who.leaving or calls or self._ending
         return self.dealer.quiet and not busy and not self._shards.busy and self._who.is_settled
 
     def _outbox(self, now_s: float) -> Outbox:

@@ -4,23 +4,22 @@
                           │ again: tickets of the lost, lowest first        │
            ◀──train t──── │ supply: tickets that nobody has had             │
            ◀──wait─────── │ held: each worker's tickets that are not done   │
-           ◀──evaluate─── │ done: tickets that every shard has acknowledged │
-           ◀──finish───── └─────────────────────────────────────────────────┘
+           ◀──finish───── │ done: tickets that every shard has acknowledged │
+                          └─────────────────────────────────────────────────┘
 
 A *ticket* is the right and the duty to train on one batch; ticket n is batch n mod B of epoch n div B. At any time it
 is done, or one worker holds it, or nobody does. What an order asks of a worker:
 
     train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
     wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
-    evaluate  pull, score the model on the test set, then ask again. Nobody trains meanwhile.
     finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
 
-"wait" goes only to workers that hold something: those whose pushes others wait for (the end of a stretch), and those
-that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one (`due`).
+"wait" goes only to workers that hold something: those whose pushes others wait for (the end of the run, a pause), and
+those that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one
+(`due`).
 
-**Stretches.** The run is cut into stretches of whole epochs. At the end of each all tickets are done, nobody holds
-anything, and one worker scores the model; its next ask opens the next stretch. A stretch is an epoch, or as many
-epochs as make `tickets_between_scores`: many workers make short epochs. Without evaluation the run is one stretch.
+Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and nobody
+waits there. Scores are taken of snapshots that the shards keep (`server.score_snapshots`).
 
 **Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first
 n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
@@ -30,7 +29,7 @@ for a push or for the progress of one that will get no ticket. Backup workers ne
 worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
 a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
 
-Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the stretch some workers rest while
+Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the run some workers rest while
 others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until
 they are dealt a ticket again; a rule therefore takes what comes of a worker that rested as if it had just joined.
 """
@@ -47,10 +46,9 @@ from polytempo.core.ranges import Range, Ranges
 from polytempo.server.message import Deal, Ticket
 from polytempo.server.supply import Evenly, Freely, Supply
 
-_VERSION = 1
-_STEPS_BETWEEN_SCORES = 4
+_VERSION = 2
 
-Order = Literal["train", "wait", "evaluate", "finish"]
+Order = Literal["train", "wait", "finish"]
 
 
 class _Worker:
@@ -71,8 +69,6 @@ class _Worker:
 class _Saved(msgspec.Struct, frozen=True, array_like=True):
     version: int
     batches_per_epoch: int
-    scored: int
-    """The tickets of the stretches that have ended."""
     frontier: int
     """No ticket from this one on was ever dealt."""
     done: tuple[Range, ...]
@@ -98,12 +94,10 @@ class Dealer:
         deals: Literal["freely", "evenly"],
         workers: int,
         warm_start: int = 0,
-        evaluates: bool = True,
         most_held: int = 2,
-        tickets_between_scores: int | None = None,
         rests: bool = False,
     ) -> None:
-        """`most_held`: how many unfinished tickets a worker may have. `tickets_between_scores` None: four a worker.
+        """`most_held`: how many unfinished tickets a worker may have.
 
         `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`.
         """
@@ -114,17 +108,13 @@ class Dealer:
             )
         if deals == "evenly":
             _check_even(batches_per_epoch, num_tickets, workers, warm_start)
-        least = _STEPS_BETWEEN_SCORES * workers if tickets_between_scores is None else tickets_between_scores
         self.batches_per_epoch, self.num_tickets, self.deals = batches_per_epoch, num_tickets, deals
-        self._per_stretch = max(1, -(-least // batches_per_epoch)) * batches_per_epoch if evaluates else num_tickets
-        self._evaluates, self._warm_start, self._most_held = evaluates, warm_start, most_held
+        self._warm_start, self._most_held = warm_start, most_held
         self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
         self._workers: dict[int, _Worker] = {}
         self._lives: dict[int, int] = {}
         self._again: list[int] = []
         self._done = Ranges()
-        self._stretch = 0
-        self._evaluator: int | None = None
         self._stopped = False
         self.rests = rests
         self._holds_back = False
@@ -158,8 +148,6 @@ class Dealer:
             heappush(self._again, number)
         self._supply.lose(worker)
         self._uneven |= self._supply.uneven or (life is not None and bool(life.held))
-        if self._evaluator == worker:
-            self._evaluator = None
         self._changed = True
 
     def ask(self, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
@@ -172,9 +160,6 @@ class Dealer:
             return None
         self._note_done(life, done)
         if sequence > life.sequence:
-            if self._evaluator == worker:
-                self._evaluator = None
-                self._open_next()
             life.sequence, life.answer = sequence, None
         return life.answer if life.answer is not None else self._answer(worker, life)
 
@@ -210,14 +195,12 @@ class Dealer:
             self._holds_back, self._changed = on, True
 
     def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
-        before = self._is_done, self._is_warm
+        before = self.finished, self._is_warm
         for number in done:
             if life.held.pop(number, None) is not None:
                 self._done.add(number)
-        if before != (self._is_done, self._is_warm):
+        if before != (self.finished, self._is_warm):
             self._changed = True
-        if self._is_done and not self._evaluates and not self.finished:
-            self._open_next()
 
     # ------------------------------------------------------------------------------------------------------- answers
 
@@ -233,11 +216,6 @@ class Dealer:
     def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
         if self.finished:
             return "finish", ()
-        if self._is_done:
-            if self._evaluator is None and worker == self._first:
-                self._evaluator = worker
-                return "evaluate", ()
-            return None
         if self._holds_back and life.held:
             return "wait", ()
         if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
@@ -255,21 +233,10 @@ class Dealer:
     def _ticket(self, number: int, again: bool) -> Ticket:
         return Ticket(number, *divmod(number, self.batches_per_epoch), again=again)
 
-    # ----------------------------------------------------------------------------------------------------- stretches
-
-    @property
-    def _end(self) -> int:
-        """The first ticket behind the present stretch."""
-        return min((self._stretch + 1) * self._per_stretch, self.num_tickets)
-
     @property
     def _limit(self) -> int:
         """The first ticket that may not be dealt yet."""
-        return self._end if self._barrier is None else min(self._end, self._barrier)
-
-    @property
-    def _is_done(self) -> bool:
-        return self._done.covers(0, self._end - 1)
+        return self.num_tickets if self._barrier is None else min(self.num_tickets, self._barrier)
 
     @property
     def _is_warm(self) -> bool:
@@ -280,11 +247,6 @@ class Dealer:
         """The lowest worker that has asked in this life: one that is only about to start holds nobody up."""
         return min(worker for worker, life in self._workers.items() if life.sequence)
 
-    def _open_next(self) -> None:
-        self._stretch += 1
-        self._uneven = self._supply.uneven or bool(self._again)
-        self._changed = True
-
     def _waiting(self) -> list[int]:
         return sorted(worker for worker, life in self._workers.items() if life.waits)
 
@@ -292,8 +254,13 @@ class Dealer:
 
     @property
     def finished(self) -> bool:
-        """Whether every ticket is done and the last score taken, or the run was stopped."""
-        return self._stopped or self._stretch * self._per_stretch >= self.num_tickets
+        """Whether every ticket is done, or the run was stopped."""
+        return self._stopped or self._done.covers(0, self.num_tickets - 1)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was stopped before its end."""
+        return self._stopped
 
     @property
     def quiet(self) -> bool:
@@ -301,6 +268,13 @@ class Dealer:
         if self._barrier is None or self.finished or not self._done.covers(0, self._barrier - 1):
             return False
         return not any(life.held or life.answer is not None for life in self._workers.values())
+
+    @property
+    def whole_steps(self) -> int:
+        """How many batches the steps have that are begun: where all shards, dealt evenly, hold the same. Freely, 0."""
+        if self.deals == "freely":
+            return 0
+        return min(-(-self._supply.frontier // self._step) * self._step, self.num_tickets)
 
     @property
     def epoch(self) -> int:
@@ -332,9 +306,8 @@ class Dealer:
 
     def dump(self) -> bytes:
         """What a full restart needs. Workers are not in it: after a restart all of them are new."""
-        scored = self._stretch * self._per_stretch
         return msgspec.msgpack.encode(
-            _Saved(_VERSION, self.batches_per_epoch, scored, self._supply.frontier, self._done.tuples)
+            _Saved(_VERSION, self.batches_per_epoch, self._supply.frontier, self._done.tuples)
         )
 
     def load(self, state: bytes, applied: Sequence[Sequence[Range]] = ()) -> None:
@@ -342,6 +315,7 @@ class Dealer:
 
         `applied`: for each shard the tickets in the snapshot that it went on from (`Statistics.tickets`). Then those
         are done that every shard has. Some shards may have more than the others, and drop them when they come again.
+        Where only whole steps are missing, "evenly" deals them to the workers that had them before.
         The run's end, the kind of dealing and the number of workers may have changed, the batches of an epoch not.
         """
         if self._workers or self._supply.frontier:
@@ -357,13 +331,13 @@ class Dealer:
         for shard in applied if applied else [saved.done]:
             for first, last in Ranges(shard).missing(0, frontier - 1):
                 absent.add(first, last)
+        begun = absent.tuples[0][0] // self._step * self._step if absent.tuples else frontier
+        if self.deals == "evenly" and absent.covers(begun, frontier - 1):  # whole steps: they come as they came first
+            absent, frontier = Ranges(), begun
         self._done = Ranges(absent.missing(0, frontier - 1))
         self._again = [number for first, last in absent for number in range(first, last + 1)]
         self._again += self._supply.skip_to(frontier)
         heapify(self._again)
-        first_absent = self._again[0] if self._again else frontier
-        scored = saved.scored if first_absent >= self.num_tickets else min(saved.scored, first_absent)
-        self._stretch = scored // self._per_stretch
         self._uneven = True
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from polytempo.core import Codec
@@ -9,10 +13,45 @@ from polytempo.core.rule import Service
 from polytempo.server.admission import Admission
 from polytempo.server.buffers import Empty
 from polytempo.server.encoded import Coding, Pushes, Shown
-from polytempo.server.layout import Parameter, Spans, segments
+from polytempo.server.layout import Parameter, Spans, numel_of, segments
+from polytempo.server.pieces import cut
 from polytempo.server.tables import Tables
 from polytempo.server.update import Optimizer
 from polytempo.server.weights import Weights
+
+
+class Held(NamedTuple):
+    """What a shard held at some entry of its log."""
+
+    spans: Spans
+    values: Tensor
+    """What `spans` name of all parameters, tables included, shape (numel,)."""
+    running: Tensor | None
+    """The running statistics of norms."""
+    release: Callable[[], None]
+    """It may be written over again."""
+
+
+def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    """What `spans` name of all parameters, put together from the dense part and the pieces of tables: a copy."""
+    values = torch.empty(numel_of(spans), dtype=dense.dtype)
+    parts, pieces = cut(values, parameters, spans)
+    for target, source in zip(parts, dense.split([len(target) for target in parts]), strict=True):
+        target.copy_(source)
+    for target, source in zip(pieces, tables, strict=True):
+        target.copy_(source)
+    return values
+
+
+def held_now(
+    weights: Weights, tables: Tables | None, parameters: Sequence[Parameter], spans: Spans, running: Tensor | None
+) -> Held:
+    """All that a shard with `spans` of `parameters` holds now, to stay as it is until it is released."""
+    if tables is not None:
+        return Held(spans, copied(parameters, spans, weights.present, tables.values), running, lambda: None)
+    buffers, number = weights.buffers, weights.current
+    buffers.hold(number)
+    return Held(spans, weights.present, running, lambda: buffers.release(number))
 
 
 class Holder:

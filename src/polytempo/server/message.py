@@ -4,8 +4,10 @@
            ◀─Pushed, Pulled─                      ◀─Replicated─
     coordinator ──Members, Save, Inquire──▶ every shard           ──View──▶ everybody      ◀─Beat─ everybody
                 ◀─Noted, Statistics─                              ◀─Ask─ worker ──Deal──▶
+    evaluator ──Show──▶ every copy        ──Scored──▶ coordinator
+              ◀─Shown─                    ◀─Heard─
 
-Nodes (who has a mailbox) are numbers: workers from 0, then copies of shards, then the coordinator.
+Nodes (who has a mailbox) are numbers: workers from 0, then copies of shards, then the coordinator, then the evaluator.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class Push(Request, frozen=True, eq=False):
     gradient: Tensor
     """Flat: the shard's dense pieces one after the other."""
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
+    """The running statistics of the worker's norms, float64; None where its model has none."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -106,9 +110,10 @@ class Members(Request, frozen=True, eq=False):
 
 
 class Save(Request, frozen=True, eq=False):
-    """From the coordinator: write snapshot `number`."""
+    """From the coordinator: write snapshot `number`, as soon as `at` batches are decided."""
 
     number: int
+    at: int = 0
 
 
 class Inquire(Request, frozen=True, eq=False):
@@ -160,11 +165,12 @@ class Pushed(Reply, frozen=True, eq=False):
 
 
 class Pulled(Reply, frozen=True, eq=False):
-    """The weights of version `version`, flat (dense pieces), and rows of tables."""
+    """The weights of version `version`, flat (dense pieces), rows of tables, and running statistics of norms."""
 
     version: int
     values: Tensor
     rows: tuple[Rows, ...] = ()
+    running: Tensor | None = None
 
 
 class Noted(Reply, frozen=True, eq=False):
@@ -202,6 +208,9 @@ class Lent(Reply, frozen=True, eq=False):
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
+    aside: dict[int, Tensor] = {}
+    """Batch -> the sum of its parts that are there."""
+    running: Tensor | None = None
 
 
 class Stranger(Reply, frozen=True, eq=False):
@@ -276,6 +285,41 @@ class Beat(Message, frozen=True, eq=False):
     epoch: int
 
 
+class Show(Message, frozen=True, eq=False):
+    """From the evaluator to each copy of a shard: the first copy is to show snapshot `number`, or the next one after it
+    that is kept, as soon as there is one. Those before it have been read."""
+
+    number: int
+
+
+class Shown(Message, frozen=True, eq=False):
+    """What a shard held when `number` batches were decided at it. Lent until a higher number is asked for."""
+
+    shard: int
+    number: int
+    seconds: float
+    """When that was, on the clock of the world."""
+    spans: Spans
+    """What elements of the parameters, tables included, `values` are."""
+    values: Tensor
+    running: Tensor | None = None
+    """The running statistics of the model's norms."""
+
+
+class Scored(Message, frozen=True, eq=False):
+    """From the evaluator to the coordinator: snapshot `number` has been scored. Sent until it is `Heard`."""
+
+    number: int
+    row: bytes
+    """A row of metrics, as JSON."""
+
+
+class Heard(Message, frozen=True, eq=False):
+    """From the coordinator to the evaluator: the scores up to snapshot `number` have come."""
+
+    number: int
+
+
 class Ask(Message, frozen=True, eq=False):
     """A worker's call for work: number `sequence`; `done` are tickets that every shard has acknowledged."""
 
@@ -301,12 +345,12 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deal(Message, frozen=True, eq=False):
-    """The answer to `Ask`: what to do next. "wait": push what you hold, then ask again; "evaluate": score the model."""
+    """The answer to `Ask`: what to do next. "wait": push what you hold, then ask again."""
 
     worker: int
     incarnation: int
     sequence: int
-    order: Literal["train", "wait", "evaluate", "finish"]
+    order: Literal["train", "wait", "finish"]
     tickets: tuple[Ticket, ...] = ()
     layout: int = 0
     """Whoever acts on this must know that layout: `View.layout`."""

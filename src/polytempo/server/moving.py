@@ -27,11 +27,7 @@ class Likeness(msgspec.Struct, frozen=True, array_like=True):
     members: dict[int, int]
     workers: tuple[int, ...]
     tickets: tuple[Range, ...]
-
-    @property
-    def parts(self) -> tuple[Any, dict[int, int], tuple[int, ...], tuple[Range, ...]]:
-        """All of it."""
-        return self.rule, self.members, self.workers, self.tickets
+    let_go: tuple[Range, ...]
 
     def encode(self) -> bytes:
         """As bytes."""
@@ -56,9 +52,11 @@ def covers(spans: Spans, wanted: Spans) -> bool:
     return numel_of(common(spans, wanted)) == numel_of(wanted)
 
 
-def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness) -> Lent:
+def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness, running: Tensor | None) -> Lent:
     """What is asked for of `weights`, a shard's own vector that holds `own`: views where it is one range of that."""
-    present, first, second, total = (_taken(tensor, own, request.spans) for tensor in _tensors(weights))
+    present, first, second, total = (
+        None if tensor is None else _taken(tensor, own, request.spans) for tensor in _tensors(weights)
+    )
     assert present is not None, "every shard has weights"
     return Lent(
         *(shard, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
@@ -69,6 +67,8 @@ def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         first=first,
         second=second,
         total=total,
+        aside={batch: _taken(parts, own, request.spans) for batch, parts in weights.aside.items()},
+        running=running,
     )
 
 
@@ -78,6 +78,7 @@ class Rest(NamedTuple):
     first: Tensor | None
     second: Tensor | None
     total: Tensor | None
+    aside: dict[int, Tensor]
     version: int
     steps: int
     lrs: tuple[float, ...]
@@ -89,6 +90,7 @@ class Rest(NamedTuple):
                 target.copy_(moment)
         if self.total is not None:
             weights.total, weights.summed = self.total, True
+        weights.aside = self.aside
         weights.version, weights.steps, weights.lrs = self.version, self.steps, self.lrs
 
 
@@ -102,32 +104,36 @@ def moved(old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent]) -> tup
     found = sum(numel_of(common(spans, there)) for there, _ in sources)
     if found != numel_of(spans):
         raise ValueError(f"a shard is to hold {numel_of(spans)} elements, and {found} are here")
-    gathered: list[Tensor | None] = []
-    for kind in range(4):
-        parts = [(there, tensor) for there, tensors in sources if (tensor := tensors[kind]) is not None]
-        out = torch.zeros(numel_of(spans), dtype=old.dtype) if parts else None
+
+    def gathered(parts: Sequence[tuple[Spans, Tensor | None]]) -> Tensor | None:
+        if all(tensor is None for _, tensor in parts):
+            return None
+        out = torch.zeros(numel_of(spans), dtype=old.dtype)
         for there, tensor in parts:
-            _put_(out, spans, tensor, there)
-        gathered.append(out)
-    values, first, second, total = gathered
+            if tensor is not None:
+                _put_(out, spans, tensor, there)
+        return out
+
+    values, first, second, total = (gathered([(there, ts[kind]) for there, ts in sources]) for kind in range(4))
+    apart = [(own, old.aside), *((p.spans, p.aside) for p in pieces)]
+    batches = sorted({batch for _, aside in apart for batch in aside})
+    asides = {batch: gathered([(there, aside.get(batch)) for there, aside in apart]) for batch in batches}
     assert values is not None, "every shard has weights"
     version, steps = max([old.version, *(p.version for p in pieces)]), max([old.steps, *(p.steps for p in pieces)])
-    return values, Rest(first, second, total, version, steps, old.lrs or next((p.lrs for p in pieces), ()))
+    aside = {batch: parts for batch, parts in asides.items() if parts is not None}
+    return values, Rest(first, second, total, aside, version, steps, old.lrs or next((p.lrs for p in pieces), ()))
 
 
 def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
     return weights.present, *weights.moments, weights.total if weights.summed else None
 
 
-def _taken(vector: Tensor | None, own: Spans, wanted: Spans) -> Tensor | None:
-    if vector is None:
-        return None
+def _taken(vector: Tensor, own: Spans, wanted: Spans) -> Tensor:
     cuts = [vector[at : at + end - begin] for begin, end, at, _ in _overlaps(own, wanted)]
     return cuts[0] if len(cuts) == 1 else torch.cat(cuts) if cuts else vector[:0]
 
 
-def _put_(out: Tensor | None, spans: Spans, values: Tensor, there: Spans) -> None:
-    assert out is not None
+def _put_(out: Tensor, spans: Spans, values: Tensor, there: Spans) -> None:
     for begin, end, at, place in _overlaps(spans, there):
         out[at : at + end - begin] = values[place : place + end - begin]
 

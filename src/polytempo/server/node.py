@@ -93,6 +93,8 @@ class Node:
         """The requests whose replies are held."""
         self._silent_until = 0
         """After a promotion nothing is repeated before this entry is committed: others' replies may not be safe yet."""
+        self._due: Save | None = None
+        """A snapshot that was ordered and is not due yet."""
         self._beat_at_s = 0.0
         self._retry_at_s = float("inf")
         self._patience_s = self.timing.retry_s
@@ -192,8 +194,12 @@ class Node:
         self.index += 1
         replies = self.shard.apply(entry)
         self._on_entry(self.index, entry)
-        if isinstance(entry, Save) and self.is_head:
-            self._on_save(entry.number, self.shard)
+        if isinstance(entry, Save):
+            self._due = entry
+        if self._due is not None and self.shard.decided.batches >= self._due.at:
+            due, self._due = self._due, None
+            if self.is_head:
+                self._on_save(due.number, self.shard)
         return replies
 
     def _addressed(self, replies: Iterable[Reply]) -> Outbox:

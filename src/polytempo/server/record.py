@@ -1,6 +1,6 @@
 """What a real run records: for each machine the order in which messages met it. `polytempo replay` follows it.
 
-    {"format":"polytempo-record","version":1,"machine":"shard 0"}
+    {"format":"polytempo-record","version":2,"machine":"shard 0"}
     ["members",1,0,[[0,1],[1,1]],[]]                      the coordinator's request 1; the shard's version 0
     ["pull",0,1,1,0,-1,0]                                 worker 0, life 1, request 1, clock 0, basis -1, version 0
     ["push",1,1,2,1,0,32,[5],1,3735928559]                worker 1, …, 32 samples of ticket 5; version 1 afterwards
@@ -9,7 +9,7 @@ One file a machine: each copy of a shard, and the coordinator. A shard is a dete
 entries is all that a repetition needs: gradients and weights come out the same, bit by bit, and need not be kept.
 `version` is there to compare: the shard's version when it had applied the entry, for a pull the one that was read if
 the rule answered at once. So is a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call
-of its life. Nor does an early end, for it follows from a row of metrics, which comes again in a repetition.
+of its life. An early end needs one: it follows from a score, which comes when it comes.
 
 Each line leaves the process at once, or every so often if asked to; what has left survives the process. A torn last
 line (the process died while it wrote) is dropped when the record is read, and said.
@@ -30,7 +30,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
 
 FORMAT = "polytempo-record"
-VERSION = 1
+VERSION = 2
 MAX_LINE_BYTES = 1 << 20
 MAX_RECORD_BYTES = 4 << 30
 _MAX_BUFFERED_BYTES = 1 << 16
@@ -113,7 +113,11 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
     node: int
 
 
-Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Noting | Lost
+class Stopping(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """The coordinator ended the run, for a score was what was asked for."""
+
+
+Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
 
 
 class Record(NamedTuple):

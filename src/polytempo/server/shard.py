@@ -13,21 +13,21 @@ pull are lent to the worker until its next request.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
-from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
 from polytempo.server.buffers import Empty, plain_empty
-from polytempo.server.holding import Holder
+from polytempo.server.decided import Decided, Verdict
+from polytempo.server.holding import Held, Holder, held_now
 from polytempo.server.layout import Parameter, Spans
 from polytempo.server.message import (
     Entry,
     Inquire,
     Lend,
+    Lent,
     Members,
     Noted,
     Pull,
@@ -40,7 +40,9 @@ from polytempo.server.message import (
     Statistics,
 )
 from polytempo.server.moving import Likeness, covers, lent, likeness_of, moved
-from polytempo.server.state import State, Waiting, decode, encode, renumbered
+from polytempo.server.queues import Queues
+from polytempo.server.running import RunningStatistics
+from polytempo.server.state import State, Waiting, decode, encode, renumbered, waiting_for
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
 from polytempo.server.update import Moments, Term, can_be_native
@@ -51,7 +53,8 @@ class Shard:
 
     `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
     place). `native`: the optimizer by the kernel or by torch ops (`server.update`); by default the kernel where there
-    is one. All shards of a run, their copies and its replays must agree on it. Memory beside moments and sum: a buffer
+    is one. All shards of a run, their copies and its replays must agree on it. `running`: the running statistics of the
+    model's norms, float64, of which each shard keeps all. Memory beside moments and sum: a buffer
     of weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.
     """
 
@@ -65,6 +68,7 @@ class Shard:
         *,
         empty: Empty = plain_empty,
         native: bool | None = None,
+        running: Tensor | None = None,
     ) -> None:
         if service.optimizer is None:
             raise ValueError("the service names no optimizer; put the job's own into it: replace(service, optimizer=…)")
@@ -74,19 +78,20 @@ class Shard:
         """Entries applied."""
         self.repeated = 0
         """Requests that came again, as this copy saw it; no part of the state."""
+        all_parameters, all_spans = parameters, spans
         self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
         self._holder = Holder(parameters, service, empty, native=self.native, tables=self._tables)
         self._spans, self._empty = spans, empty
+        self._all_spans, self._all_parameters = all_spans, all_parameters
         self._weights, self._admission = self._holder.hold(spans, weights)
         self._rule = service.rule.init()
         self._members: dict[int, int] = {}
         self._workers: tuple[int, ...] = ()
         self._resting: frozenset[int] = frozenset()
         self._table = Table(number)
-        self._waiting: dict[int, list[Waiting]] = {}
-        self._tickets, self._let_go = Ranges(), Ranges()
-        self._staleness: Counter[int] = Counter()
-        self._dropped = self._refused = 0
+        self._queues = Queues(service.rule.name)
+        self.decided = Decided(service.numbers_per_batch)
+        self._running = RunningStatistics(running)
 
     @property
     def version(self) -> int:
@@ -114,12 +119,13 @@ class Shard:
             if isinstance(request, Inquire):
                 return Look("repeated", (self._statistics(request),))
             if isinstance(request, Lend) and covers(self._spans, request.spans):
-                return Look("repeated", (lent(request, self.number, self._weights, self._spans, self._likeness),))
+                return Look("repeated", (self._lent(request),))
         return look
 
     def apply(self, entry: Entry) -> list[Reply]:
         """Take an entry of the log; the replies, to this request and to any that waited for it."""
         self.index += 1
+        self.decided.batches_before = self.decided.batches
         look = self._table.look(entry)
         if look.kind != "new":
             return list(look.replies)
@@ -130,12 +136,12 @@ class Shard:
         if isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
-            self._wait_for(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
+            self._queues.add(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
             self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
-            replies.append(lent(entry, self.number, self._weights, self._spans, self._likeness))
+            replies.append(self._lent(entry))
         else:
             if isinstance(entry, Members):
                 self._meet(dict(entry.members), frozenset(entry.resting), replies)
@@ -151,18 +157,12 @@ class Shard:
         return replies
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
-        verdict: Literal["dropped", "refused"] = "refused"
-        push, reason = self._admission.admit(push, self.version, self._waiting)
-        if not reason and push.tickets:
-            had = [ticket for ticket in push.tickets if ticket in self._tickets]
-            if len(had) == len(push.tickets):
-                verdict, reason = "dropped", "had already"
-            elif had:
-                reason = f"worker {push.worker}: tickets {had} are applied, the others of {push.tickets} are not"
-        waiting = Waiting(
-            "push", push.incarnation, push.sequence, push.basis, push.tickets, push.lrs, push.gradient.contiguous()
-        )
-        waiting.rows = push.rows
+        verdict: Verdict = "refused"
+        push, reason = self._admission.admit(push, self.version, self._queues.waiting)
+        reason = reason or self._running.fault(push)
+        if not reason:
+            verdict, reason = self.decided.had(push)
+        waiting = waiting_for(push)
         if not reason and self._holder.needs_basis:
             waiting.read = self._weights.read_by(push.worker, push.basis)
             if waiting.read < 0:
@@ -172,23 +172,17 @@ class Shard:
             if verdict == "dropped":
                 self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
             return
-        self._wait_for(push.worker, waiting)
+        self._queues.add(push.worker, waiting)
         self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
-    def _refuse(self, push: Push, verdict: Literal["dropped", "refused"], reason: str, replies: list[Reply]) -> None:
-        if verdict == "refused":
-            self._refused += 1
-        else:
-            self._dropped += 1
+    def _refuse(self, push: Push, verdict: Verdict, reason: str, replies: list[Reply]) -> None:
+        self.decided.turn_away(verdict)
         reply = Pushed(
             *(self.number, push.worker, push.incarnation, push.sequence),
             *(self.version, self.version - push.basis, verdict, reason),
         )
         self._table.answer(reply)
         replies.append(reply)
-
-    def _wait_for(self, worker: int, waiting: Waiting) -> None:
-        self._waiting.setdefault(worker, []).append(waiting)
 
     def _meet(self, members: dict[int, int], resting: frozenset[int], replies: list[Reply]) -> None:
         """First those go who are no members any more, or rest, then the others come, each for itself."""
@@ -215,40 +209,34 @@ class Shard:
             self._hear(Arrival("left", worker), replies)
 
     def _leave(self, worker: int) -> None:
-        for waiting in self._waiting.pop(worker, ()):
-            for number in (waiting.read, waiting.difference):
-                if number >= 0:
-                    self._weights.buffers.release(number)
+        for number in self._queues.leave(worker):
+            self._weights.buffers.release(number)
         self._weights.leave(worker)
         self._table.forget(worker)
 
     def _statistics(self, request: Inquire) -> Statistics:
-        return Statistics(
-            *(self.number, request.worker, request.incarnation, request.sequence),
-            version=self.version,
-            index=self.index,
-            staleness=dict(sorted(self._staleness.items())),
-            dropped=self._dropped,
-            refused=self._refused,
-            repeated=self.repeated,
-            tickets=self._tickets.tuples,
+        return self.decided.statistics(
+            self.number, request, version=self.version, index=self.index, repeated=self.repeated
         )
 
-    @property
-    def _likeness(self) -> Likeness:
-        return Likeness(self._rule, self._members, self._workers, self._tickets.tuples)
+    def _lent(self, request: Lend) -> Lent:
+        like = Likeness(self._rule, self._members, self._workers, *self.decided.tuples)
+        return lent(request, self.number, self._weights, self._spans, like, self._running.present)
 
     def _reshape(self, entry: Reshape) -> None:
         """Hold other elements. Nobody has anything under way, and what was lent has been read."""
         for worker in list(self._weights.leases):
             self._table.settle(worker, self._weights.settle(worker))
         if not self._spans:  # a new shard knows what those know whose elements it takes over; nobody has asked it yet
-            self._rule, self._members, self._workers, tickets = likeness_of(entry.pieces[0]).parts
-            self._tickets, self._resting = Ranges(tickets), frozenset(self._members) - frozenset(self._workers)
+            like = likeness_of(entry.pieces[0])
+            self._rule, self._members, self._workers = like.rule, like.members, like.workers
+            self._resting = frozenset(self._members) - frozenset(self._workers)
+            self.decided = Decided(self.service.numbers_per_batch, like.tickets, like.let_go)
+            self._running = RunningStatistics(entry.pieces[0].running)
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
         values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
-        self._spans = entry.spans
+        self._spans = self._all_spans = entry.spans
         self._weights, self._admission = self._holder.hold(entry.spans, values)
         rest.put_(self._weights)
 
@@ -264,7 +252,7 @@ class Shard:
         if isinstance(action, Add):
             self._add(action)
         elif isinstance(action, Update):
-            self._update(action.divisor)
+            self._update(action)
         elif isinstance(action, Answer):
             self._answer(action.worker, replies)
         elif isinstance(action, Mix):
@@ -272,60 +260,49 @@ class Shard:
         else:
             self._drop(action)
 
-    def _oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
-        """The push whose gradient waits longest, and that gradient."""
-        for waiting in self._waiting.get(action.worker, ()):
-            if waiting.gradient is not None:
-                return waiting, waiting.gradient
-        raise RuntimeError(f"the rule {self.service.rule.name} says {action}, but no gradient of that worker waits")
-
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
-        waiting.rows = ()
+        waiting.rows, waiting.running = (), None
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
-            self._staleness[waiting.staleness] += 1
-            for ticket in waiting.tickets:
-                self._tickets.add(ticket)
+            self.decided.use(waiting.tickets, waiting.staleness)
         else:
-            self._dropped += 1
-            for ticket in waiting.tickets:
-                self._let_go.add(ticket)
+            self.decided.drop(waiting.tickets)
         if waiting.read >= 0:
             self._weights.buffers.release(waiting.read)
             waiting.read = -1
 
     def _add(self, action: Add) -> None:
-        waiting, gradient = self._oldest(action)
+        waiting, gradient = self._queues.oldest(action)
         basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
         if self._tables is not None:
             gradient = self._tables.add(waiting.rows, action.factor, gradient, self.weights)
         else:
             for modifier in self.service.modifiers:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
-        self._weights.add(Term(gradient, action.factor), waiting.lrs)
+        self._weights.add(Term(gradient, action.factor), waiting.lrs, action.part_of)
+        self._running.add(waiting.running)
         self._decided(waiting, "applied")
 
-    def _update(self, divisor: float) -> None:
-        self._weights.update(divisor)
+    def _update(self, action: Update) -> None:
+        self._weights.update(action.divisor, action.including)
+        self._running.update(len(self._workers))
         if self._tables is not None:
-            self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
+            self._tables.update(action.divisor, self._weights.lrs, self._weights.steps, self.version)
 
     def _drop(self, action: Drop) -> None:
-        self._decided(self._oldest(action)[0], "dropped", action.reason)
+        self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
 
     def _mix(self, action: Mix) -> None:
         if self._tables is not None:
             raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
-        waiting, theirs = self._oldest(action)
+        waiting, theirs = self._queues.oldest(action)
+        self._running.mix(waiting.running, action.alpha)
         self._decided(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
 
     def _answer(self, worker: int, replies: list[Reply]) -> None:
-        """Oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
-        queue = self._waiting.get(worker)
-        while queue and queue[0].gradient is None:
-            waiting = queue.pop(0)
+        for waiting in self._queues.answerable(worker):
             answer = self._pulled(worker, waiting) if waiting.kind == "pull" else self._pushed(worker, waiting)
             self._table.answer(answer)
             replies.append(answer)
@@ -342,19 +319,38 @@ class Shard:
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
         values = self._weights.lend_present(worker, waiting.sequence)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
-        return Pulled(self.number, worker, waiting.incarnation, waiting.sequence, self.version, values, rows)
+        return Pulled(
+            self.number,
+            worker,
+            waiting.incarnation,
+            waiting.sequence,
+            self.version,
+            values,
+            rows,
+            self._running.present,
+        )
+
+    def hold(self) -> Held:
+        """All that this shard holds now, to stay as it is until it is released.
+
+        No copy and no pass over memory, but for tables, whose rows change in place.
+        """
+        return held_now(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
 
     # ------------------------------------------------------------------ the whole state
 
     def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
         """The whole state, gradients that wait and what is lent included, in memory of its own."""
         weights = self._weights
-        numbers, leases, reads, waiting = renumbered(weights.current, weights.leases, weights.reads, self._waiting)
+        numbers, leases, reads, waiting = renumbered(
+            weights.current, weights.leases, weights.reads, self._queues.waiting
+        )
         state = State(
             buffers=[weights.buffers.tensors[number] for number in numbers],
             first=weights.moments.first,
             second=weights.moments.second,
             total=weights.total if weights.summed else None,
+            aside=dict(weights.aside),
             version=self.version,
             steps=weights.steps,
             index=self.index,
@@ -366,12 +362,15 @@ class Shard:
             leases=leases,
             reads=reads,
             lrs=weights.lrs,
-            tickets=self._tickets.tuples,
-            let_go=self._let_go.tuples,
-            staleness=dict(self._staleness),
-            dropped=self._dropped,
-            refused=self._refused,
+            tickets=self.decided.applied.tuples,
+            let_go=self.decided.let_go.tuples,
+            staleness=dict(self.decided.staleness),
+            dropped=self.decided.dropped,
+            refused=self.decided.refused,
             tables=[] if self._tables is None else self._tables.dump(),
+            running=self._running.present,
+            running_total=self._running.total,
+            running_count=self._running.count,
         )
         return encode(state)
 
@@ -387,14 +386,15 @@ class Shard:
         state = decode(data, tensors, weights.numel, weights.dtype, own)
         if self._tables is not None:
             self._tables.load(state.tables)
-        weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
+        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.aside, spare)
         weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
         weights.leases, weights.reads = state.leases, state.reads
         for number in state.held():
             weights.buffers.hold(number)
-        self.index, self._rule, self._waiting = state.index, state.rule, state.waiting
+        self.index, self._rule, self._queues = state.index, state.rule, Queues(self.service.rule.name, state.waiting)
         self._members, self._workers = state.members, state.workers
         self._resting = frozenset(state.members) - frozenset(state.workers)
         self._table = Table(self.number, state.known)
-        self._tickets, self._let_go = Ranges(state.tickets), Ranges(state.let_go)
-        self._staleness, self._dropped, self._refused = Counter(state.staleness), state.dropped, state.refused
+        self.decided = Decided(self.service.numbers_per_batch, state.tickets, state.let_go)
+        self._running = RunningStatistics(state.running, state.running_total, state.running_count)
+        self.decided.recall(state.staleness, state.dropped, state.refused)

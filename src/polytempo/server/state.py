@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polytempo.server.message import Rows
+from polytempo.server.message import Push, Rows
 from polytempo.server.table import Known
 from polytempo.server.tables import TableState
 
@@ -39,6 +39,23 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     """The buffer of elastic averaging's difference."""
     rows: tuple[Rows, ...] = ()
     """A push's rows of tables, lent as `gradient` is."""
+    running: Tensor | None = None
+    """A push's running statistics of norms."""
+
+
+def waiting_for(push: Push) -> Waiting:
+    """What is kept of a push until it is answered."""
+    return Waiting(
+        "push",
+        push.incarnation,
+        push.sequence,
+        push.basis,
+        push.tickets,
+        push.lrs,
+        push.gradient.contiguous(),
+        rows=push.rows,
+        running=push.running,
+    )
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
@@ -50,6 +67,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     second: Tensor | None
     total: Tensor | None
     """The sum of gradients, where something is in it."""
+    aside: dict[int, Tensor]
+    """Batch -> the sum of its parts that are there."""
     version: int
     steps: int
     index: int
@@ -72,6 +91,10 @@ class State(msgspec.Struct, array_like=True, eq=False):
     dropped: int
     refused: int
     tables: list[TableState]
+    running: Tensor | None = None
+    """Running statistics of norms, their sum over the gradients that are summed, and how many these are."""
+    running_total: Tensor | None = None
+    running_count: int = 0
 
     def held(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""
@@ -124,7 +147,7 @@ def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
         return places[id(value)]
 
     encoded = msgspec.msgpack.encode(state, enc_hook=place)
-    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total))
+    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total)) + len(state.aside)
     return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
 
 

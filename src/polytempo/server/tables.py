@@ -160,6 +160,11 @@ class Tables:
             rule_lr = self._rule.lr
             table.update(divisor, lrs[table.piece.group] if rule_lr is None else rule_lr, step, version)
 
+    @property
+    def values(self) -> list[Tensor]:
+        """Each piece as it is now, (rows, width), to be read only and at once."""
+        return [table.values for table in self._tables]
+
     def changed_after(self, basis: int) -> tuple[Rows, ...]:
         """The rows that have changed after version `basis` (-1: all), as they are now, in memory of their own."""
         found = ((number, table.changed_after(basis)) for number, table in enumerate(self._tables))

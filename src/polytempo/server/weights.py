@@ -48,6 +48,10 @@ class Weights:
         self.total: Tensor | None = None
         """Memory for the sum; something is in it where `summed`."""
         self.summed = False
+        self.aside: dict[int, Tensor] = {}
+        """Batch -> the sum of the parts of its gradient that are there, until an update includes it."""
+        self._idle: list[Tensor] = []
+        """Memory of such sums."""
         self.leases: dict[int, list[tuple[int, int]]] = {}
         """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
@@ -135,8 +139,17 @@ class Weights:
             self.buffers.release(self._foreseen.out)
             self._foreseen = None
 
-    def add(self, term: Term, lrs: tuple[float, ...]) -> None:
-        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay."""
+    def add(self, term: Term, lrs: tuple[float, ...], part_of: int | None = None) -> None:
+        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay.
+
+        `part_of`: add to the sum of that batch's parts instead, at once.
+        """
+        if part_of is not None:
+            fresh = part_of not in self.aside
+            if fresh:
+                self.aside[part_of] = self._idle.pop() if self._idle else self._empty(self.numel, self.dtype)
+            add_(self.aside[part_of], term, fresh=fresh)
+            return
         self._terms.append(term)
         self.lrs = lrs
 
@@ -152,9 +165,10 @@ class Weights:
             self.summed = True
         self._terms = []
 
-    def update(self, divisor: float) -> None:
-        """A step of the optimizer with the sum over `divisor`; then the sum is 0."""
-        terms = self._terms
+    def update(self, divisor: float, including: int | None = None) -> None:
+        """A step of the optimizer with the sum, parts of the batch `including` in it, over `divisor`; then it is 0."""
+        parts = None if including is None else self.aside.pop(including, None)
+        terms = self._terms if parts is None else [*self._terms, Term(parts, 1.0)]
         if self.summed:
             assert self.total is not None, "something is in it"
             terms = [Term(self.total, 1.0), *terms]
@@ -166,6 +180,8 @@ class Weights:
                 self.present, self.buffers.tensors[out], terms, divisor, self.moments, self.steps, self.lrs
             )
         self._terms, self.summed = [], False
+        if parts is not None:
+            self._idle.append(parts)
         self._moved(out)
 
     def _done_already(self, terms: list[Term], divisor: float) -> int:
@@ -204,9 +220,17 @@ class Weights:
 
     def spare(self) -> list[Tensor]:
         """All memory that this has taken from `empty`."""
-        return [*self.buffers.tensors, *(t for t in (*self.moments, self.total) if t is not None)]
+        sums = (self.total, *self.aside.values(), *self._idle)
+        return [*self.buffers.tensors, *(t for t in (*self.moments, *sums) if t is not None)]
 
-    def restore(self, held: list[Tensor], moments: Moments, total: Tensor | None, spare: list[Tensor]) -> None:
+    def restore(
+        self,
+        held: list[Tensor],
+        moments: Moments,
+        total: Tensor | None,
+        aside: dict[int, Tensor],
+        spare: list[Tensor],
+    ) -> None:
         """Begin with these tensors, `held[0]` the present weights; `spare` is free memory. Leases come after it."""
         self.buffers = Buffers(self.numel, self.dtype, self._empty)
         self.buffers.adopt(held, spare)
@@ -214,5 +238,6 @@ class Weights:
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
         self._terms, self._foreseen = [], None
+        self.aside, self._idle = aside, []
         if self._shown is not None:
             self._shown.forget()

@@ -53,7 +53,18 @@ def delayed(delay: int, transform: Transform) -> Transform:
         handed_out = None if due is None else due.copy()
         return handed_out, DelayedState(state.step + 1, (*others, Late(work, 0)), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
+    async def beside(port: Port, bundle: Bundle, state: DelayedState) -> Bundle:
+        assert transform.beside is not None
+        return await transform.beside(port, bundle, await _answer(state.inner))
+
+    return Transform(
+        init,
+        apply,
+        separable=transform.separable,
+        weighs=transform.weighs,
+        explain=transform.explain,
+        beside=None if transform.beside is None else beside,
+    )
 
 
 async def _answer(value: Late | Any) -> Any:

@@ -70,8 +70,9 @@ def attach(
     this rank's own gradient, `step` does all the rest and waits for all (so all take or skip it alike), clipping is
     the handle's `clip_grad_norm_`, and who changes parameters in other ways does it on one rank: all see the same.
 
-    `buffers`: what happens when ranks meet: the mean of the running statistics of torch's batch and instance
-    norms, other buffers left alone ("average"), rank 0's buffers, all of them ("broadcast"), or nothing ("leave").
+    `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
+    strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
+    batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
     `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
     one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,

@@ -79,7 +79,7 @@ def write_part(root: Path, step: int, rank: int, part: Part) -> str:
     Tensors may share memory, be views, or live on another device: each is saved as a copy of its own.
     """
     _check_names(part)
-    folder = _partial(root, step)
+    folder = partial_folder(root, step)
     file = folder / part_name(rank)
     tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
     try:
@@ -102,7 +102,7 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
     Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
     parts beyond it stay, because a rank that is ahead may be writing them.
     """
-    folder, final = _partial(root, step), _final(root, step)
+    folder, final = partial_folder(root, step), _final(root, step)
     parts = [_finished_part(folder, rank, sha256) for rank, sha256 in enumerate(hashes)]
     content = _encoded(Manifest(step, tuple(parts), dict(about)))
     try:
@@ -170,7 +170,8 @@ def part_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def _partial(root: Path, step: int) -> Path:
+def partial_folder(root: Path, step: int) -> Path:
+    """Where the parts of a checkpoint lie until it is complete."""
     if step < 0:
         raise ValueError(f"step {step} is negative; steps count from 0")
     return root / f".step-{step:08d}.partial"

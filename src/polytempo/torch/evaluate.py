@@ -1,16 +1,22 @@
-"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it."""
+"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it.
+
+A model is scored in a copy that only scoring uses: its modes, its buffers and what its modules remember are its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.torch.job import Data, Job
+from polytempo.torch.objective import judged
 
 _BATCH = 512
 _FEWEST = 8
@@ -24,72 +30,88 @@ class Score(NamedTuple):
     accuracy: float | None
 
 
-async def evaluate(
-    port: Port,
-    model: nn.Module,
-    tensors: dict[str, Tensor] | None,
-    test: Dataset[Any],
-    loss: Callable[[Any, Any], Tensor],
-    correct: Callable[[Any, Any], Tensor] | None,
-    flops_per_sample: float,
-) -> Score:
-    """Score `model` on rank r's slice of `test`, and add up. `tensors` stand in for its parameters and buffers."""
-    length = len(test)  # type: ignore[arg-type]
-    scorers = min(port.size, -(-length // _FEWEST))
-    start, stop = (length * min(r, scorers) // scorers for r in (port.rank, port.rank + 1))
+class Evaluation:
+    """A job's test set, and a model to score with. Raises ValueError for a test set without a length.
 
-    def score() -> Tensor:
-        return _score(model, tensors, test, start, stop, loss, correct)
+    Memory: the model's modules once more; parameters are lent for the time of a score, buffers copied. So a module
+    must allow `copy.deepcopy`; attributes that are neither parameters nor buffers stay as they are when this is made.
+    """
 
-    return _means(await tree(port, await port.compute(score, flops_per_sample * (stop - start))))
+    def __init__(self, job: Job, model: nn.Module, data: Data) -> None:
+        test: Any = data.test
+        assert test is not None
+        self._job = job
+        self._collate: Any = data.collate or default_collate
+        if isinstance(test, DataLoader):
+            self._collate = data.collate or test.collate_fn
+            test = test.dataset
+        if not hasattr(test, "__len__"):
+            raise ValueError(f"a test set needs a length, and {type(test).__name__} has none; make it a map-style one")
+        self._test: Dataset[Any] = test
+        self._length = len(test)
+        self._model = _copied(model).eval()
+
+    def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
+        """[samples, summed loss, summed accuracy, predictions] of `rank`'s part of the test set, float64.
+
+        `tensors`: the parameters and buffers to score, by name. They are not written to.
+        """
+        scorers = min(size, -(-self._length // _FEWEST))
+        start, stop = (self._length * min(r, scorers) // scorers for r in (rank, rank + 1)) if scorers else (0, 0)
+        self._take(tensors)
+        sums = torch.zeros(4, dtype=torch.float64)
+        with torch.no_grad():
+            for batch, samples in self._batches(start, stop):
+                loss, right = judged(self._job, self._model, batch)
+                counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
+                sums += torch.tensor([samples, float(loss) * samples, *counts], dtype=torch.float64)
+        return sums
+
+    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
+        """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
+        return means(torch.stack([self.sums(tensors, part, parts) for part in range(parts)]).sum(0))
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the model have the parameters for a while, and buffers of its own, which it may write to."""
+        for name, parameter in self._model.named_parameters():
+            parameter.data = tensors[name].detach()
+        for name, buffer in self._model.named_buffers():
+            buffer.data = tensors[name].detach().clone()
+
+    def _batches(self, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        for first in range(start, stop, _BATCH):
+            last = min(first + _BATCH, stop)
+            if isinstance(self._test, TensorDataset) and self._collate is default_collate:
+                yield [tensor[first:last] for tensor in self._test.tensors], last - first
+            else:
+                yield self._collate([self._test[i] for i in range(first, last)]), last - first
 
 
-def evaluate_alone(
-    model: nn.Module,
-    test: Dataset[Any],
-    loss: Callable[[Any, Any], Tensor],
-    correct: Callable[[Any, Any], Tensor] | None,
-) -> Score:
-    """Score `model` on all of `test`, without the others."""
-    return _means(_score(model, None, test, 0, len(test), loss, correct))  # type: ignore[arg-type]
+async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
+    """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
+    return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
 
 
-def _means(sums: Tensor) -> Score:
+def means(sums: Tensor) -> Score:
+    """What `Evaluation.sums`, added up over all parts, says."""
     samples, total_loss, num_correct, num_predictions = sums.tolist()
     accuracy = num_correct / num_predictions if num_predictions else None
     return Score(total_loss / max(samples, 1), accuracy)
 
 
-@torch.no_grad()
-def _score(
-    model: nn.Module,
-    tensors: dict[str, Tensor] | None,
-    test: Dataset[Any],
-    start: int,
-    stop: int,
-    loss: Callable[[Any, Any], Tensor],
-    correct: Callable[[Any, Any], Tensor] | None,
-) -> Tensor:
-    """[samples, summed loss, right predictions, predictions] as float64."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    sums = torch.zeros(4, dtype=torch.float64)
-    for inputs, targets in _batches(test, start, stop):
-        outputs = model(inputs) if tensors is None else torch.func.functional_call(model, tensors, (inputs,))
-        samples = len(targets)
-        right = correct(outputs, targets) if correct else None
-        counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
-        sums += torch.tensor([samples, float(loss(outputs, targets)) * samples, *counts], dtype=torch.float64)
-    for module, training in modes:  # one by one: a job may have frozen some
-        module.training = training
-    return sums
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they lie in the model."""
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _batches(test: Dataset[Any], start: int, stop: int) -> Iterator[tuple[Any, Any]]:
-    for first in range(start, stop, _BATCH):
-        last = min(first + _BATCH, stop)
-        if isinstance(test, TensorDataset):
-            inputs, targets = (tensor[first:last] for tensor in test.tensors)
-        else:
-            inputs, targets = default_collate([test[i] for i in range(first, last)])
-        yield inputs, targets
+def _copied(model: nn.Module) -> nn.Module:
+    """The model's modules once more, around the same memory of parameters and buffers."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"a model is scored in a copy of its own, and {type(model).__name__} cannot be copied: {error}; give the "
+            "module that holds this a __deepcopy__, or make it when forward needs it"
+        ) from error

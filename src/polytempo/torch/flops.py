@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from polytempo.data.shard import Shard
+from polytempo.torch.job import Data, Job
+from polytempo.torch.objective import loss_of
 
-def flops_per_sample(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: tuple[Any, Any]) -> float:
-    """Forward and backward of one sample, counted from one batch. Leaves no gradient behind.
+_SAMPLES = 2
+
+
+def flops_per_sample(job: Job, model: nn.Module, data: Data, seed: int) -> float:
+    """Forward and backward of one sample, counted from a batch of two. Leaves no gradient, and buffers as they are.
 
     Counts matrix products, convolutions and attention; where a model has none of them, two operations
-    for each parameter forward and four backward.
+    for each parameter forward and four backward. Of ragged samples it is the cost of the two that come first.
     """
-    inputs, targets = batch
+    shard = Shard(data.training(), rank=0, size=1, batch_size=_SAMPLES, seed=seed)
+    batch = next(iter(shard))
     gradients = [parameter.grad for parameter in model.parameters()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
     state = torch.get_rng_state()
     with FlopCounterMode(display=False) as counter:
-        loss(model(inputs), targets).backward()
+        loss_of(job, model, batch).backward()
     torch.set_rng_state(state)
+    for buffer, kept in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(kept)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    counted = counter.get_total_flops() / len(targets)
+    counted = counter.get_total_flops() / shard.batch_samples
     return counted or 6.0 * sum(parameter.numel() for parameter in model.parameters())

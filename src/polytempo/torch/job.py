@@ -10,14 +10,57 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class Data(NamedTuple):
-    """What a job learns from, and what it is measured on (None: nothing). Samples are pairs (input, target)."""
+    """What a job learns from, and what it is measured on (None: nothing).
+
+    A sample is anything that `collate` makes a batch of, a list of samples at a time. Without one it is torch's
+    `default_collate`: tensors, numbers, tuples and dicts of these, of equal shapes. Ragged samples need a function
+    that pads them. The job's loss says what a batch has to be.
+    """
 
     train: Dataset[Any]
     test: Dataset[Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def training(self) -> Dataset[Any] | DataLoader[Any]:
+        """The training data as `Shard` and `Batches` take them: with the function that makes batches."""
+        if self.collate is None:
+            return self.train
+        if isinstance(self.train, DataLoader):
+            raise ValueError(
+                "the data name a collate function, and their DataLoader has one of its own; give the loader's data "
+                "set instead: Data(loader.dataset, collate=...)"
+            )
+        return DataLoader(self.train, shuffle=not isinstance(self.train, IterableDataset), collate_fn=self.collate)
+
+
+@dataclass(frozen=True)
+class OfBatch:
+    """A function of the model and a whole batch; see `of_batch`."""
+
+    function: Callable[[nn.Module, Any], Tensor]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """What the function answers."""
+        return self.function(model, batch)
+
+
+def of_batch(function: Callable[[nn.Module, Any], Tensor]) -> OfBatch:
+    """Mark a job's `loss` or `correct` as one that is called as `function(model, batch)`, whatever a batch is.
+
+        pt.Job(
+            loss=pt.of_batch(lambda model, batch: model(**batch).loss),
+            correct=pt.of_batch(lambda model, batch: model(**batch).logits.argmax(-1) == batch["labels"]),
+            ...
+        )
+
+    The loss is the mean over the batch, as a tensor of one element. Cost: where a job has both, scoring a batch takes
+    two forward passes.
+    """
+    return OfBatch(function)
 
 
 @dataclass(frozen=True)
@@ -37,7 +80,8 @@ class Job:
     data: Callable[[Path | None], Data]
     """Reads the data; its argument is the folder or file given as `--data`."""
     loss: Callable[[Any, Any], Tensor]
-    """`loss(output, target)`: the mean over the batch."""
+    """`loss(output, target)`: the mean over the batch, which is a pair (input, target). Or `of_batch(loss)`, which is
+    called as `loss(model, batch)`."""
     optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]
     """Makes the optimizer from the parameters and the learning rate."""
     lr: float = 0.1
@@ -45,7 +89,8 @@ class Job:
     """Samples per worker and step."""
     epochs: int = 10
     correct: Callable[[Any, Any], Tensor] | None = None
-    """`correct(output, target)`: booleans whose mean is the accuracy; None where there is none."""
+    """`correct(output, target)`: booleans, or numbers from 0 to 1, whose mean is the accuracy; None where there is
+    none. Or `of_batch(correct)`, which is called as `correct(model, batch)`."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step."""
     name: str = "job"

@@ -15,6 +15,7 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.torch.hogwild import Updates
 from polytempo.torch.job import Job
+from polytempo.torch.objective import loss_of
 from polytempo.torch.replica import Replica
 from polytempo.torch.training import TakeStep
 
@@ -29,14 +30,13 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     """
 
     def forward_and_backward(batch: Any) -> Tensor:
-        inputs, targets = batch
         replica.optimizer.zero_grad()
-        loss = job.loss(replica.model(inputs), targets)
+        loss = loss_of(job, replica.model, batch)
         loss.backward()
         return loss.detach()
 
-    async def take_step(port: Port, batch: Any) -> Tensor:
-        flops = updates.varied(flops_per_sample * len(batch[1]))
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        flops = updates.varied(flops_per_sample * samples)
         update = replica.optimizer.step
         loss: Tensor = await _step(port, replica, flops, lambda: forward_and_backward(batch), update, updates)
         return loss

@@ -4,20 +4,21 @@
     slices of others, contested ones ──▶ each pushed at once, a part (`server.covered`)
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
-torch from (seed, ticket, slice), so it is the same work whoever does it. What looks at a batch as a whole (batch
-normalisation) sees a slice instead.
+torch from (seed, ticket, slice), so it is the same work whoever does it. A slice is collated by itself, so batches may
+be of any form; what looks at a batch as a whole, such as padding, sees a slice instead. Batch norms are refused
+(`torch.requirements`), and a loss must be a mean over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Port
 from polytempo.core.op import Parcel
+from polytempo.data.batches import Samples
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
@@ -69,7 +70,7 @@ class Reassigned:
         self._peer = Peer(client.worker, port.members, self._constants, client.incarnation)
         self._work = Work(self._accumulate, self._keep, self._push_alone, self._taken)
         self._lives: dict[int, int] = {}
-        self._batches: dict[int, Any] = {}
+        self._batches: dict[int, Samples] = {}
         self._clock = -1
         self._share = _Share(Ticket(-1, 0, 0), 0, (), 0)
         self.given = self.helped = 0
@@ -97,7 +98,7 @@ class Reassigned:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each push is an update of its own (bounded staleness)."""
+        """Whether each batch is an update of its own (bounded staleness)."""
         return self._constants.slack > 0
 
     async def _by_itself(self, clock: int, ticket: Ticket, samples: int) -> None:
@@ -141,10 +142,11 @@ class Reassigned:
         """The slice's mean gradient, in memory of its own."""
         assert do.ticket is not None
         share, port, parameters = self._share, self._port, list(self._parameters.values())
-        part = rows(self._batch(do.ticket), do.slice.begin, do.slice.end)
+        samples = self._samples(do.ticket)
         before_s = await port.now()
         seed_step(self._course.seed, 0, do.ticket.number, f"slice {do.slice.number}")
-        loss = await self._course.compute_gradients(port, part) * do.slice.samples
+        part = samples.collated(do.slice.begin, do.slice.end)
+        loss = await self._course.compute_gradients(port, part, do.slice.samples) * do.slice.samples
         share.busy_s += await port.now() - before_s
         share.losses = loss if share.losses is None else share.losses + loss
         share.computed += do.slice.samples
@@ -153,13 +155,13 @@ class Reassigned:
             parameter.grad = None
         return gradients
 
-    def _batch(self, ticket: Ticket) -> Any:
-        """The whole batch; those that were needed last are kept."""
+    def _samples(self, ticket: Ticket) -> Samples:
+        """The samples of the whole batch; those that were needed last are kept."""
         if ticket.number not in self._batches:
             while len(self._batches) > self._constants.helpers:
                 del self._batches[next(iter(self._batches))]
             seed_step(self._course.seed, 0, ticket.number, "data")
-            self._batches[ticket.number] = self._course.batches.at(ticket.epoch, ticket.batch)
+            self._batches[ticket.number] = self._course.batches.samples(ticket.epoch, ticket.batch)
         return self._batches[ticket.number]
 
     def _close(self, share: _Share) -> None:
@@ -197,24 +199,3 @@ class Reassigned:
                 self._peer.lost(worker)  # those that are gone, `regroup` finds
         self._lives = lives
         self._peer.regroup([*(lives.keys() | {self._client.worker})])
-
-
-def rows(batch: Any, begin: int, end: int) -> Any:
-    """The samples `begin … end-1` of a collated batch: of every tensor in it, along the first dim."""
-    if isinstance(batch, Tensor):
-        return batch[begin:end]
-    if isinstance(batch, Mapping):
-        return {key: rows(value, begin, end) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(rows(value, begin, end) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, str) and any(_holds_tensors(value) for value in batch):
-        return [rows(value, begin, end) for value in batch]
-    return batch[begin:end]
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(inner) for inner in value.values())
-    return isinstance(value, Tensor) or (
-        isinstance(value, Sequence) and not isinstance(value, str) and any(map(_holds_tensors, value))
-    )

@@ -24,16 +24,17 @@ from polytempo.data.batches import Batches
 from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
-from polytempo.torch.evaluate import evaluate_alone
 from polytempo.torch.job import Data, Job
+from polytempo.torch.objective import loss_of
 from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
+from polytempo.torch.running import Running
 from polytempo.torch.shard_rule import parameters_of, rates_of
 from polytempo.torch.table_rows import ModelTables
 from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
 
-ComputeGradients = Callable[[Port, Any], Program[Tensor]]
-"""Forward and backward on one batch: leaves `.grad` on the parameters and answers the batch's mean loss."""
+ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
+"""Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
 
 _UPDATE_FLOPS = 4.0
 _MOST_EMPTY_STEPS = 10_000
@@ -93,10 +94,6 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
                     if number == len(deal.tickets):
                         await asker.ask(port, worker.taken_rows())
                     await worker.train(ticket)
-            case "evaluate":
-                await worker.begin()
-                await worker.push_all()
-                await worker.evaluate()
             case "wait":
                 await worker.push_all()
             case "finish":
@@ -112,13 +109,12 @@ def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> Compute
     """Forward and backward for real; a virtual world charges `flops_per_sample` for each sample."""
 
     def compute(batch: Any) -> Tensor:
-        inputs, targets = batch
-        loss = job.loss(model(inputs), targets)
+        loss = loss_of(job, model, batch)
         loss.backward()
         return loss.detach()
 
-    async def compute_gradients(port: Port, batch: Any) -> Tensor:
-        return await port.compute(lambda: compute(batch), flops_per_sample * len(batch[1]))
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        return await port.compute(lambda: compute(batch), flops_per_sample * samples)
 
     return compute_gradients
 
@@ -136,6 +132,8 @@ class _Worker:
         self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
         self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
         self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self._running = Running(course.model)
+        client.running = self._running.vector
         self._gradients: State = None
         self._states: State = None
         self._steps = 0
@@ -180,10 +178,13 @@ class _Worker:
 
     async def _renew(self) -> None:
         """Fetch the weights, but leave parameters as they are that are the worker's own."""
-        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
+        if not self._is_apart:
+            await self.fetch()
+            return
+        own, running = {name: value.clone() for name, value in self._values.items()}, self._running.vector()
         await self.fetch()
-        if own:
-            self._place(Bundle(own))
+        self._place(Bundle(own))
+        self._running.place(running)
 
     async def train(self, ticket: Ticket) -> None:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
@@ -211,9 +212,10 @@ class _Worker:
         seed_step(course.seed, 0, ticket.number, "data")
         batch = course.batches.at(ticket.epoch, ticket.batch)
         seed_step(course.seed, 0, ticket.number, "model")
-        self._client.begin((ticket.number,), self._rates, len(batch[1]))
-        self._meter.add(await course.compute_gradients(self._port, batch))
-        return len(batch[1])
+        samples = course.batches.pick(ticket.batch).num_samples
+        self._client.begin((ticket.number,), self._rates, samples)
+        self._meter.add(await course.compute_gradients(self._port, batch, samples))
+        return samples
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
@@ -277,6 +279,7 @@ class _Worker:
         if self._values:
             torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
         self._tables.place(self._client.pulled_rows())
+        self._running.place(self._client.pulled_running())
 
     @property
     def _rates(self) -> tuple[float, ...]:
@@ -290,8 +293,8 @@ class _Worker:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then an
-        evaluation must leave them as they are. A copy may as well become a newer one."""
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
+        the shards must leave them as they are. A copy may as well become a newer one."""
         return is_idle(self._course.strategy.gradients, self._port.size + 1)
 
     @property
@@ -312,19 +315,6 @@ class _Worker:
         """The rows of metrics that nobody has taken yet."""
         rows, self._rows = self._rows, []
         return rows
-
-    async def evaluate(self) -> None:
-        """Score the server's weights on the test set, off the clock."""
-        course = self._course
-        if course.data.test is None:
-            return
-        own = {name: value.clone() for name, value in self._values.items()} if self._is_apart else {}
-        await self.waited(self.fetch())
-        score = evaluate_alone(course.model, course.data.test, course.job.loss, course.job.correct)
-        if own:
-            self._place(Bundle(own))
-        facts = {"kind": "test", **self._position, "seconds": await self._port.now()}
-        self._write(facts | {"loss": score.loss, "accuracy": score.accuracy})
 
     def _remember(self, ticket: Ticket) -> None:
         """Where the run is, as far as this worker knows, and now and then a row about it."""

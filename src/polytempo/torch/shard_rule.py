@@ -12,7 +12,8 @@ from polytempo.core import Strategy, is_idle
 from polytempo.core.rule import UpdateRule
 from polytempo.server.layout import Parameter
 from polytempo.server.tables import serves_rows, takes_rows
-from polytempo.torch.replica import check_momentum, sparse_tables, trainable
+from polytempo.torch.replica import sparse_tables, trainable
+from polytempo.torch.requirements import check_model, check_momentum
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
@@ -89,9 +90,12 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
 
     Raises ValueError where they are of several dtypes or on several devices, or of a dtype that no shard holds, and
     where there are tables and the optimizer, or the `strategy`, cannot go with them; also where the shards apply an
-    optimizer with momentum to gradients that the strategy's codec gives momentum, too.
+    optimizer with momentum to gradients that the strategy's codec gives momentum, too, or a module that looks at whole
+    batches would see slices.
     """
     server = None if strategy is None else strategy.server
+    if strategy is not None:
+        check_model(model, strategy)
     if server is not None and server.codec is not None and server.optimizer is None:
         check_momentum(optimizer, getattr(server.codec, "momentum", 0.0), server.codec.name)
     found = trainable(model, optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import Port
-from polytempo.core.state import Saved, Scalar
+from polytempo.core import Port, Work
+from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.torch.plain import plain, typed
+from polytempo.torch.replica import saved_states
 from polytempo.torch.training import Course
 
 V = TypeVar("V")
@@ -29,18 +30,61 @@ async def save(port: Port, course: Course, root: Path) -> None:
     Where all ranks hold equal parameters and optimizer state, rank 0 writes them for all.
     """
     await course.replica.settle()
-    alike = course.replica.strategy.in_step and not course.replica.exchanges_parameters  # else optimizers differ
-    part = _part(course, whole=port.rank == 0 or not alike)
+    part = _part(course, course.replica.state(), whole=_writes_all(port, course))
     step = course.replica.step
     hashes = await gather_json(port, write_part(root, step, port.rank, part))
     if port.rank == 0:
-        about: dict[str, Scalar] = {
-            "ranks": port.size,
-            "strategy": str(course.replica.strategy),
-            "job": course.job.name,
-        }
-        commit(root, step, hashes, about)
+        commit(root, step, hashes, about(port, course))
     await port.barrier()
+
+
+def part_of(port: Port, course: Course) -> Part:
+    """A copy of what this rank saves at the present step. Nothing may be under way (see `Replica.settle`)."""
+    part = _part(course, course.replica.state(), whole=_writes_all(port, course))
+    return Part({name: tensor.clone() for name, tensor in part.tensors.items()}, part.scalars)
+
+
+async def write_when_landed(port: Port, course: Course, root: Path, written: Callable[[str], None]) -> Work[None]:
+    """Write this rank's part of a checkpoint of the present step without finishing what is under way.
+
+    Exchanges that have not landed yet are copied when they land, before training uses them, and the part is written
+    when the last one has; all else is as it is now. Then `written(sha256)` is called.
+    """
+    replica, under_way = course.replica, list[Late]()
+
+    def noted(leaf: Late) -> Late:
+        under_way.append(leaf)
+        return leaf
+
+    states = [(path, copied(state, noted)) for path, state in replica.states()]
+    part = _part(course, Saved({}, {}), whole=_writes_all(port, course))
+    if under_way:
+        part = Part({name: tensor.clone() for name, tensor in part.tensors.items()}, part.scalars)
+    landing = {id(leaf): Late(await port.start(_landed(leaf)), 0) for leaf in under_way}
+    step = replica.step
+
+    async def write() -> None:
+        settling = [(path, copied(state, lambda leaf: landing[id(leaf)])) for path, state in states]
+        strategy = saved_states([(path, await settled(state)) for path, state in settling], step)
+        tensors, scalars = _strategy_part(strategy)
+        written(write_part(root, step, port.rank, Part(part.tensors | tensors, part.scalars | scalars)))
+
+    return await port.start(write())
+
+
+async def _landed(leaf: Late) -> tuple[Any]:
+    return (copied((await leaf.work)[leaf.part]),)
+
+
+def about(port: Port, course: Course) -> dict[str, Scalar]:
+    """What the manifest of a checkpoint says of the run."""
+    return {"ranks": port.size, "strategy": str(course.replica.strategy), "job": course.job.name}
+
+
+def _writes_all(port: Port, course: Course) -> bool:
+    """Whether this rank writes model and optimizer: one does for all where they are alike."""
+    alike = course.replica.strategy.in_step and not course.replica.exchanges_parameters  # else optimizers differ
+    return port.rank == 0 or not alike
 
 
 async def load(port: Port, course: Course, root: Path) -> int:
@@ -96,10 +140,8 @@ def _strategy(part: Part) -> Saved:
     return Saved(_under(part.tensors, "strategy/"), _under(part.scalars, "strategy/"))
 
 
-def _part(course: Course, *, whole: bool) -> Part:
-    strategy = course.replica.state()
-    tensors = {f"strategy/{name}": tensor for name, tensor in strategy.tensors.items()}
-    scalars = {f"strategy/{name}": value for name, value in strategy.scalars.items()}
+def _part(course: Course, strategy: Saved, *, whole: bool) -> Part:
+    tensors, scalars = _strategy_part(strategy)
     scalars["shard"] = json.dumps(course.shard.state_dict())
     scalars["seconds"] = course.seconds
     if course.scheduler is not None:
@@ -110,6 +152,11 @@ def _part(course: Course, *, whole: bool) -> Part:
         tensors |= optimizer.tensors
         scalars |= optimizer.scalars
     return Part(tensors, scalars)
+
+
+def _strategy_part(strategy: Saved) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+    tensors = {f"strategy/{name}": tensor for name, tensor in strategy.tensors.items()}
+    return tensors, {f"strategy/{name}": value for name, value in strategy.scalars.items()}
 
 
 def schedule_saved(scheduler: LRScheduler) -> str:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.core import Port, Program, Strategy
+from polytempo.core import Port, Strategy
 from polytempo.data.shard import Shard
 from polytempo.report.metrics import MetricsWriter
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.attach import attach
+from polytempo.torch.background_observer import BackgroundObserver
+from polytempo.torch.collective_observer import CollectiveObserver
+from polytempo.torch.evaluate import Evaluation
 from polytempo.torch.handle import Handle
-from polytempo.torch.job import Job
+from polytempo.torch.hogwild import is_hogwild
+from polytempo.torch.job import Data, Job
+from polytempo.torch.objective import loss_of
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.snapshot import load, save
-from polytempo.torch.training import Course, Summary, TakeStep, train
+from polytempo.torch.snapshot import load
+from polytempo.torch.training import Course, Observer, Summary, TakeStep, train
 from polytempo.worlds import Event, ProcessWorld, combined_hash, current, write_chrome_trace
 
 _MAX_TRACED = 20_000
+_TOKEN_BYTES = 8
 _MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
 
 
@@ -65,7 +71,7 @@ class Trainer:
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(self.model, optimizer, strategy or sync_sgd(), world=self.world, seed=options.seed)
         shard = Shard(
-            self.data.train,
+            self.data.training(),
             rank=self.world.rank,
             size=self.world.size,
             batch_size=self.batch_size,
@@ -78,6 +84,7 @@ class Trainer:
             shard=shard,
             data=self.data,
             take_step=attached_step(self.handle, job),
+            observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
             scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
         )
 
@@ -89,7 +96,6 @@ class Trainer:
             out.mkdir(parents=True, exist_ok=True)
             if self.options.resume:
                 resumed_at = world.drive(load(world.port, course, out / "checkpoint"))
-            course.save = _saver(course, out / "checkpoint")
         with ExitStack() as files:
             writer = None
             if out is not None and world.rank == 0:
@@ -112,7 +118,7 @@ class Trainer:
         mine = {
             "events": [list(event) for event in world.trace.events[:_MAX_TRACED]],
             "hash": world.trace.hash,
-            "bytes": world.trace.bytes_sent[world.rank],
+            "bytes": world.trace.bytes_sent[world.rank] - self.course.observer.off_bytes,
             "share": communication_share,
         }
         ranks = world.drive(gather_json(world.port, mine))
@@ -140,11 +146,10 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
     model, optimizer, world = handle.replica.model, handle.replica.optimizer, handle.world
     replica = handle.replica
 
-    async def take_step(port: Port, batch: Any) -> Tensor:
-        inputs, targets = batch
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         world.share = replica.share
         optimizer.zero_grad()
-        loss = job.loss(model(inputs), targets)
+        loss = loss_of(job, model, batch)
         loss.backward()
         optimizer.step()
         return loss
@@ -188,8 +193,20 @@ def result_of(
     )
 
 
-def _saver(course: Course, root: Path) -> Callable[[Port], Program[None]]:
-    return lambda port: save(port, course, root)
+def _observer(
+    world: ProcessWorld, job: Job, model: nn.Module, data: Data, options: RunOptions, strategy: Strategy
+) -> Observer:
+    """What scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
+    evaluation = None if data.test is None else Evaluation(job, model, data)
+    if is_hogwild(strategy) and world.size > 1:
+        return BackgroundObserver(world, evaluation, world.drive(_token(world.port)))
+    return CollectiveObserver(world, evaluation)
+
+
+async def _token(port: Port) -> str:
+    """A text that no other run has, the same on all ranks."""
+    drawn = torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+    return bytes((await port.broadcast(drawn)).tolist()).hex()
 
 
 def recorder(

@@ -1,15 +1,17 @@
 """The training program: one coroutine that runs a job in either world.
 
 for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
-at the end of an epoch:          evaluate  ── reached what was asked for?    (not after fewer than four steps)
+at the end of an epoch:          the observer scores and saves   (not after fewer than four steps)
+
+An `Observer` scores and saves. The program says when; the engine chooses an observer that changes nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +19,63 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port, Program
 from polytempo.data.shard import Shard
-from polytempo.torch.evaluate import Score, evaluate
+from polytempo.torch.evaluate import Score
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.replica import Replica
 
-TakeStep = Callable[[Port, Any], Program[Tensor]]
-"""One optimizer step on one batch; answers the batch's mean loss."""
+TakeStep = Callable[[Port, Any, int], Program[Tensor]]
+"""One optimizer step on one batch of so many samples; answers the batch's mean loss."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
 _STEPS_BETWEEN_SCORES = 4
+
+
+class Moment(NamedTuple):
+    """A moment of a run: steps, epochs and samples over all ranks and earlier runs, and the training time."""
+
+    step: int
+    epoch: float
+    samples: int
+    seconds: float
+
+    def row(self, kind: str) -> dict[str, Any]:
+        """The beginning of a row of metrics."""
+        return {"kind": kind, **self._asdict()}
+
+
+class Observer(Protocol):
+    """Scores and saves a run without changing what it computes.
+
+    `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
+    """
+
+    @property
+    def off_s(self) -> float:
+        """Seconds for which training has stood still while it scored and saved."""
+
+    @property
+    def off_bytes(self) -> int:
+        """Bytes that this rank has sent meanwhile."""
+
+    def begins(self, rank: int, step: int) -> None:
+        """`rank` begins `step` now."""
+
+    def over(self, step: int) -> bool:
+        """Whether the run ends before `step`, because a score has reached what `until` asks for."""
+
+    async def score(self, port: Port, course: Course, moment: Moment) -> None:
+        """Score the model as it is now; perhaps later. Called only where there is a test set."""
+
+    async def save(self, port: Port, course: Course, moment: Moment) -> None:
+        """Write a checkpoint of the training state as it is now; perhaps later."""
+
+    async def finish(
+        self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Training is over: finish what is under way. Returns the score of the `final` model, and whether `until`
+        was reached (None: nothing was asked for)."""
 
 
 @dataclass
@@ -40,14 +88,12 @@ class Course:
     shard: Shard
     data: Data
     take_step: TakeStep
-    flops_per_sample: float = 0.0
+    observer: Observer
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
     """Training time so far, over all runs; a checkpoint carries it."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
-    save: Callable[[Port], Program[None]] | None = None
-    """Writes a checkpoint; all ranks call it at the same step."""
 
 
 class Summary(NamedTuple):
@@ -64,6 +110,7 @@ class Summary(NamedTuple):
     trained_s: float
     """Training time of this run alone."""
     score: Score | None
+    """Of the final model; in a virtual world rank 0 has it."""
     train_loss: float | None
     reached: bool | None
     parameters: dict[str, Tensor]
@@ -75,39 +122,39 @@ class Summary(NamedTuple):
 async def train(port: Port, course: Course) -> Summary:
     """Train until the options' end: steps, epochs, or what `until` asks for."""
     _check(course)
-    clock = _Clock(await port.now(), course.seconds)
+    clock = _Clock(await port.now(), course.seconds, course.observer)
     samples_before, seconds_before = _position(course)[1], course.seconds
     meter = Meter(samples_before, seconds_before)
-    score, reached, scored_step = None, None, course.replica.step
-    scored = False
-    while not _finished(course) and not reached:
+    scored_step = course.replica.step
+    while not _over(course):
         if not await _rest_of_epoch(port, course, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
-        if course.replica.step - scored_step < _STEPS_BETWEEN_SCORES and not _finished(course):
+        over, step = _over(course), course.replica.step
+        if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
             continue  # many workers make short epochs
-        scored_step = course.replica.step
-        score = await clock.outside(port, _evaluate(port, course, clock))
-        reached, scored = _reached(score, course.options), True
-        if not _saves_at(course, scored_step):
+        scored_step = step
+        if course.data.test is not None and not over:
+            await course.observer.score(port, course, await _moment(port, course, clock))
+        if not _saves_at(course, step):
             await _save(port, course, clock)
-    if not scored:  # a resumed run that was finished already
-        score = await clock.outside(port, _evaluate(port, course, clock))
-        reached = _reached(score, course.options)
-    course.seconds = clock.training_s(await port.now())
+    await port.barrier()  # waiting for the slowest is training time
+    moment = await _moment(port, course, clock)
+    course.seconds = moment.seconds
     await course.replica.settle()
-    epochs, samples = _position(course)
+    parameters, buffers = await course.replica.consensus(port), await course.replica.consensus_buffers(port)
+    score, reached = await course.observer.finish(port, course, moment, parameters | buffers)
     return Summary(
-        steps=course.replica.step,
-        epochs=epochs,
-        samples=samples,
-        trained=samples - samples_before,
-        seconds=course.seconds,
-        trained_s=course.seconds - seconds_before,
+        steps=moment.step,
+        epochs=moment.epoch,
+        samples=moment.samples,
+        trained=moment.samples - samples_before,
+        seconds=moment.seconds,
+        trained_s=moment.seconds - seconds_before,
         score=score,
         train_loss=meter.loss,
         reached=reached,
-        parameters=await course.replica.consensus(port),
-        buffers=await course.replica.consensus_buffers(port),
+        parameters=parameters,
+        buffers=buffers,
     )
 
 
@@ -116,16 +163,17 @@ async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock
     a_row_every = max(1, len(course.shard) // ROWS_PER_EPOCH)
     batches = iter(course.shard)
     first_step = course.replica.step
-    while True:
+    while not course.observer.over(course.replica.step):
         step = course.replica.step
         seed_step(course.options.seed, port.rank, step, "data")
         batch = next(batches, None)
         if batch is None:
-            return course.replica.step > first_step
+            break
+        course.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(course.options.seed, port.rank, step, "model")
         course.replica.share = course.shard.share
-        meter.add(await course.take_step(port, batch))
+        meter.add(await course.take_step(port, batch, course.shard.batch_samples))
         if course.scheduler is not None:
             course.scheduler.step()
         if (step + 1) % a_row_every == 0:
@@ -133,7 +181,8 @@ async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock
         if _saves_at(course, step + 1):
             await _save(port, course, clock)
         if _finished(course):
-            return True
+            break
+    return course.replica.step > first_step
 
 
 def _saves_at(course: Course, step: int) -> bool:
@@ -142,51 +191,23 @@ def _saves_at(course: Course, step: int) -> bool:
 
 
 async def _save(port: Port, course: Course, clock: _Clock) -> None:
-    if course.save is not None:
-        course.seconds = clock.training_s(await port.now())
-        await clock.outside(port, course.save(port))
+    if course.options.out is not None:
+        moment = await _moment(port, course, clock)
+        course.seconds = moment.seconds
+        await course.observer.save(port, course, moment)
+
+
+async def _moment(port: Port, course: Course, clock: _Clock) -> Moment:
+    epoch, samples = _position(course)
+    return Moment(course.replica.step, epoch, samples, clock.training_s(await port.now()))
 
 
 async def _train_row(port: Port, course: Course, meter: Meter, clock: _Clock) -> None:
     if port.rank:
         return
-    seconds = clock.training_s(await port.now())
-    epoch, samples = _position(course)
-    loss, rate = meter.since_last(samples, seconds)
-    course.record(
-        {
-            "kind": "train",
-            "step": course.replica.step,
-            "epoch": epoch,
-            "samples": samples,
-            "seconds": seconds,
-            "loss": loss,
-            "samples_per_s": rate,
-        }
-    )
-
-
-async def _evaluate(port: Port, course: Course, clock: _Clock) -> Score | None:
-    seconds = clock.training_s(await port.now())
-    if course.data.test is None:
-        return None
-    agreed = None
-    if not course.replica.strategy.in_step and port.size > 1:
-        agreed = await course.replica.consensus(port) | await course.replica.consensus_buffers(port)
-    score = await evaluate(
-        port,
-        course.replica.model,
-        agreed,
-        course.data.test,
-        course.job.loss,
-        course.job.correct,
-        course.flops_per_sample / 3,
-    )
-    if port.rank == 0:
-        epoch, samples = _position(course)
-        row = {"kind": "test", "step": course.replica.step, "epoch": epoch, "samples": samples, "seconds": seconds}
-        course.record(row | {"loss": score.loss, "accuracy": score.accuracy})
-    return score
+    moment = await _moment(port, course, clock)
+    loss, rate = meter.since_last(moment.samples, moment.seconds)
+    course.record(moment.row("train") | {"loss": loss, "samples_per_s": rate})
 
 
 def _position(course: Course) -> tuple[float, int]:
@@ -194,6 +215,10 @@ def _position(course: Course) -> tuple[float, int]:
     shard = course.shard
     assert shard.num_samples is not None
     return shard.epoch + shard.consumed / shard.num_samples, shard.epoch * shard.num_samples + shard.consumed
+
+
+def _over(course: Course) -> bool:
+    return _finished(course) or course.observer.over(course.replica.step)
 
 
 def _finished(course: Course) -> bool:
@@ -217,7 +242,8 @@ def _check(course: Course) -> None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
 
 
-def _reached(score: Score | None, options: RunOptions) -> bool | None:
+def meets(score: Score | None, options: RunOptions) -> bool | None:
+    """Whether a score is what `until` asks for; None where it asks for nothing."""
     if not options.until:
         return None
     assert score is not None
@@ -232,22 +258,14 @@ def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
 
 
 class _Clock:
-    """Training time: the world's time without what is not training, on top of earlier runs' time."""
+    """Training time: the world's time without that of standing still, on top of earlier runs' time."""
 
-    def __init__(self, begin_s: float, earlier_s: float) -> None:
-        self._zero_s = begin_s - earlier_s
+    def __init__(self, begin_s: float, earlier_s: float, observer: Observer) -> None:
+        self._zero_s, self._observer = begin_s - earlier_s, observer
 
     def training_s(self, now_s: float) -> float:
         """Seconds of training until `now_s`."""
-        return now_s - self._zero_s
-
-    async def outside(self, port: Port, what: Program[Any]) -> Any:
-        """Do `what` off the clock. It begins when all ranks are here: waiting for the slowest is training time."""
-        await port.barrier()
-        before_s = await port.now()
-        answer = await what
-        self._zero_s += await port.now() - before_s
-        return answer
+        return now_s - self._zero_s - self._observer.off_s
 
 
 class Meter:

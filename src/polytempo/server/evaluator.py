@@ -1,0 +1,126 @@
+"""`Evaluator`: gathers what all shards held when so many batches were decided, and has it scored. Without I/O.
+
+    ──Show n──▶ every copy of every shard      ◀──Shown── the first copy of each, when it has come so far
+    all shards show the same number ─▶ score ──Scored──▶ coordinator      ──Show n+1──▶ …
+
+No worker and no shard waits for a score. Where shards show different numbers, since some were let go, the highest
+counts, and the others are asked for that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from polytempo.server.layout import numel_of, place_
+from polytempo.server.message import Beat, Heard, Message, Outbox, Scored, Show, Shown, View
+from polytempo.server.timing import Timing
+
+Score = Callable[[int, float, Tensor, Tensor | None], bytes]
+"""(batches decided, when that was on the clock of the world, all parameters in one flat vector, the running statistics
+of norms) -> a row of metrics, as JSON. The tensors may be written over afterwards."""
+
+
+class Evaluator:
+    """The evaluator on node `node`, of parameters that are `numel` elements of `dtype`, tables included."""
+
+    def __init__(
+        self,
+        node: int,
+        coordinator: int,
+        chains: Sequence[Sequence[int]],
+        numel: int,
+        dtype: torch.dtype,
+        score: Score,
+        timing: Timing | None = None,
+    ) -> None:
+        self.node, self.coordinator = node, coordinator
+        self.timing = timing or Timing()
+        self.finished = False
+        self.wanted = 0
+        """The snapshot that is asked for, or any after it."""
+        self._chains = tuple(tuple(chain) for chain in chains)
+        self._score, self._flat = score, torch.empty(numel, dtype=dtype)
+        self._parts: dict[int, Shown] = {}
+        self._rows: dict[int, bytes] = {}
+        """Rows that the coordinator has not heard of, by number."""
+        self._epoch = self._layout = 0
+        self._asks_at_s = 0.0
+
+    # ------------------------------------------------------------------ the machine
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """Take a message; what is to be sent because of it. May take as long as a score."""
+        match message:
+            case View() if message.epoch >= self._epoch:
+                return self._see(now_s, message)
+            case Shown() if message.number >= self.wanted and message.shard < len(self._chains):
+                self._parts[message.shard] = message
+                return self._gathered(now_s)
+            case Heard():
+                self._rows = {number: row for number, row in self._rows.items() if number > message.number}
+        return []
+
+    def tick(self, now_s: float) -> Outbox:
+        """Ask, again and again, for what has not come; this also says that the evaluator lives."""
+        if now_s < self._asks_at_s:
+            return []
+        out: Outbox = [(self.coordinator, Beat(self.node, 1, self._epoch))]
+        return out + self._ask(now_s) + self._tell()
+
+    def wait_s(self, now_s: float) -> float:
+        """How long nothing is to be done unless something arrives."""
+        return max(0.0, self._asks_at_s - now_s)
+
+    def flops(self, message: Message) -> float:
+        """Scores are off the clock."""
+        return 0.0
+
+    # ------------------------------------------------------------------ snapshots
+
+    def _see(self, now_s: float, view: View) -> Outbox:
+        self.finished = self.finished or view.finished
+        if view.epoch == self._epoch:
+            return []
+        if view.layout != self._layout:  # what was shown is of ranges that other shards hold now
+            self._layout, self._parts = view.layout, {}
+        self._epoch = view.epoch
+        holders = view.spans or ((),) * len(view.chains)
+        live = [bool(spans) or not view.spans for spans in holders]
+        self._chains = tuple(
+            chain if number >= len(live) or live[number] else () for number, chain in enumerate(view.chains)
+        )
+        self._parts = {shard: part for shard, part in self._parts.items() if self._chains[shard]}
+        return self._ask(now_s)
+
+    def _ask(self, now_s: float) -> Outbox:
+        self._asks_at_s = now_s + self.timing.retry_s
+        lacking = [chain for shard, chain in enumerate(self._chains) if shard not in self._parts]
+        return [(node, Show(self.wanted)) for chain in lacking for node in chain]
+
+    def _gathered(self, now_s: float) -> Outbox:
+        highest = max(part.number for part in self._parts.values())
+        if highest > self.wanted:
+            self.wanted = highest
+            self._parts = {shard: part for shard, part in self._parts.items() if part.number == highest}
+            if out := self._ask(now_s):
+                return out
+        if any(chain and shard not in self._parts for shard, chain in enumerate(self._chains)):
+            return []
+        parts = list(self._parts.values())
+        if sum(numel_of(part.spans) for part in parts) != self._flat.numel():
+            self._parts = {}  # of two layouts: the view that tells has not come yet, or what was kept is older than it
+            self.wanted += 1
+            return []
+        for part in parts:
+            place_(self._flat, part.spans, part.values)
+        running = next((part.running for part in parts if part.running is not None), None)
+        row = self._score(highest, max(part.seconds for part in parts), self._flat, running)
+        self._rows[highest] = row
+        self.wanted, self._parts = highest + 1, {}
+        return self._tell() + self._ask(now_s)
+
+    def _tell(self) -> Outbox:
+        return [(self.coordinator, Scored(number, row)) for number, row in sorted(self._rows.items())]

@@ -1,0 +1,36 @@
+"""`Scores`: what the coordinator knows of scores. A run waits for none but the last, and for that at its end alone."""
+
+from __future__ import annotations
+
+from polytempo.core.errors import TimedOut
+from polytempo.server.dealer import Dealer
+from polytempo.server.message import Scored
+
+
+class Scores:
+    """The scores of the node `evaluator`; None: nobody scores."""
+
+    def __init__(self, evaluator: int | None, dealer: Dealer, deadline_s: float) -> None:
+        self._evaluator, self._dealer, self._deadline_s = evaluator, dealer, deadline_s
+        self.highest = -1
+        """The highest snapshot whose score has come."""
+        self._since_s: float | None = None
+
+    def take(self, scored: Scored) -> bool:
+        """Whether this score is new."""
+        new = scored.number > self.highest
+        self.highest = max(self.highest, scored.number)
+        return new
+
+    def lacks_last(self, now_s: float) -> bool:
+        """Whether the score of the last batch has not come. To be asked when all else is over.
+
+        Raises `TimedOut` where that has been so for longer than the deadline.
+        """
+        if self._evaluator is None or self._dealer.stopped or self.highest >= self._dealer.num_tickets:
+            return False
+        if self._since_s is None:
+            self._since_s = now_s
+        if now_s - self._since_s > self._deadline_s:
+            raise TimedOut(self._evaluator, None, "score of the last batch", self._deadline_s)
+        return True

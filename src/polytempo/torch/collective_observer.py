@@ -1,0 +1,85 @@
+"""Ranks that work in step score and save in step, too: all stop, each does its part, all go on.
+
+rank 0   step │ its part of the test set │ step          the clock of training stands still meanwhile; what is
+rank 1   step │ its part of the test set │ step          drawn at random or sent for it counts nowhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.core import Port, Program
+from polytempo.torch.evaluate import Evaluation, Score, evaluate, tensors_of
+from polytempo.torch.randomness import kept_random_states
+from polytempo.torch.snapshot import save
+from polytempo.torch.training import Course, Moment, meets
+from polytempo.worlds import ProcessWorld
+
+
+class CollectiveObserver:
+    """The observer of real ranks whose strategy lets them wait for each other. See `training.Observer`.
+
+    Cost of a score: 1/N of the test set on each of N ranks; and the mean of the models where they differ.
+    """
+
+    def __init__(self, world: ProcessWorld, evaluation: Evaluation | None) -> None:
+        self._world, self._evaluation = world, evaluation
+        self.off_s = 0.0
+        self.off_bytes = 0
+        """Bytes that this rank has sent meanwhile."""
+        self._reached: bool | None = None
+        self._newest: tuple[int, Score] | None = None
+
+    def begins(self, rank: int, step: int) -> None:
+        """All ranks go step by step, so there is nothing to remember."""
+
+    def over(self, step: int) -> bool:
+        """As the last score says, which all ranks have."""
+        return bool(self._reached)
+
+    async def score(self, port: Port, course: Course, moment: Moment) -> None:
+        """Score the ranks' mean, now."""
+        await self._outside(port, self._score(port, course, moment, None))
+
+    async def save(self, port: Port, course: Course, moment: Moment) -> None:
+        """Write a checkpoint, now. What is under way lands first, on the clock: training would have waited for it."""
+        out = course.options.out
+        assert out is not None
+        await course.replica.settle()
+        await self._outside(port, save(port, course, out / "checkpoint"))
+
+    async def finish(
+        self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Score the final model, unless that has been done."""
+        if self._evaluation is None:
+            return None, None
+        if self._newest is None or self._newest[0] != moment.step:
+            await self._outside(port, self._score(port, course, moment, final))
+        assert self._newest is not None
+        return self._newest[1], self._reached
+
+    async def _score(self, port: Port, course: Course, moment: Moment, given: Mapping[str, Tensor] | None) -> None:
+        assert self._evaluation is not None
+        replica = course.replica
+        if given is None:
+            given = {}
+            if port.size > 1 and not replica.strategy.in_step:
+                given = await replica.consensus(port) | await replica.consensus_buffers(port)
+        score = await evaluate(port, self._evaluation, {**tensors_of(replica.model), **given})
+        self._newest, self._reached = (moment.step, score), meets(score, course.options)
+        if port.rank == 0:
+            course.record(moment.row("test") | score._asdict())
+
+    async def _outside(self, port: Port, what: Program[Any]) -> None:
+        """Do `what` off the clock. It begins when all ranks are here: waiting for the slowest is training time."""
+        world = self._world
+        await port.barrier()
+        before_s, before_bytes = await port.now(), world.trace.bytes_sent[world.rank]
+        with kept_random_states():
+            await what
+        self.off_s += await port.now() - before_s
+        self.off_bytes += world.trace.bytes_sent[world.rank] - before_bytes

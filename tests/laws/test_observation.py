@@ -1,0 +1,146 @@
+"""Law 1: watching a run does not change it. Scoring, saving and metrics cost no virtual time and change no bit.
+
+Every strategy trains the same job once without anybody who watches, and then watched in every way.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import polytempo as pt
+from laws.catalogue import ROWS, Row, label
+from polytempo.engines import shown
+from polytempo.torch.checkpoint import latest
+
+WORKERS = 3
+WATCHED_ROWS = ROWS
+"""The rows that obey the law; those of `SERVED` and `HELPED` join them as their evaluation leaves the dealer."""
+
+
+class Drawing(Dataset[Any]):
+    """Samples whose noise is drawn when they are read, from each generator that a program has."""
+
+    def __init__(self, held: TensorDataset) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self._held[index]
+        return x + 0.01 * torch.randn(x.shape) + 0.01 * random.random() + 0.01 * np.random.random(), y
+
+
+class Counting(nn.Module):
+    """Scales by how often it was called, in training or not: a model that an evaluation would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.in_python = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.in_python += 1
+        return x * (1 + 0.01 * self.calls + 0.01 * self.in_python)
+
+
+def points(num_samples: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 4, generator=generator)
+    return TensorDataset(x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1))
+
+
+TESTS: dict[str, Dataset[Any] | None] = {"none": None, "plain": points(16, 1), "drawing": Drawing(points(16, 1))}
+
+
+def job(test: Dataset[Any] | None) -> pt.Job:
+    """Noise, dropout, batch-norm, and a model that counts: all that a look could disturb. The last step is uneven."""
+    return pt.Job(
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 6), Counting(), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 2)
+        ),
+        data=lambda folder: pt.Data(Drawing(points(52, 0)), test),
+        loss=nn.functional.mse_loss,
+        correct=lambda output, target: (output - target).abs().amax(1) < 0.5,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * steps),
+        batch_size=3,
+        lr=0.05,
+        epochs=2,
+    )
+
+
+class Way(NamedTuple):
+    """Of watching: the test data, the steps between checkpoints, and whether the run leaves a folder."""
+
+    test: str
+    checkpoint_every: int | None
+    keeps: bool
+
+
+class Seen(NamedTuple):
+    """What a run did. The trace's hash is over every operation of every rank, with its times."""
+
+    parameters_sha256: str | None
+    operations: str
+    seconds: float
+    steps: int
+    samples: int
+    train_loss: float | None
+
+
+def trained(row: Row, test: str, **options: Any) -> Seen:
+    """Train `WORKERS` virtual workers from the same state of all generators."""
+    random.seed(0)
+    np.random.seed(0)
+    found = pt.simulate(job(TESTS[test]), row.make(), WORKERS, threads=1, **options)
+    return Seen(found.parameters_sha256, found.trace_hash, found.seconds, found.steps, found.samples, found.train_loss)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """What torch imports in a process's first step draws from Python's generator, once."""
+    trained(ROWS[0], "none")
+
+
+WAYS = [
+    Way(test, every, keeps)
+    for test, every, keeps in product(TESTS, (None, 1, 3), (False, True))
+    if keeps or every is None  # a checkpoint needs a folder
+]
+PAIRS = [Way("drawing", None, False), Way("drawing", 1, True), Way("plain", 3, True)]
+"""Every pair of settings that is not in an unwatched run."""
+IN_EVERY_WAY = {
+    "sync_sgd(route=ring)": "all ranks have the score's model",
+    "delayed_sgd(delay=3, route=ring)": "a checkpoint finds exchanges under way",
+    "local_sgd(period=4, route=native)": "the score is of a mean",
+    "hogwild(update='free')": "the score is of a copy that others write to",
+}
+"""One row for each way in which a score or a checkpoint comes to be; the others are watched in pairs of settings."""
+
+
+@pytest.mark.parametrize("row", WATCHED_ROWS, ids=label)
+def test_no_way_of_watching_changes_a_run(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if label(row) != next(iter(IN_EVERY_WAY)):
+        monkeypatch.setattr(shown, "write_report", lambda *_, **__: None)  # when all is over; half of a run's time
+    unwatched = trained(row, "none")
+    for number, way in enumerate(WAYS if label(row) in IN_EVERY_WAY else PAIRS):
+        out = tmp_path / str(number)
+        options = {"out": out, "checkpoint_every": way.checkpoint_every} if way.keeps else {}
+        assert trained(row, way.test, **options) == unwatched, str(way)
+        if way.checkpoint_every is not None:
+            assert latest(out / "checkpoint") is not None
+
+
+def test_each_kind_of_observer_is_watched_in_every_way() -> None:
+    assert set(IN_EVERY_WAY) <= {label(row) for row in WATCHED_ROWS}

@@ -1,0 +1,76 @@
+"""Watching a run with a parameter server does not change it: scores, folders and metrics add no op and no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from laws.catalogue import HELPED, SERVED, Row, label
+from polytempo.cluster import Cluster, Link, lognormal
+from polytempo.engines.simulate import simulate
+from polytempo.torch.job import Data, Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result
+
+WORKERS, STEPS, FEATURES = 3, 14, 3
+CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.5))
+
+
+class Drawn(Dataset[tuple[Tensor, Tensor]]):
+    """A test set that draws from the generator that training draws from."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(FEATURES), torch.zeros(1)
+
+
+TESTS: dict[str, Dataset[tuple[Tensor, Tensor]]] = {
+    "a test set": TensorDataset(torch.randn(10, FEATURES), torch.zeros(10, 1)),
+    "a test set that draws": Drawn(),
+}
+
+
+def job(test: Dataset[tuple[Tensor, Tensor]] | None, *, whole: bool) -> Job:
+    """Dropout draws in every step. `whole`: nothing in the model looks at a batch as a whole, so it may be cut."""
+    inputs = torch.randn(36, FEATURES, generator=torch.Generator().manual_seed(1))
+    norm = nn.Identity if whole else lambda: nn.BatchNorm1d(4)
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), norm(), nn.Dropout(0.2), nn.Linear(4, 1)),
+        data=lambda folder: Data(TensorDataset(inputs, inputs.sum(1, keepdim=True)), test),
+        loss=lambda output, target: ((output - target) ** 2).mean(),
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.02, momentum=0.5),
+        batch_size=3,
+    )
+
+
+def run(row: Row, test: Dataset[tuple[Tensor, Tensor]] | None, **more: object) -> Result:
+    options = RunOptions(steps=STEPS, **more)  # type: ignore[arg-type]
+    return simulate(job(test, whole=row in HELPED), row.make(), WORKERS, CLUSTER, options)
+
+
+@pytest.mark.parametrize("row", [*SERVED, *HELPED], ids=label)
+def test_watching_a_run_does_not_change_it(row: Row, tmp_path: Path) -> None:
+    """The trace's hash is over every op of every rank, and its times."""
+    unwatched = run(row, None)
+    watched = {name: run(row, test) for name, test in TESTS.items()}
+    watched["a folder"] = run(row, TESTS["a test set"], out=tmp_path / "run")
+    for how, result in watched.items():
+        assert result.parameters_sha256 == unwatched.parameters_sha256, how
+        assert result.trace_hash == unwatched.trace_hash, how
+        assert result.seconds == unwatched.seconds, how
+        assert result.loss is not None, how
+        assert result.loss != result.train_loss, "it was scored"
+
+
+@pytest.mark.parametrize("row", SERVED, ids=label)
+def test_what_was_asked_for_ends_a_run_when_a_score_says_so(row: Row) -> None:
+    """And not at the end of an epoch: a score may come at any time."""
+    easy = run(row, TESTS["a test set"], until={"loss": 1e9})
+    assert easy.reached
+    assert easy.steps < STEPS
