@@ -1,7 +1,8 @@
 """Your own training loop, made distributed by three lines.
 
 `pt.init` joins the world that torchrun (or Slurm, Open MPI, Ray) has set up, `pt.attach` hangs the strategy
-on the optimizer, `pt.shard` deals the samples to the workers. The loop itself stays what it was:
+on the optimizer, `pt.shard` deals the samples to the workers. The loop itself stays what it was. Between two meetings
+of `local_sgd` every worker has a model of its own; what is scored is their mean, which `consensus` lends:
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
@@ -28,7 +29,8 @@ for epoch in range(6):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-    if world.rank == 0:
+    with handle.consensus():
         images, labels = digits.test.tensors
         right = (model(images).argmax(dim=1) == labels).float().mean()
+    if world.rank == 0:
         print(f"epoch {epoch + 1}, step {handle.step}: {right:.1%} of the test digits, {world.size} worker(s)")

@@ -24,7 +24,7 @@ import polytempo as pt
 from polytempo import data
 from polytempo.bench.models import mlp
 from polytempo.cli.catalogue import strategy_from
-from polytempo.torch.attach import Handle
+from polytempo.torch.handle import Handle
 from polytempo.worlds import ProcessWorld
 
 GLOBAL_BATCH, LR, MOMENTUM = 256, 0.1, 0.9

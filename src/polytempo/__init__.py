@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.native.arena import shared_empty
-    from polytempo.torch.attach import Handle, attach, no_sync
+    from polytempo.torch.attach import attach, no_sync
+    from polytempo.torch.handle import Handle
     from polytempo.torch.job import Data, Job, of_batch
     from polytempo.torch.options import RunOptions
     from polytempo.torch.result import Result
@@ -72,7 +73,8 @@ _HOMES = {
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),
-    "polytempo.torch.attach": ("Handle", "attach", "no_sync"),
+    "polytempo.torch.attach": ("attach", "no_sync"),
+    "polytempo.torch.handle": ("Handle",),
     "polytempo.torch.job": ("Data", "Job", "of_batch"),
     "polytempo.torch.options": ("RunOptions",),
     "polytempo.torch.result": ("Result",),

@@ -75,6 +75,7 @@ ROWS = [
     Row("shared_memory", s.shared_memory, joined=True, meets=lambda step: True),
     *[Row("hogwild", lambda update=update: s.hogwild(update)) for update in ("free", "locked", "in_turn")],
     Row("adasum", s.adasum, meets=lambda step: True),
+    Row("adasum", lambda: s.adasum(of="updates"), meets=lambda step: True),
     Row("robust_sgd", s.robust_sgd, meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
@@ -130,6 +131,7 @@ SERVED = [
 HELPED = [
     Row("flexrr", lambda: s.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), joined=True),
     Row("flexrr", lambda: s.flexrr(shards=2), joined=True, exact=False),
+    Row("flexrr", lambda: s.flexrr(bound=2, shards=2), exact=False),
 ]
 """Those whose workers do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
 

@@ -61,7 +61,10 @@ def stepped(batches: Batches, setting: Setting) -> Tensor:
 
 
 def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
-    """One worker; the server's Adagrad on the sum of `every` gradients; what it pulls is used a step later."""
+    """One worker; the server's Adagrad on the sum of `every` gradients; what it pulls is used a step later.
+
+    Weight decay is a part of each batch's gradient, for the worker and for the server.
+    """
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     server = model(setting.dtype)
@@ -69,7 +72,8 @@ def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
     accrued = arrived = None
     for step, batch in enumerate(batches, start=1):
         take_gradients(net, batch)
-        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        decay = optimizer.param_groups[0]["weight_decay"]
+        gradients = [p.grad.add(p.detach(), alpha=decay) for p in net.parameters() if p.grad is not None]
         accrued = gradients if accrued is None else [a + g for a, g in zip(accrued, gradients, strict=True)]
         optimizer.step()
         if arrived is not None:

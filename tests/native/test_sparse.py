@@ -331,7 +331,7 @@ def test_workers_train_one_copy_of_a_torch_model(turn: Any) -> None:
 
     def work(world: ProcessWorld) -> float:
         part = slice(128 * world.rank, 128 * world.rank + 128)
-        learn(bag, part, lambda optimizer: TurnHooks(world, optimizer, turn), 240)
+        learn(bag, part, lambda optimizer: TurnHooks(world, optimizer, turn).watch(), 240)
         world.drive(_barrier(world))
         return final_loss(bag)
 
@@ -348,7 +348,7 @@ async def _barrier(world: ProcessWorld) -> None:
 def test_alone_the_hooks_change_no_more_than_rounding() -> None:
     plain, hooked = bag_on_one_copy(), bag_on_one_copy()
     learn(plain, slice(None), lambda optimizer: None, 20)
-    learn(hooked, slice(None), lambda optimizer: TurnHooks(ProcessWorld(0, [0]), optimizer, "free"), 20)
+    learn(hooked, slice(None), lambda optimizer: TurnHooks(ProcessWorld(0, [0]), optimizer, "free").watch(), 20)
     for a, b in zip(plain.parameters(), hooked.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -366,7 +366,7 @@ def test_ranks_take_turns_in_their_order() -> None:
             place.add_(1)
 
         optimizer.register_step_post_hook(note)  # before the hook that hands the turn on
-        hooks = TurnHooks(world, optimizer, "in_turn")
+        hooks = TurnHooks(world, optimizer, "in_turn").watch()
         for _ in range(10):
             parameter.grad = torch.ones(1)
             optimizer.step()

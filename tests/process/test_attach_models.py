@@ -34,7 +34,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "shared_memory": (s.shared_memory(), 3),
     "sync_sgd": (s.sync_sgd(), 3),
     "bf16_sgd": (s.bf16_sgd(), 3),
-    "dgc": (s.dgc(0.1), 3),
+    "dgc": (s.dgc(0.1, momentum=0.0), 3),  # Adam has momentum of its own
     "int8_sgd": (s.int8_sgd(route=all_gather, exact_below=4), 3),  # two-sided, another rank would own another stripe
     "one_bit_sgd": (s.one_bit_sgd(route=all_gather, exact_below=4), 3),
     "power_sgd": (s.power_sgd(1, exact_below=4), 3),

@@ -71,11 +71,11 @@ def test_on_arrival_every_gradient_is_an_update() -> None:
             (pull(1), answers(1)),
             (push(1, basis=0), [Add(1, 1.0), Update(), Answer(1)]),
             (push(1, 2, basis=1), [Add(1, 1.0), Update(), Answer(1)]),
-            (push(0, basis=0), [Add(0, 0.5), Update(), Answer(0)]),
+            (push(0, basis=0), [Add(0, rate=0.5), Update(), Answer(0)]),
             (left(0), []),
             (left(1), []),
             (joined(0), []),
-            (push(0, basis=0), [Add(0, 1 / 3), Update(), Answer(0)]),
+            (push(0, basis=0), [Add(0, rate=1 / 3), Update(), Answer(0)]),
         ],
     )
 
@@ -194,7 +194,7 @@ def test_softsync_updates_with_every_c_gradients_whoever_they_are_from() -> None
             (push(0, 2), [Add(0, 1.0), Update(2.0), Answer(0)]),
             (push(1), [Add(1, 1.0), Answer(1)]),
             (push(2), [Add(2, 1.0), Update(2.0), Answer(2)]),
-            (push(3), [Add(3, 0.5), Answer(3)]),
+            (push(3), [Add(3, rate=0.5), Answer(3)]),
             (push(4, basis=2), [Add(4, 1.0), Update(2.0), Answer(4)]),
         ],
     )
@@ -375,19 +375,19 @@ def test_covered_makes_no_update_of_what_was_there_before() -> None:
     holds(covered(4), 2, [(had, []), (part(0, CLOSING, samples=0), []), (part(1, 5 + CLOSING, samples=0), zero)])
 
 
-def test_covered_with_a_bound_is_within_for_what_closes() -> None:
+def test_covered_with_a_bound_is_within_for_what_closes_and_makes_one_update_of_a_batch() -> None:
     holds(
         covered(4, bound=1),
         2,
         [
             (pull(0), answers(0)),
-            (part(0, 5 + 3, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
-            (part(0, 0, CLOSING, samples=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (part(0, 5 + 3, samples=2), [Add(0, part_of=1), Answer(0)]),
+            (part(0, 0, CLOSING, samples=2), [Add(0), Update(including=0), Answer(0)]),
             (pull(0, 1), answers(0)),
-            (part(0, 10, 10 + CLOSING, samples=2, clock=2), [Add(0, 1.0), Update(), Answer(0)]),
+            (part(0, 10, 10 + CLOSING, samples=2, clock=2), [Add(0), Update(including=2), Answer(0)]),
             (pull(0, 2), []),
-            (part(1, 5 + 2, samples=2), [Add(1, 1.0), Update(), Answer(1)]),
-            (part(1, 5, 5 + CLOSING, samples=2), [Add(1, 1.0), Update(), Answer(1), Answer(0)]),
+            (part(1, 5 + 2, samples=2), [Add(1, part_of=1), Answer(1)]),
+            (part(1, 5, 5 + CLOSING, samples=2), [Add(1), Update(including=1), Answer(1), Answer(0)]),
         ],
     )
 

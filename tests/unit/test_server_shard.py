@@ -325,7 +325,7 @@ def test_a_service_needs_an_optimizer() -> None:
 
 def test_a_rule_that_adds_what_is_not_there_is_named() -> None:
     broken = Rule("broken()", int, lambda state, arrival, situation: (state, [Add(1)]))
-    with pytest.raises(RuntimeError, match=r"rule broken\(\) says Add\(worker=1, factor=1.0\)"):
+    with pytest.raises(RuntimeError, match=r"rule broken\(\) says Add\(worker=1, weight=1.0, rate=1.0, part_of=None\)"):
         shard(Service(broken, SGD))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polytempo.core.rule import UpdateRule
+from polytempo.core.rule import Add, UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Segment
-from polytempo.server.update import Optimizer, Term
+from polytempo.server.update import Optimizer
 from polytempo.server.weights import Weights
 
 NUMEL = 300
@@ -38,7 +38,7 @@ def step(held: Weights, gradient: Tensor, factor: float = 1.0, *, looks: bool = 
     """What a shard does with a push that is an update of its own."""
     if looks:
         assert held.look(gradient, LRS) == -1
-    held.add(Term(gradient, factor), LRS)
+    held.add(gradient, held.weigh(Add(0, factor), LRS))
     held.update(2.0)
     held.keep_sum()
     return held.present.clone()
@@ -103,7 +103,7 @@ def test_sums_are_not_foreseen() -> None:
     for held, looks in ((looking, True), (blind, False)):
         for gradient in gradients(3):
             assert not looks or held.look(gradient, LRS) == -1
-            held.add(Term(gradient, 1.0), LRS)
+            held.add(gradient, held.weigh(Add(0), LRS))
             held.keep_sum()
         held.update(3.0)
     assert torch.equal(looking.present, blind.present)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Rule, Situation, Update
 
 Average = Callable[[list[tuple[float, Any]], float], None]
-"""What an update does: ((factor, gradient) of all that was added, divisor)."""
+"""What an update does: ((weight times rate, gradient) of all that was added, divisor)."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Desk:
         request.verdict = {Add: "added", Mix: "mixed"}.get(type(action), getattr(action, "reason", ""))
         self.verdicts[request.number] = request.verdict
         if isinstance(action, Add):
-            self.summed.append((action.factor, request.gradient))
+            self.summed.append((action.weight * action.rate, request.gradient))
         return []
 
     def answered(self, worker: int) -> list[Request]:

@@ -138,7 +138,7 @@ TWICE = r"applies momentum 0.9 itself, and SGD would apply its momentum 0.8 once
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_momentum_is_applied_once(size: int) -> None:
-    """By dgc or by the optimizer; also alone, or a run would fail only when it grows. Adam's averages are allowed."""
+    """By dgc or by the optimizer; also alone, or a run would fail only when it grows."""
     net = torch.nn.Linear(3, 2)
     groups = [{"params": [net.weight], "momentum": 0.0}, {"params": [net.bias], "momentum": 0.8}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -146,7 +146,7 @@ def test_momentum_is_applied_once(size: int) -> None:
         Replica(net, optimizer, strategies.dgc(), size)
     Replica(net, optimizer, strategies.dgc(momentum=0.0), size)
     Replica(net, optimizer, strategies.top_k_sgd(), size)
-    Replica(net, torch.optim.Adam(net.parameters()), strategies.dgc(), size)
+    Replica(net, torch.optim.RMSprop(net.parameters()), strategies.dgc(), size)
     with pytest.raises(ValueError, match=r"^dgc\(ratio=0\.001, momentum=0\.9, .* applies momentum 0\.9 itself"):
         simulate(find("digits"), strategies.dgc(), size, batch_size=32, steps=1, threads=1)
 
@@ -160,6 +160,10 @@ def test_momentum_is_applied_once_by_a_server() -> None:
     assert parameters_of(net, optimizer, strategies.async_sgd(codec=dgc(momentum=0.0)))
     assert parameters_of(net, optimizer, strategies.async_sgd(codec=feedback(top_k())))
     assert parameters_of(net, optimizer, strategies.downpour(codec=dgc()))
+    with pytest.raises(
+        ValueError, match=r"AdamW would apply its beta1 0\.9 once more; use dgc\(momentum=0\), or an opt"
+    ):
+        parameters_of(net, torch.optim.AdamW(net.parameters()), strategies.downpour(codec=dgc(), optimizer="job"))
 
 
 # ------------------------------------------------------------------------------------------------- with local steps

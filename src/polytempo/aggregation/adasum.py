@@ -6,10 +6,16 @@ and section 3.2 (recursion over a binary tree, one dot product a layer).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, Transform, stateless
+from polytempo.core import Bundle, Port, Transform, averaging, stateless
+from polytempo.core.state import narrowed, wide
+
+_CHUNK = 1 << 16
+"""Elements that are taken at a time: what is made of them in wider numbers stays in the cache."""
 
 
 def adasum() -> Transform:
@@ -17,49 +23,78 @@ def adasum() -> Transform:
 
     For two: a ⊕ b = (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b, so orthogonal tensors add and equal
     ones average. For N: partners at distance 1, 2, 4, … combine, lower rank first; ranks beyond the
-    largest power of two fold into the others before and get the result afterwards.
+    largest power of two fold into the others before and get the result afterwards. Running statistics are averaged
+    along the same pairs.
 
-    Cost: ⌈log₂N⌉ exchanges of the whole buffer.
+    a·b, ‖a‖² and ‖b‖² are summed in float64, where no product of two numbers of 32 bits or fewer overflows; 16-bit
+    tensors are added in float32, rounded once, and what was finite stays finite (`core.state.narrowed`).
+
+    Cost: ⌈log₂N⌉ exchanges of the whole buffer, and three more passes over it for each.
     Deviation: whole vectors are exchanged instead of halves (the paper's section 4.1), which costs
     bytes but keeps every dot product in one place, so all ranks compute the same bits.
     """
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
-        num_pairs = 1 << (port.size.bit_length() - 1)
-        flat = bundle.flat
-        if port.rank >= num_pairs:
-            await port.send(flat, port.rank - num_pairs)
-            return bundle.with_flat(await port.recv(flat, port.rank - num_pairs))
-        extra = port.rank + num_pairs
-        if extra < port.size:
-            flat = _combine(bundle, flat, await port.recv(flat, extra))
-        distance = 1
-        while distance < num_pairs:
-            partner = port.rank ^ distance
-            sending = await port.start(port.send(flat, partner))
-            theirs = await port.recv(flat, partner)
-            await sending
-            flat = _combine(bundle, flat, theirs) if port.rank < partner else _combine(bundle, theirs, flat)
-            distance *= 2
-        if extra < port.size:
-            await port.send(flat, extra)
-        return bundle.with_flat(flat)
+        def combine(a: Tensor, b: Tensor) -> Tensor:
+            """a ⊕ b for each parameter; both flat, shape (numel,)."""
+            pairs = zip(bundle.with_flat(a).views.values(), bundle.with_flat(b).views.values(), strict=True)
+            return torch.cat([adaptive_sum(x, y).reshape(-1) for x, y in pairs])
 
-    return stateless(apply)
+        return bundle.with_flat(await _along_pairs(port, bundle.flat, combine))
+
+    return stateless(apply, beside=averaging(_summed))
 
 
-def _combine(layout: Bundle, a: Tensor, b: Tensor) -> Tensor:
-    """a ⊕ b for each parameter of `layout`; both flat, shape (numel,)."""
-    pairs = zip(layout.with_flat(a).views.values(), layout.with_flat(b).views.values(), strict=True)
-    return torch.cat([adaptive_sum(x, y).reshape(-1) for x, y in pairs])
+async def _summed(port: Port, buffer: Tensor) -> Tensor:
+    """The route on which Adasum's pairs meet, for plain sums."""
+    return await _along_pairs(port, buffer, torch.add)
+
+
+async def _along_pairs(port: Port, flat: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`combine` over a binary tree of all ranks' `flat`; every rank has the result, of the same bits."""
+    num_pairs = 1 << (port.size.bit_length() - 1)
+    if port.rank >= num_pairs:
+        await port.send(flat, port.rank - num_pairs)
+        return await port.recv(flat, port.rank - num_pairs)
+    extra = port.rank + num_pairs
+    if extra < port.size:
+        flat = combine(flat, await port.recv(flat, extra))
+    distance = 1
+    while distance < num_pairs:
+        partner = port.rank ^ distance
+        sending = await port.start(port.send(flat, partner))
+        theirs = await port.recv(flat, partner)
+        await sending
+        flat = combine(flat, theirs) if port.rank < partner else combine(theirs, flat)
+        distance *= 2
+    if extra < port.size:
+        await port.send(flat, extra)
+    return flat
 
 
 def adaptive_sum(a: Tensor, b: Tensor) -> Tensor:
-    """a ⊕ b of two tensors of one shape. A zero tensor adds nothing."""
-    dot = torch.sum(a * b)
-    return _kept(dot, a) * a + _kept(dot, b) * b
+    """a ⊕ b of two tensors of one shape and dtype. A zero tensor adds nothing."""
+    x, y, add_in = a.reshape(-1), b.reshape(-1), wide(a.dtype)
+    dot, square_x, square_y = _products(x, y)
+    keep_x, keep_y = _kept(dot, square_x), _kept(dot, square_y)
+    if add_in is a.dtype:
+        return keep_x * a + keep_y * b
+    total = torch.empty_like(x)
+    for out, *part in zip(total.split(_CHUNK), x.split(_CHUNK), y.split(_CHUNK), strict=True):
+        p, q = (each.to(add_in) for each in part)
+        out.copy_(narrowed(p.mul_(keep_x).add_(q.mul_(keep_y)), out))
+    return total.view_as(a)
 
 
-def _kept(dot: Tensor, x: Tensor) -> Tensor:
-    square = torch.sum(x * x)
-    return torch.where(square > 0, 1 - dot / (2 * square.clamp_min(torch.finfo(x.dtype).tiny)), 1.0)
+def _products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a·b, ‖a‖² and ‖b‖² in float64; a and b flat, shape (numel,)."""
+    dot, square_a, square_b = a.new_zeros(3, dtype=torch.float64).unbind()
+    for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
+        x, y = x.double(), y.double()
+        dot, square_a, square_b = dot + x.dot(y), square_a + x.dot(x), square_b + y.dot(y)
+    return dot, square_a, square_b
+
+
+def _kept(dot: Tensor, square: Tensor) -> Tensor:
+    """1 - dot / 2 square, or 1 where the square is 0."""
+    return torch.where(square > 0, 1 - dot / (2 * square), 1.0)

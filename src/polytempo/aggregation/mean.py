@@ -6,9 +6,7 @@ SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradie
 
 from __future__ import annotations
 
-import torch
-
-from polytempo.core import Bundle, Port, Route, Transform, native, stateless
+from polytempo.core import Bundle, Port, Route, Transform, averaging, native, stateless
 from polytempo.core.route import check_route
 
 
@@ -23,9 +21,9 @@ def mean(route: Route = native) -> Transform:
     Cost: one pass over the gradients, which packs and scales them, then the route's.
     """
     check_route(route)
+    average = averaging(route)
 
     async def apply(port: Port, bundle: Bundle) -> Bundle:
-        share = 1 / port.size if bundle.share is None else bundle.share
-        return bundle.with_flat(await route(port, bundle.scaled(share) if share else torch.zeros_like(bundle.flat)))
+        return await average(port, bundle, None)
 
-    return stateless(apply, weighs=True)
+    return stateless(apply, weighs=True, linear=True, beside=average)

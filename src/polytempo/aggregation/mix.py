@@ -20,14 +20,12 @@ class MixState(NamedTuple):
 def mix(graph: Graph) -> Transform:
     """xᵢ ← Σⱼ Wᵢⱼ xⱼ with the doubly stochastic W of `graph` at this step.
 
-    Neighbours are added in the order of ranks, so the result does not depend on who was faster.
+    Neighbours are added in the order of ranks, so the result does not depend on who was faster. Running statistics are
+    mixed with the same neighbours by the same W.
     Cost: K bytes to each neighbour, one step.
     """
 
-    async def apply(port: Port, bundle: Bundle, state: MixState) -> tuple[Bundle | None, MixState]:
-        after = MixState(state.step + 1)
-        if port.size == 1:
-            return bundle, after
+    async def mixed_by(port: Port, bundle: Bundle, state: MixState) -> Bundle:
         weights = mixing_matrix(graph, state.step, port.size)
         rank, flat = port.rank, bundle.flat
         listeners = [i for i in range(port.size) if weights[i][rank] and i != rank]
@@ -38,6 +36,10 @@ def mix(graph: Graph) -> Transform:
                 mixed.add_(flat if j == rank else await port.recv(flat, j), alpha=weight)
         for work in sending:
             await work
-        return bundle.with_flat(mixed), after
+        return bundle.with_flat(mixed)
 
-    return Transform(lambda parameters: MixState(0), apply, idle_alone=True)
+    async def apply(port: Port, bundle: Bundle, state: MixState) -> tuple[Bundle | None, MixState]:
+        after = MixState(state.step + 1)
+        return (bundle if port.size == 1 else await mixed_by(port, bundle, state)), after
+
+    return Transform(lambda parameters: MixState(0), apply, idle_alone=True, beside=mixed_by)

@@ -6,9 +6,10 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core import Bundle, Port, State, Transform, inside
 
 
 class AnchorState(NamedTuple):
@@ -18,10 +19,20 @@ class AnchorState(NamedTuple):
     inner: State
 
 
+def anchors(state: Any) -> Iterator[Bundle]:
+    """The anchors in a state, so that who puts parameters elsewhere can let these follow."""
+    if isinstance(state, AnchorState):
+        yield state.anchor
+    if isinstance(state, dict | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from anchors(value)
+
+
 def from_anchor(transform: Transform) -> Transform:
     """Let `transform` see Δ = anchor - θ, what this rank moved since the anchor; then θ ← anchor - its answer.
 
-    The result becomes the next anchor. Memory: one more copy of the parameters.
+    The result becomes the next anchor. With one rank nothing is touched where `transform` does nothing then; else
+    anchor - (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
     """
 
     def init(parameters: Bundle) -> AnchorState:
@@ -35,7 +46,15 @@ def from_anchor(transform: Transform) -> Transform:
         arrived = bundle.with_flat(state.anchor.flat - update.flat)
         return arrived, AnchorState(arrived.copy(), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
+    return Transform(
+        init,
+        apply,
+        separable=transform.separable,
+        idle_alone=transform.idle_alone,
+        weighs=transform.weighs,
+        explain=transform.explain,
+        beside=inside(transform.beside, lambda state: state.inner),
+    )
 
 
 class NesterovState(NamedTuple):

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, Transform, spelled, stateless
+from polytempo.core import Bundle, Port, State, Transform, spelled, stateless
 from polytempo.core.merge import Merge, check_merge
 
 
 def merged(merge: Merge) -> Transform:
     """Gather every rank's buffer everywhere and merge them. Samples' shares are not used: a liar would lie about them.
 
+    Running statistics are merged alike, so that a wrong rank steers them no more than the gradients.
     Cost: (N-1)·K bytes sent and N·K held by each rank.
     """
     check_merge(merge)
@@ -24,7 +25,10 @@ def merged(merge: Merge) -> Transform:
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         return bundle.with_flat(merge(await port.all_gather(bundle.flat)))
 
-    return stateless(apply, separable=getattr(merge, "coordinate_wise", True))
+    async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
+        return await apply(port, bundle)
+
+    return stateless(apply, separable=getattr(merge, "coordinate_wise", True), beside=beside)
 
 
 def median(buffers: Sequence[Tensor]) -> Tensor:

@@ -52,6 +52,6 @@ def undivided(rule: Rule) -> Rule:
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         after, actions = rule.receive(state, arrival, situation)
-        return after, [Update(1.0) if isinstance(action, Update) else action for action in actions]
+        return after, [action._replace(divisor=1.0) if isinstance(action, Update) else action for action in actions]
 
     return rule._replace(receive=receive)

@@ -9,7 +9,7 @@ import torch
 from polytempo.compression.feedback import Feedback
 from polytempo.compression.packing import EXACT_BELOW
 from polytempo.compression.paths import Exchanged, Path, Way, all_gather, all_reduce, flushed, reduce_scatter
-from polytempo.core import Bundle, Codec, Port, Route, State, Transform, native
+from polytempo.core import Bundle, Codec, Port, Route, State, Transform, averaging, native
 from polytempo.core.codec import check_codec
 from polytempo.core.given import check_whole
 from polytempo.core.merge import Merge, check_merge
@@ -69,7 +69,8 @@ def through(
     def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
         return _explained(way, path, route, parameters, num_ranks)
 
-    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain)
+    beside = None if route is None or route in (all_gather, reduce_scatter) else averaging(route)  # type: ignore[arg-type]
+    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain, beside=beside)
 
 
 def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path:

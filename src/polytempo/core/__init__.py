@@ -8,7 +8,18 @@ from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
 from polytempo.core.state import Late, Owed
 from polytempo.core.strategy import Strategy, Turn, spelled
-from polytempo.core.transform import Part, State, Transform, chain, identity, is_idle, split, stateless
+from polytempo.core.transform import (
+    Part,
+    State,
+    Transform,
+    averaging,
+    chain,
+    identity,
+    inside,
+    is_idle,
+    split,
+    stateless,
+)
 
 __all__ = [
     "ALONE",
@@ -36,8 +47,10 @@ __all__ = [
     "Transform",
     "Turn",
     "Work",
+    "averaging",
     "chain",
     "identity",
+    "inside",
     "is_idle",
     "native",
     "spelled",

@@ -50,7 +50,7 @@ class NotFinite(ValueError):
         place = f"element {index} of {where}" if where else f"element {index}"
         super().__init__(
             f"{place} is {value}, which {codec} cannot encode; look for the cause (a learning rate too high?), and "
-            "skip the step only where all ranks skip it"
+            "skip the step only where all ranks skip it (a GradScaler does, with pt.attach(…, scaler=scaler))"
         )
 
 

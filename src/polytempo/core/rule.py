@@ -52,16 +52,28 @@ class Situation(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add `factor` times the gradient of `worker` that waits longest to the shard's sum; it waits no more."""
+    """Add the gradient of `worker` that waits longest to the shard's sum; it waits no more."""
 
     worker: int
-    factor: float = 1.0
+    weight: float = 1.0
+    """m: how much it counts in the mean, its samples for example."""
+    rate: float = 1.0
+    """s: what the learning rates that came with it are multiplied by, 1/τ for example."""
+    part_of: int | None = None
+    """A batch, of which the gradient is a part. It goes to a sum apart, as it is, until an update includes that."""
 
 
 class Update(NamedTuple):
-    """θ ← optimizer(θ, sum / divisor); the sum is 0 again, the version one more."""
+    """θ ← one step of the optimizer on Σ mᵢ gᵢ / D, D = `divisor`; the sum is 0 again, the version one more.
+
+    Its learning rate is that of the pushes. Where they differ, or s does, each gradient counts by its own: the step has
+    the rate η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ and the gradient Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄); see `server.step_rates`.
+
+    `including`: a batch whose parts, as far as there are any, are added to the sum before. They have its rate.
+    """
 
     divisor: float = 1.0
+    including: int | None = None
 
 
 class Drop(NamedTuple):
@@ -105,7 +117,8 @@ class Rule(NamedTuple):
 
 
 Staleness = Callable[[int], float]
-"""τ, the updates between the version that a gradient was computed on and the present one -> its factor."""
+"""τ, the updates between the version that a gradient was computed on and the present one -> what its learning rate is
+multiplied by."""
 
 Rate = Callable[[int], float]
 """The number of workers -> what the job's learning rate is multiplied by at the server."""
@@ -146,7 +159,9 @@ class UpdateRule:
 class Service:
     """What a strategy says about its parameter server.
 
-    `optimizer` None: the job's own, moved into the shards. `deals` "freely": whoever is free takes the next batch;
+    `optimizer` None: the job's own, moved into the shards. `decays` says who adds the weight decay that belongs to the
+    gradient: the "shards", to each update's, or the "workers", to each batch's, before they step and push.
+    `deals` "freely": whoever is free takes the next batch;
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
     the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
     job's learning rate as it is. `reassigns`: workers help each other by these constants (a
@@ -169,3 +184,4 @@ class Service:
     numbers_per_batch: int = 1
     """By how many ticket numbers the shards know one batch, the last of which closes it; more than 1 where batches are
     cut into slices."""
+    decays: Literal["shards", "workers"] = "shards"

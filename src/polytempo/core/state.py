@@ -8,7 +8,7 @@ has not given yet, of which nothing may be lost when the number of ranks changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ class Late(NamedTuple):
 class Owed(NamedTuple):
     """A part of the sum over all ranks that this rank still holds back; None: nothing.
 
-    Who goes on from the states of several ranks owes the sum of what they owed.
+    Who goes on from the states of several ranks owes the sum of what they owed. The one kind of leaf that `apply` may
+    overwrite in place: who may have to apply again from the same state gives it a `duplicate`.
     """
 
     residual: Tensor | None = None
@@ -88,6 +89,68 @@ def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
     if isinstance(state, tuple):
         return _tuple_like(state, [copied(value, late) for value in state])
     return state
+
+
+def owed_tensors(state: Any) -> Iterator[Tensor]:
+    """The residuals of a state, in its order."""
+    if isinstance(state, Owed):
+        if state.residual is not None:
+            yield state.residual
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from owed_tensors(value)
+    elif isinstance(state, tuple):
+        for value in state:
+            yield from owed_tensors(value)
+
+
+def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
+    """`state` with residuals in memory of their own, so that who applies from it spends only the duplicate.
+
+    `free`: memory that nobody needs, in the order of `owed_tensors`; what does not fit is left. Cost: a copy of what is
+    owed, and nothing for a state without.
+    """
+    if isinstance(state, Owed):
+        room = None if free is None else next(free, None)
+        return state if state.residual is None else Owed(_copied(state.residual, room))
+    if isinstance(state, dict):
+        return {key: duplicate(value, free) for key, value in state.items()}
+    if isinstance(state, tuple) and not isinstance(state, Late):
+        return _tuple_like(state, [duplicate(value, free) for value in state])
+    return state
+
+
+def _copied(tensor: Tensor, room: Tensor | None) -> Tensor:
+    if room is None or (room.shape, room.stride(), room.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+        return tensor.clone()
+    return room.copy_(tensor)
+
+
+def renewed(state: Any, fresh: Any) -> Any:
+    """`fresh`, what `init` makes of parameters that came from elsewhere, at the step at which `state` is.
+
+    Tensors are those of `fresh`, so what was remembered of the old parameters is gone; numbers are those of `state`.
+    """
+    if isinstance(fresh, Owed):
+        return fresh
+    if isinstance(fresh, dict) and isinstance(state, dict):
+        return {key: renewed(state.get(key), value) for key, value in fresh.items()}
+    if isinstance(fresh, tuple) and isinstance(state, tuple) and len(fresh) == len(state):
+        return _tuple_like(fresh, [renewed(a, b) for a, b in zip(state, fresh, strict=True)])
+    return state if isinstance(fresh, int | float) and isinstance(state, int | float) else fresh
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two settled states hold the same values."""
+    if isinstance(a, Bundle) and isinstance(b, Bundle):
+        return torch.equal(a.flat, b.flat)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
 
 
 def saved(state: Any, path: str) -> Saved:

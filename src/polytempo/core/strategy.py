@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from torch.optim import Optimizer
 
 from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
@@ -28,6 +31,8 @@ class Strategy:
     its own.
     `server`: the parameters live at a parameter server; `gradients` and `parameters` push to it and pull from it.
     `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
+    `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
+    for what does not go with it. None: this one, with any.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Strategy:
     one_copy: Turn | None = None
     server: Service | None = None
     momentum: float = 0.0
+    by_optimizer: Callable[[Optimizer], Strategy] | None = None
 
     def __str__(self) -> str:
         return self.name

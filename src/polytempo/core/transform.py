@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.op import Program
 from polytempo.core.port import Port
+from polytempo.core.route import Route
 
 State = Any
 """A tree of tuples, NamedTuples, dicts, Bundles, tensors, numbers and None (see `core.state`)."""
@@ -32,6 +35,10 @@ class Part(NamedTuple):
 
 Explain = Callable[[Bundle, int], list[Part]]
 
+Beside = Callable[[Port, Bundle, State], Program[Bundle]]
+"""`await beside(port, bundle, state)`: the mean of tensors that are no gradients or parameters, with those ranks that a
+transform in `state` talks to, by the way that its own messages take."""
+
 
 class Transform(NamedTuple):
     """A pair of functions, after optax, whose second may communicate.
@@ -40,12 +47,21 @@ class Transform(NamedTuple):
     `apply` owns the bundle that it is given and may overwrite it. It returns that same object when
     it did nothing, and None in its place when this step must have no update at all.
 
+    An optimizer step may need several exchanges, of which one counts. So `apply` may be called again from the same
+    state, and then does what it did. Of the state it overwrites nothing but what is `Owed`, and nobody else
+    may overwrite what it answers and the state still holds; who calls it twice gives it a `duplicate`.
+
     `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
     part may be exchanged while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
+    `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So what they add to an answer may be
+    exchanged together with it (gradients of a second backward pass), and a factor that all have comes out again (a loss
+    scale).
     `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
     plays each part that does not say its bytes.
+    `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
+    `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
     """
 
     init: Callable[[Bundle], State]
@@ -53,7 +69,9 @@ class Transform(NamedTuple):
     separable: bool = True
     idle_alone: bool = False
     weighs: bool = False
+    linear: bool = False
     explain: Explain = lambda parameters, num_ranks: [Part()]
+    beside: Beside | None = None
 
 
 def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[Part]:
@@ -62,15 +80,53 @@ def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[P
     return [part if part.of else part._replace(of=(transform, parameters)) for part in said]
 
 
+def averaging(route: Route) -> Beside:
+    """Σᵢ shareᵢ · xᵢ over all ranks i by `route`; shareᵢ is 1/N where the bundle does not say."""
+
+    async def average(port: Port, bundle: Bundle, state: State) -> Bundle:
+        share = 1 / port.size if bundle.share is None else bundle.share
+        return bundle.with_flat(await route(port, bundle.scaled(share) if share else torch.zeros_like(bundle.flat)))
+
+    return average
+
+
+def beside_of(transforms: Mapping[Any, Transform]) -> Beside | None:
+    """The `beside` of the first that has one, where each one's state stands under its key."""
+    for key, transform in transforms.items():
+        if transform.beside is not None:
+            return inside(transform.beside, itemgetter(key))
+    return None
+
+
+def inside(beside: Beside | None, inner: Callable[[State], State]) -> Beside | None:
+    """The `beside` of a transform around another one, whose state is `inner(state)`."""
+    if beside is None:
+        return None
+    return lambda port, bundle, state: beside(port, bundle, inner(state))
+
+
 def stateless(
-    apply: Callable[[Port, Bundle], Program[Bundle]], *, separable: bool = True, weighs: bool = False
+    apply: Callable[[Port, Bundle], Program[Bundle]],
+    *,
+    separable: bool = True,
+    weighs: bool = False,
+    linear: bool = False,
+    beside: Beside | None = None,
 ) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
 
     async def with_state(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
-    return Transform(lambda parameters: None, with_state, separable=separable, idle_alone=True, weighs=weighs)
+    return Transform(
+        lambda parameters: None,
+        with_state,
+        separable=separable,
+        idle_alone=True,
+        weighs=weighs,
+        linear=linear,
+        beside=beside,
+    )
 
 
 def identity() -> Transform:
@@ -82,7 +138,7 @@ async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | N
     return bundle, state
 
 
-_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True)
+_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True, linear=True)
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
@@ -110,7 +166,9 @@ def chain(*transforms: Transform) -> Transform:
         separable=all(t.separable for t in transforms),
         idle_alone=all(t.idle_alone for t in transforms),
         weighs=all(t.weighs for t in transforms),
+        linear=all(t.linear for t in transforms),
         explain=lambda parameters, num_ranks: [p for t in transforms for p in parts_of(t, parameters, num_ranks)],
+        beside=beside_of(dict(enumerate(transforms))),
     )
 
 
@@ -165,4 +223,6 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
         separable=all(t.separable for t in branches.values()),
         idle_alone=all(t.idle_alone for t in branches.values()),
         weighs=all(t.weighs for t in branches.values()),
+        linear=all(t.linear for t in branches.values()),
+        beside=beside_of(branches),
     )

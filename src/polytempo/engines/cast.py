@@ -5,6 +5,8 @@ node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … �
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,8 +20,11 @@ from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
 from polytempo.server.score_snapshots import ScorePoints, score_points
 from polytempo.torch.job import Data, Job
+from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
+from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
+from polytempo.torch.shard_rule import shard_rule_of
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -53,6 +58,17 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
         tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(shards + added)
     )
     return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
+
+
+def service_of(service: Service, job: Job, optimizer: Optimizer) -> Service:
+    """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away.
+
+    Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
+    """
+    made = replace(service, optimizer=shard_rule_of(service, optimizer))
+    if job.schedule is not None:
+        check_schedule(optimizer, job.schedule, _movable(service))
+    return made
 
 
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool) -> Dealer:
@@ -111,7 +127,7 @@ def _check(job: Job, options: RunOptions, has_test: bool) -> None:
 
 
 def scheduled_steps(batches: Batches) -> int:
-    """The steps that a worker takes in an epoch, for its learning-rate schedule: its part of the batches."""
+    """The steps of an epoch for the learning-rate schedule: one worker's part of the batches."""
     return max(1, len(batches) // batches.size)
 
 
@@ -131,6 +147,15 @@ def course_of(
     flops_per_sample: float = 0.0,
 ) -> ServedCourse:
     """What a worker is to train, in either world and in a replay; a virtual one charges `flops_per_sample`."""
+    server = strategy.server
+    assert server is not None, "whoever has no server has no part in this"
+    decay = LocalDecay(optimizer) if server.decays == "workers" else None
+    schedule = None
+    if job.schedule is not None:
+        steps = scheduled_steps(batches)
+        schedule = RateSchedule(
+            *(optimizer, job.schedule), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
+        )
     return ServedCourse(
         job=job,
         strategy=strategy,
@@ -140,5 +165,13 @@ def course_of(
         batches=batches,
         compute_gradients=gradients_of(model, job, flops_per_sample),
         seed=options.seed,
-        scheduler=job.schedule(optimizer, scheduled_steps(batches)) if job.schedule else None,
+        schedule=schedule,
+        decay=decay,
     )
+
+
+def _movable(service: Service) -> Collection[str] | None:
+    """What a schedule may move: what the shards need of it travels with each push, or the workers alone need it."""
+    if service.optimizer is None:
+        return ("lr",)
+    return ("lr", "momentum", "betas") if service.decays == "workers" else None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of, points_of
+from polytempo.engines.cast import cast_of, course_of, dealer_of, points_of, service_of
 from polytempo.engines.crew import Worker
 from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
@@ -55,7 +55,7 @@ from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, work
-from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import Event, combined_hash, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
@@ -106,8 +106,7 @@ class ServedRun:
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        if self.service.optimizer is None:
-            self.service = replace(self.service, optimizer=update_rule_of(optimizer))
+        self.service = service_of(self.service, job, optimizer)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
         self.timing = replace(timing, lost_s=timing.lost_s + busy_s)

@@ -18,7 +18,7 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of
+from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of, service_of
 from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.shown import reported, show_rows
@@ -42,7 +42,7 @@ from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ServedCourse, work
-from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.torch.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -183,7 +183,7 @@ class _Run:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
         flat, running = flat_of(model, optimizer), Running(model).vector()
-        service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
+        service = service_of(self.service, self.job, optimizer)
         view = View(1, self.cast.chains, ())
         nodes: dict[int, Node] = {}
         for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Port, Program, Strategy
 from polytempo.core.op import Take
 from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, points_of
+from polytempo.engines.cast import cast_of, course_of, dealer_of, dtype_of, points_of, service_of
 from polytempo.engines.gate import CoordinatorDoor, Gate, Life, Play, ShardDoor, Stop
 from polytempo.engines.recorded import Recorded
 from polytempo.engines.recording import RunFacts
@@ -46,7 +45,7 @@ from polytempo.torch.result import parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, ComputeGradients, work
-from polytempo.torch.shard_rule import flat_of, parameters_of, update_rule_of
+from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")
@@ -148,8 +147,8 @@ class Stage:
         """The shard as it was when the run began, or went on."""
         model, optimizer = self._replica()
         spans = self.spans[number]
-        service = replace(self.service, optimizer=self.service.optimizer or update_rule_of(optimizer))
         weights = part(flat_of(model, optimizer), spans).clone()
+        service = service_of(self.service, self.job, optimizer)
         native = self.facts.native and can_be_native(self.dtype)
         running = Running(model).vector()
         shard = Shard(number, self.parameters, spans, weights, service, native=native, running=running)

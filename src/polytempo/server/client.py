@@ -6,6 +6,7 @@ pull()     ─▶ one Pull for each shard ─▶ … ─▶ the parts, copied to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -109,7 +110,8 @@ class Client:
         self._tickets: list[int] = []
         self._batches: list[int] = []
         self._samples = 0
-        self._lrs: tuple[float, ...] = ()
+        self._lrs: list[tuple[float, ...]] = [()]
+        """Of each of the gradients that the next push is of, or of those of the last push, if there is none."""
         self._pushed_batches: dict[Pending, tuple[int, ...]] = {}
         self._done: list[int] = []
 
@@ -120,12 +122,17 @@ class Client:
     ) -> None:
         """The next gradient is of these batches, to be used with these learning rates; the next push carries them.
 
+        A push of several gradients carries their sum and the mean of their rates: under a schedule that changes within
+        it each counts alike, and all together count what they should.
+
         `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches.
         """
+        if not self._tickets:
+            self._lrs = []
+        self._lrs.append(tuple(lrs))
         self._tickets += tickets
         self._batches += tickets if done is None else done
         self._samples += samples
-        self._lrs = tuple(lrs)
 
     def accrue(self, gradient: TableRows) -> None:
         """Some rows of a table's gradient, ascending, each once: the next push carries the sum of all such."""
@@ -152,14 +159,15 @@ class Client:
         if self._outgoing is not None and messages is None:
             flat = self._outgoing.lend(flat, pending)
         tickets, count = tuple(self._tickets), samples or self._samples
-        batches, running = tuple(self._batches), self.running()
+        batches, lrs, running = tuple(self._batches), _mean(self._lrs), self.running()
+        self._lrs = [lrs]
         self._tickets, self._batches, self._samples = [], [], 0
         rows = self._no_rows
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
         for shard in self._live:
             mine = part(flat, self.shards[shard]) if messages is None else messages[shard]
-            facts = (clock, self.versions[shard], count, self._lrs, tickets, mine, rows[shard], running)
+            facts = (clock, self.versions[shard], count, lrs, tickets, mine, rows[shard], running)
             self._add(shard, partial(_push, facts), pending)
         self._pushed_batches[pending] = batches
         return pending
@@ -303,6 +311,14 @@ class Client:
             self._asked.append(Requests(self.worker, self.incarnation, head, self.timing))
             self.versions.append(0)
         self._no_rows = ((),) * len(view.spans)
+
+
+def _mean(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of each column; to the bit where all rows are alike."""
+    first = several[0]
+    if all(one == first for one in several):
+        return first
+    return tuple(math.fsum(column) / len(several) for column in zip(*several, strict=True))
 
 
 _PushFacts = tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor, tuple[Rows, ...], Tensor | None]

@@ -7,9 +7,7 @@ from itertools import takewhile
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
 from polytempo.core.strategy import spelled
-from polytempo.server.on_arrival import applied
-from polytempo.server.staleness import constant
-from polytempo.server.step import Waiting, stepwise
+from polytempo.server.step import Waiting, in_samples, stepwise
 from polytempo.server.within import within
 
 IsPart = Callable[[Arrival], bool]
@@ -26,8 +24,9 @@ def covered(slices: int, bound: int = 0) -> Rule:
     - one with the last number, or without numbers, *closes* its worker's share. It waits as in `hardsync`. Its worker
       sends it when all other parts of the share have been answered.
 
-    With `bound` > 0 every push is an update of its own, and a pull waits until all have closed all but the last
-    `bound` steps before it: `within`. Then a gradient is the sum over its samples divided by those of the whole share.
+    With `bound` > 0 every share is an update of its own, when it is closed: its parts are set aside until then. A pull
+    waits until all have closed all but the last `bound` steps before it: `within`. Then a gradient is the sum over its
+    samples divided by those of the whole share. Memory: one more vector for each share that others help with.
 
     A worker that leaves is not waited for, and what it has not closed comes again under the same numbers: the shards
     drop the parts that they have.
@@ -41,25 +40,26 @@ def covered(slices: int, bound: int = 0) -> Rule:
     def is_part(arrival: Arrival) -> bool:
         return bool(arrival.tickets) and all(number % (slices + 1) != slices for number in arrival.tickets)
 
-    rule = _bounded(bound, is_part) if bound else _step_by_step(is_part)
+    rule = _bounded(bound, is_part, slices) if bound else _step_by_step(is_part)
     return rule._replace(name=spelled("covered", slices=slices, bound=bound))
 
 
-def _bounded(bound: int, is_part: IsPart) -> Rule:
+def _bounded(bound: int, is_part: IsPart, slices: int) -> Rule:
     rule = within(bound)
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        if not is_part(arrival):
-            return rule.receive(state, arrival, situation)
-        actions = applied(arrival, situation, constant) if arrival.kind == "push" else []
-        return state, [*actions, Answer(arrival.worker)]
+        worker, batch = arrival.worker, arrival.tickets[0] // (slices + 1) if arrival.tickets else None
+        if batch is not None and is_part(arrival):
+            return state, [*([Add(worker, part_of=batch)] if arrival.kind == "push" else []), Answer(worker)]
+        state, actions = rule.receive(state, arrival, situation)
+        return state, [a._replace(including=batch) if isinstance(a, Update) else a for a in actions]
 
     return rule._replace(receive=receive)
 
 
 def _step_by_step(is_part: IsPart) -> Rule:
     """State: that of `stepwise`, and the samples of the parts that are in the sum."""
-    steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, float)
+    steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, in_samples)
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, inner, samples = arrival.worker, state["steps"], state["samples"]

@@ -8,7 +8,7 @@ from polytempo.server.step import stepwise
 
 
 def first(n: int) -> Rule:
-    """θ ← θ - α (1/n) Σ gᵢ over the first n gradients of the step; those that come later are dropped.
+    """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first n gradients of the step, gᵢ of mᵢ samples; later ones are dropped.
 
     A gradient is of the present step if it was computed on the present version of the weights (its basis), and late
     if that version is older; the worker's own clock does not matter. So a worker whose gradient was late pulls and is

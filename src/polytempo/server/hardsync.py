@@ -7,12 +7,12 @@ from polytempo.server.step import stepwise
 
 
 def hardsync() -> Rule:
-    """θ ← θ - α (1/λ) Σ gᵢ once every member's gradient of the step is there. No gradient is stale.
+    """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ once every member's gradient gᵢ of the step, of mᵢ samples, is there. None is stale.
 
-    λ workers with μ samples each make the step of one worker with λμ. A worker that leaves is not waited for; one
-    that joins counts from the next step (`server.step`).
+    λ workers with μ samples each make the step of one worker with λμ: (1/λ) Σ gᵢ. A worker that leaves is not waited
+    for; one that joins counts from the next step (`server.step`).
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
-    section 3. There the sum is in the order of arrival.
+    section 3. There all have μ samples, and the sum is in the order of arrival.
     """
     return stepwise("hardsync()", lambda waiting, workers: len(waiting) == workers)

@@ -15,8 +15,9 @@ from polytempo.server.buffers import Empty
 from polytempo.server.encoded import Coding, Pushes, Shown
 from polytempo.server.layout import Parameter, Spans, numel_of, segments
 from polytempo.server.pieces import cut
+from polytempo.server.step_rates import Factor
 from polytempo.server.tables import Tables
-from polytempo.server.update import Optimizer
+from polytempo.server.update import Optimizer, Term
 from polytempo.server.weights import Weights
 
 
@@ -76,6 +77,16 @@ class Holder:
         return weights, Admission(
             self._parameters, spans, values, optimizer, weights.look, tables=self._tables, pushes=pushes
         )
+
+    def multiplied(self, vector: Tensor, spans: Spans, factor: Factor) -> Tensor:
+        """`vector`, what belongs to the elements of `spans`, times `factor`; itself where that is 1."""
+        if factor == 1:
+            return vector
+        assert self._service.optimizer is not None, "the shard has seen to it"
+        where = segments(self._parameters, spans)
+        out = vector.clone()
+        Optimizer(self._service.optimizer, where, vector.dtype, native=False).add_(out, Term(out, factor), fresh=True)
+        return out
 
     def _coding(self, codec: Codec, spans: Spans, values: Tensor) -> Coding:
         return Coding(self._parameters, spans, codec, values.dtype, own=True)

@@ -18,6 +18,7 @@ import msgspec
 from torch import Tensor
 
 from polytempo.server.layout import Spans
+from polytempo.server.step_rates import StepRates
 
 COORDINATOR = -1
 """Stands where a request names its worker, if the coordinator makes it."""
@@ -202,12 +203,15 @@ class Lent(Reply, frozen=True, eq=False):
     version: int
     steps: int
     """The optimizer's."""
-    lrs: tuple[float, ...]
+    rates: StepRates
+    """Of what is in `total`."""
     weights: Tensor
     """Flat: the elements of `spans`, one after the other; so are the others."""
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
+    aside: dict[int, Tensor] = {}
+    """Batch -> the sum of its parts that are there."""
     running: Tensor | None = None
 
 

@@ -7,7 +7,7 @@ shard 0   [ a a a a ]        ◀─ Reshape(a): only now does it let go of b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from torch import Tensor
 from polytempo.core.ranges import Range
 from polytempo.server.layout import Span, Spans, numel_of
 from polytempo.server.message import Lend, Lent
+from polytempo.server.step_rates import Factor, StepRates, largest_of
 from polytempo.server.weights import Weights
 
 
@@ -54,17 +55,20 @@ def covers(spans: Spans, wanted: Spans) -> bool:
 
 def lent(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Likeness, running: Tensor | None) -> Lent:
     """What is asked for of `weights`, a shard's own vector that holds `own`: views where it is one range of that."""
-    present, first, second, total = (_taken(tensor, own, request.spans) for tensor in _tensors(weights))
+    present, first, second, total = (
+        None if tensor is None else _taken(tensor, own, request.spans) for tensor in _tensors(weights)
+    )
     assert present is not None, "every shard has weights"
     return Lent(
         *(shard, request.worker, request.incarnation, request.sequence, request.spans, likeness.encode()),
         version=weights.version,
         steps=weights.steps,
-        lrs=weights.lrs,
+        rates=weights.rates,
         weights=present,
         first=first,
         second=second,
         total=total,
+        aside={batch: _taken(parts, own, request.spans) for batch, parts in weights.aside.items()},
         running=running,
     )
 
@@ -75,9 +79,10 @@ class Rest(NamedTuple):
     first: Tensor | None
     second: Tensor | None
     total: Tensor | None
+    aside: dict[int, Tensor]
     version: int
     steps: int
-    lrs: tuple[float, ...]
+    rates: StepRates
 
     def put_(self, weights: Weights) -> None:
         """Into new weights."""
@@ -86,45 +91,68 @@ class Rest(NamedTuple):
                 target.copy_(moment)
         if self.total is not None:
             weights.total, weights.summed = self.total, True
-        weights.version, weights.steps, weights.lrs = self.version, self.steps, self.lrs
+        weights.aside = self.aside
+        weights.version, weights.steps, weights.rates = self.version, self.steps, self.rates
 
 
-def moved(old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent]) -> tuple[Tensor, Rest]:
+Multiplied = Callable[[Tensor, Spans, Factor], Tensor]
+"""A vector of the elements of some spans, times a factor."""
+
+
+def moved(
+    old: Weights, own: Spans, spans: Spans, pieces: Sequence[Lent], multiplied: Multiplied
+) -> tuple[Tensor, Rest]:
     """The weights of a shard that held `own` and holds `spans` now, the new ones from `pieces`.
 
     Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others.
+    Where sums are measured in different rates, as gradients were not equally stale in all shards, all are measured in
+    the largest. The shard goes on with its own rule, so with its own rates; a new one with those of the first piece.
     Errors: ValueError where an element of `spans` comes from nowhere.
     """
     sources = [(own, _tensors(old)), *((p.spans, (p.weights, p.first, p.second, p.total)) for p in pieces)]
+    each = [old.rates, *(piece.rates for piece in pieces)]
+    sums = [rates for rates, (_, tensors) in zip(each, sources, strict=True) if tensors[3] is not None]
+    rates = next((rates for rates in (*sums, *each) if rates.largest), StepRates())
+    if sums:
+        rates, _ = rates.measured_in(largest := largest_of(sums))
+        factors = [one.measured_in(largest)[1] if one.largest else 1.0 for one in each]
+        sources = [
+            (there, (*kept, None if total is None else multiplied(total, there, factor)))
+            for (there, (*kept, total)), factor in zip(sources, factors, strict=True)
+        ]
     found = sum(numel_of(common(spans, there)) for there, _ in sources)
     if found != numel_of(spans):
         raise ValueError(f"a shard is to hold {numel_of(spans)} elements, and {found} are here")
-    gathered: list[Tensor | None] = []
-    for kind in range(4):
-        parts = [(there, tensor) for there, tensors in sources if (tensor := tensors[kind]) is not None]
-        out = torch.zeros(numel_of(spans), dtype=old.dtype) if parts else None
+
+    def gathered(parts: Sequence[tuple[Spans, Tensor | None]]) -> Tensor | None:
+        if all(tensor is None for _, tensor in parts):
+            return None
+        out = torch.zeros(numel_of(spans), dtype=old.dtype)
         for there, tensor in parts:
-            _put_(out, spans, tensor, there)
-        gathered.append(out)
-    values, first, second, total = gathered
+            if tensor is not None:
+                _put_(out, spans, tensor, there)
+        return out
+
+    values, first, second, total = (gathered([(there, ts[kind]) for there, ts in sources]) for kind in range(4))
+    apart = [(own, old.aside), *((p.spans, p.aside) for p in pieces)]
+    batches = sorted({batch for _, aside in apart for batch in aside})
+    asides = {batch: gathered([(there, aside.get(batch)) for there, aside in apart]) for batch in batches}
     assert values is not None, "every shard has weights"
     version, steps = max([old.version, *(p.version for p in pieces)]), max([old.steps, *(p.steps for p in pieces)])
-    return values, Rest(first, second, total, version, steps, old.lrs or next((p.lrs for p in pieces), ()))
+    aside = {batch: parts for batch, parts in asides.items() if parts is not None}
+    return values, Rest(first, second, total, aside, version, steps, rates)
 
 
 def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
     return weights.present, *weights.moments, weights.total if weights.summed else None
 
 
-def _taken(vector: Tensor | None, own: Spans, wanted: Spans) -> Tensor | None:
-    if vector is None:
-        return None
+def _taken(vector: Tensor, own: Spans, wanted: Spans) -> Tensor:
     cuts = [vector[at : at + end - begin] for begin, end, at, _ in _overlaps(own, wanted)]
     return cuts[0] if len(cuts) == 1 else torch.cat(cuts) if cuts else vector[:0]
 
 
-def _put_(out: Tensor | None, spans: Spans, values: Tensor, there: Spans) -> None:
-    assert out is not None
+def _put_(out: Tensor, spans: Spans, values: Tensor, there: Spans) -> None:
     for begin, end, at, place in _overlaps(spans, there):
         out[at : at + end - begin] = values[place : place + end - begin]
 

@@ -8,7 +8,9 @@ from polytempo.server.staleness import constant, weighed
 
 
 def on_arrival(scale: Staleness = constant) -> Rule:
-    """θ ← θ - α s(τ) g with each push, τ = the updates since the version that g was computed on; pulls at once.
+    """θ ← θ - s(τ) η g with each push, τ = the updates since the version that g was computed on; pulls at once.
+
+    That is for plain SGD; any optimizer makes a step with the learning rate s(τ) η on g.
 
     Nobody waits for anybody. With λ workers of one speed the mean of τ is λ - 1.
 

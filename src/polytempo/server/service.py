@@ -33,6 +33,7 @@ def service(
     rate: Rate | None = None,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    decays: Literal["shards", "workers"] = "shards",
 ) -> Service:
     """`Service` with its numbers checked, and its codecs.
 
@@ -56,6 +57,7 @@ def service(
         *(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits, rate),
         codec=codec,
         pull_codec=pull_codec,
+        decays=decays,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Service, Situation, Update
+from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Service, Situation, Update
 from polytempo.server.buffers import Empty, plain_empty
 from polytempo.server.decided import Decided, Verdict
 from polytempo.server.holding import Held, Holder, held_now
@@ -45,7 +45,7 @@ from polytempo.server.running import RunningStatistics
 from polytempo.server.state import State, Waiting, decode, encode, renumbered, waiting_for
 from polytempo.server.table import Look, Table
 from polytempo.server.tables import held
-from polytempo.server.update import Moments, Term, can_be_native
+from polytempo.server.update import Moments, can_be_native
 
 
 class Shard:
@@ -235,7 +235,7 @@ class Shard:
             self._running = RunningStatistics(entry.pieces[0].running)
             for worker, incarnation in self._members.items():
                 self._table.admit(worker, incarnation)
-        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces)
+        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces, self._holder.multiplied)
         self._spans = self._all_spans = entry.spans
         self._weights, self._admission = self._holder.hold(entry.spans, values)
         rest.put_(self._weights)
@@ -252,13 +252,13 @@ class Shard:
         if isinstance(action, Add):
             self._add(action)
         elif isinstance(action, Update):
-            self._update(action.divisor)
+            self._update(action)
         elif isinstance(action, Answer):
             self._answer(action.worker, replies)
         elif isinstance(action, Mix):
             self._mix(action)
         else:
-            self._drop(action)
+            self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
 
     def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
@@ -275,23 +275,21 @@ class Shard:
     def _add(self, action: Add) -> None:
         waiting, gradient = self._queues.oldest(action)
         basis = self._weights.buffers.tensors[waiting.read] if waiting.read >= 0 else None
+        multiples = self._weights.weigh(action, waiting.lrs)
         if self._tables is not None:
-            gradient = self._tables.add(waiting.rows, action.factor, gradient, self.weights)
+            gradient = self._tables.add(waiting.rows, multiples, gradient, self.weights)
         else:
             for modifier in self.service.modifiers:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
-        self._weights.add(Term(gradient, action.factor), waiting.lrs)
+        self._weights.add(gradient, multiples, action.part_of)
         self._running.add(waiting.running)
         self._decided(waiting, "applied")
 
-    def _update(self, divisor: float) -> None:
-        self._weights.update(divisor)
+    def _update(self, action: Update) -> None:
+        rates, divisors = self._weights.update(action.divisor, action.including)
         self._running.update(len(self._workers))
         if self._tables is not None:
-            self._tables.update(divisor, self._weights.lrs, self._weights.steps, self.version)
-
-    def _drop(self, action: Drop) -> None:
-        self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
+            self._tables.update(divisors, rates, self._weights.steps, self.version)
 
     def _mix(self, action: Mix) -> None:
         if self._tables is not None:
@@ -350,6 +348,7 @@ class Shard:
             first=weights.moments.first,
             second=weights.moments.second,
             total=weights.total if weights.summed else None,
+            aside=dict(weights.aside),
             version=self.version,
             steps=weights.steps,
             index=self.index,
@@ -360,7 +359,7 @@ class Shard:
             waiting=waiting,
             leases=leases,
             reads=reads,
-            lrs=weights.lrs,
+            rates=weights.rates,
             tickets=self.decided.applied.tuples,
             let_go=self.decided.let_go.tuples,
             staleness=dict(self.decided.staleness),
@@ -385,8 +384,8 @@ class Shard:
         state = decode(data, tensors, weights.numel, weights.dtype, own)
         if self._tables is not None:
             self._tables.load(state.tables)
-        weights.restore(state.buffers, Moments(state.first, state.second), state.total, spare)
-        weights.version, weights.steps, weights.lrs = state.version, state.steps, state.lrs
+        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.aside, spare)
+        weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
         weights.leases, weights.reads = state.leases, state.reads
         for number in state.held():
             weights.buffers.hold(number)

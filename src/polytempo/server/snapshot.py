@@ -34,7 +34,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.server.disk import Disk, LocalDisk
 
 FORMAT = "polytempo-shard-snapshot"
-VERSION = 1
+VERSION = 2
 KEPT = 2
 MAX_MANIFEST_BYTES = 4096
 

@@ -8,7 +8,10 @@ from polytempo.server.staleness import constant, weighed
 
 
 def softsync(n: int, scale: Staleness = constant, workers: int | None = None) -> Rule:
-    """θ ← θ - α (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there; each is scaled by its own τᵢ.
+    """θ ← θ - (1/c) Σ s(τᵢ) ηᵢ gᵢ as soon as c = ⌊λ/n⌋ gradients are there; each rate is scaled by its own τᵢ.
+
+    That is for plain SGD. Any optimizer makes a step with the rate η̄ = (1/c) Σ s(τᵢ) ηᵢ on Σ s(τᵢ) ηᵢ gᵢ / (c η̄), the
+    mean in which each gradient counts by its rate; ηᵢ is the job's learning rate at the batch that gᵢ is of.
 
     λ is `workers`, or the number of members at the time. n = 1 is not hardsync: a fast worker may be in an update
     twice, a slow one not at all. n = λ is `on_arrival`, and so is n above the number of members: c is at least 1. Mean

@@ -1,7 +1,8 @@
-"""How much a stale gradient counts: functions of its staleness τ.
+"""How far a stale gradient moves the weights: functions of its staleness τ, which multiply its learning rate.
 
 τ is the number of updates between the version of the weights that a gradient was computed on (j) and the version that
-it meets (i): τ = i - j.
+it meets (i): τ = i - j. The rate and not the gradient: Adam, AdamW and Adagrad divide gradients by their size, so a
+constant 1/τ would cancel, and weight decay would not be divided.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from polytempo.core.strategy import spelled
 
 
 def constant(tau: int) -> float:
-    """1: every gradient counts the same, however stale."""
+    """1: every gradient has the same rate, however stale."""
     return 1.0
 
 
@@ -63,12 +64,12 @@ def cutoff(limit: int) -> Staleness:
 
 
 def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | Drop:
-    """What becomes of a gradient that has arrived: added with the factor of its τ, or dropped if that is 0.
+    """What becomes of a gradient that has arrived: added with the rate of its τ, or dropped if that is 0.
 
-    Dropped and not added as nothing: an update by zero would still move momentum and weight decay.
+    Dropped and not added as nothing: an update at a rate of 0 would still move momentum and Adam's moments.
     """
-    factor = scale(situation.version - arrival.basis)
-    return Add(arrival.worker, factor) if factor else Drop(arrival.worker, "stale")
+    rate = scale(situation.version - arrival.basis)
+    return Add(arrival.worker, rate=rate) if rate else Drop(arrival.worker, "stale")
 
 
 def _named(scale: Staleness, name: str) -> Staleness:

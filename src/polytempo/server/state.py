@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polytempo.server.message import Push, Rows
+from polytempo.server.step_rates import StepRates
 from polytempo.server.table import Known
 from polytempo.server.tables import TableState
 
@@ -67,6 +68,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     second: Tensor | None
     total: Tensor | None
     """The sum of gradients, where something is in it."""
+    aside: dict[int, Tensor]
+    """Batch -> the sum of its parts that are there."""
     version: int
     steps: int
     index: int
@@ -80,7 +83,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
     reads: dict[int, tuple[int, int]]
     """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
-    lrs: tuple[float, ...]
+    rates: StepRates
+    """Of what is in the sum."""
     tickets: tuple[tuple[int, int], ...]
     """Applied, as ranges [first, last]."""
     let_go: tuple[tuple[int, int], ...]
@@ -145,7 +149,7 @@ def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
         return places[id(value)]
 
     encoded = msgspec.msgpack.encode(state, enc_hook=place)
-    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total))
+    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total)) + len(state.aside)
     return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
 
 

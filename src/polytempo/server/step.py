@@ -20,6 +20,9 @@ _NOTHING = -1
 """Stands for the samples of a push that was dropped because its batch is in the weights already: its worker has done
 its part of the step, though nothing is to be added. At another shard the same push may count."""
 
+Weights = Callable[[Sequence[int]], Sequence[float]]
+"""The samples of each of a step's gradients -> how much each counts in their mean."""
+
 Enough = Callable[[dict[int, Waiting], int], bool]
 """(what waits of each worker that has pushed, the number of workers that the step counts) -> is it over?"""
 
@@ -29,18 +32,27 @@ def oldest(waiting: Waiting) -> Waiting:
     return waiting[:1]
 
 
-def equal(samples: int) -> float:
-    """Every gradient counts the same."""
-    return 1.0
+def by_samples(samples: Sequence[int]) -> Sequence[float]:
+    """Each gradient counts by its samples, so that the mean is over all of them; the largest counts 1.
+
+    Alike ones count 1 each, so their mean has the bits of a mean.
+    """
+    most = max(samples, default=0)
+    return [count / most for count in samples] if most else [1.0] * len(samples)
+
+
+def in_samples(samples: Sequence[int]) -> Sequence[float]:
+    """The same, where the sum has gradients of samples that were counted before."""
+    return [float(count) for count in samples]
 
 
 def stepwise(
     name: str,
     enough: Enough,
     belonging: Callable[[Waiting], Waiting] = oldest,
-    weight: Callable[[int], float] = equal,
+    weights: Weights = by_samples,
 ) -> Rule:
-    """A rule that ends a step when its gradients are `enough`: θ ← θ - α Σ wᵢ gᵢ / Σ wᵢ, wᵢ = weight(samples).
+    """A rule that ends a step when its gradients are `enough`: θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ, mᵢ = the samples behind gᵢ.
 
     A push is answered after the update that it is in, and so is a pull behind it. A worker that pushes again before
     that is ahead by a step: that push waits for the next one. A worker that joins while a step is under way (some
@@ -69,7 +81,7 @@ def stepwise(
             if not (there or newcomers) or (there and not enough(there, len(members) - len(newcomers))):
                 return {"waiting": waiting, "newcomers": newcomers}, actions
             step = {m: belonging(there[m]) for m in members if m in there}
-            actions += _update(step, weight)
+            actions += _update(step, weights)
             actions += [Answer(m) for m in members if m in step or m in newcomers]
             waiting = {m: rest for m, pushes in waiting.items() if (rest := pushes[len(step.get(m, ())) :])}
             newcomers = ()
@@ -77,8 +89,9 @@ def stepwise(
     return Rule(name, lambda: {"waiting": {}, "newcomers": ()}, receive)
 
 
-def _update(step: dict[int, Waiting], weight: Callable[[int], float]) -> list[Action]:
+def _update(step: dict[int, Waiting], weights: Weights) -> list[Action]:
     """The weighted mean of the step's gradients; nothing if there are none."""
     pushed = [(worker, samples) for worker, pushes in step.items() for _, samples in pushes if samples != _NOTHING]
-    adds = [Add(worker, weight(samples)) for worker, samples in pushed]
-    return [*adds, Update(sum(add.factor for add in adds))] if adds else []
+    counts = weights([samples for _, samples in pushed])
+    adds = [Add(worker, count) for (worker, _), count in zip(pushed, counts, strict=True)]
+    return [*adds, Update(sum(counts))] if adds else []

@@ -20,6 +20,7 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.layout import Parameter, Spans
 from polytempo.server.message import Push, Rows
 from polytempo.server.pieces import Piece, Pieces, cut, split, without_tables
+from polytempo.server.step_rates import Factor, Multiples, of_group
 
 _MOST_RECENT = 64
 """So many updates' rows are remembered, so that a pull need not look through the whole table."""
@@ -133,8 +134,10 @@ class Tables:
         faults = (_fault(rows, self.pieces[rows.piece], self._dtype) for rows in push.rows)
         return next((f"{who}, clock {push.clock}: {fault}" for fault in faults if fault), "")
 
-    def add(self, rows: Sequence[Rows], factor: float, gradient: Tensor, weights: Tensor) -> Tensor:
+    def add(self, rows: Sequence[Rows], multiples: Multiples, gradient: Tensor, weights: Tensor) -> Tensor:
         """Add a push's rows to the sum, as soon as it is updated from or kept: until then they must stay.
+
+        The sum before them is multiplied as `multiples` says.
 
         `gradient` is the push's dense part and `weights` what it is of; the answer is that part. Modifiers see both
         parts as one flat vector, the rows behind, so that clipping has the norm of all.
@@ -145,8 +148,12 @@ class Tables:
             answer = modifier.apply(torch.cat(flats), torch.cat([weights, *present]), None)
             gradient, *parts = answer.split([flat.numel() for flat in flats])
             rows = [Rows(r.piece, r.rows, part.view(r.values.shape)) for r, part in zip(rows, parts, strict=True)]
+        if multiples.before is not None:
+            for table in self._tables:
+                table.multiply(of_group(multiples.before, table.group))
         for one in rows:
-            self._tables[one.piece].terms.append((one.rows, one.values, factor))
+            table = self._tables[one.piece]
+            table.terms.append((one.rows, one.values, of_group(multiples.own, table.group)))
         return gradient
 
     def keep_sum(self) -> None:
@@ -154,11 +161,10 @@ class Tables:
         for table in self._tables:
             table.keep_sum()
 
-    def update(self, divisor: float, lrs: Sequence[float], step: int, version: int) -> None:
+    def update(self, divisor: Factor, rates: Sequence[float], step: int, version: int) -> None:
         """Step number `step` of the optimizer with the sum over `divisor`, which makes `version`; then the sum is 0."""
         for table in self._tables:
-            rule_lr = self._rule.lr
-            table.update(divisor, lrs[table.piece.group] if rule_lr is None else rule_lr, step, version)
+            table.update(of_group(divisor, table.group), rates[table.group], step, version)
 
     @property
     def values(self) -> list[Tensor]:
@@ -209,6 +215,7 @@ class _Table:
 
     def __init__(self, piece: Piece, values: Tensor, rule: UpdateRule) -> None:
         self.piece, self._rule = piece, rule
+        self.group = piece.group if rule.lr is None else 0  # one rate for all
         self.values = values.clone()
         self.squares = torch.full_like(self.values, rule.initial) if rule.kind == "adagrad" else None
         self.changed = torch.zeros(piece.num_rows, dtype=torch.int64)
@@ -219,8 +226,15 @@ class _Table:
         self._recent_after = 0
         """Every update after this version is in `_recent`."""
 
+    def multiply(self, factor: float) -> None:
+        """The sum so far."""
+        self.terms = [(rows, values, own * factor) for rows, values, own in self.terms]
+        if self._kept is not None:
+            rows, values, own = self._kept
+            self._kept = rows, values, own * factor
+
     def keep_sum(self) -> None:
-        if self.terms:
+        if self.terms or (self._kept is not None and self._kept[2] != 1):
             rows, values = self._sum()
             owned = len(self.terms) > 1 or self._kept is not None or self.terms[0][2] != 1
             self._kept = rows.clone(), values if owned else values.clone(), 1.0

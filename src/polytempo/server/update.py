@@ -1,7 +1,8 @@
 """The optimizer inside a shard: out of place on flat tensors, so that weights which are lent stay as they are.
 
-`out` ← one step of an `UpdateRule` from `weights` on g = Σ factorᵢ · gradientᵢ / divisor. There are two ways to compute
-it, and a run keeps to one of them in all its shards and their copies, because their bits differ:
+`out` ← one step of an `UpdateRule` from `weights` on g = Σ factorᵢ · gradientᵢ / divisor. Learning rates, factors and
+the divisor may differ between parameter groups (`server.step_rates`). There are two ways to compute it, and a run keeps
+to one of them in all its shards and their copies, because their bits differ:
 
     torch ops       as torch.optim does with foreach=False, operation by operation, so one worker without delay gets
                     the bits that it would get alone; several passes over memory
@@ -24,6 +25,7 @@ from polytempo.native.library import available
 from polytempo.native.step import RULES, Hyper
 from polytempo.server.buffers import Empty
 from polytempo.server.layout import Segment
+from polytempo.server.step_rates import Factor, of_group
 
 _TINY = 1e-300
 """Stands for Adagrad's ε = 0 in the kernel: added to a square root in f64 it changes nothing but 0/0, which is 0."""
@@ -33,7 +35,7 @@ class Term(NamedTuple):
     """A gradient and what it is multiplied by in the sum."""
 
     gradient: Tensor
-    factor: float
+    factor: Factor
 
 
 class Moments(NamedTuple):
@@ -75,8 +77,11 @@ class Optimizer:
     """
 
     def __init__(self, rule: UpdateRule, segments: Sequence[Segment], dtype: torch.dtype, *, native: bool) -> None:
-        self.rule, self.native, self._segments = rule, native, segments
+        self.rule, self.native, self.segments = rule, native, segments
         self._groups = sorted({segment.group for segment in segments})
+        self._whole = None if len(self._groups) > 1 else [(slice(None), self._groups[0] if self._groups else 0)]
+        """All of it, where there is but one parameter group."""
+        self._own = None if rule.lr is None else (rule.lr,) * (self._groups[-1] + 1 if self._groups else 1)
         self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
 
     def lacks(self, lrs: Sequence[float]) -> str:
@@ -85,36 +90,45 @@ class Optimizer:
             return f"no learning rate for parameter group {self._groups[-1]}: lrs are {tuple(lrs)}"
         return ""
 
+    def rates(self, lrs: tuple[float, ...], factor: float = 1.0) -> tuple[float, ...]:
+        """`factor` times the learning rates of a push, or the rule's own where it has one."""
+        own = lrs if self._own is None else self._own
+        return own if factor == 1 else tuple(factor * lr for lr in own)
+
     def step_(
         self,
         weights: Tensor,
         out: Tensor,
         terms: Sequence[Term],
-        divisor: float,
+        divisor: Factor,
         moments: Moments,
         step: int,
-        lrs: Sequence[float],
+        lrs: tuple[float, ...],
     ) -> None:
         """Step number `step` (the first is 1): `out` and `moments` are overwritten, `out` may be `weights`.
 
-        All tensors are flat and of one length. No terms: a step on a gradient of zeros. Cost: with the kernel one read
-        of the weights and of each gradient and one write of `out`; moments are read and written once.
+        `lrs`: its learning rates, for each parameter group; (): the rule's own. All tensors are flat and of one length.
+        No terms: a step on a gradient of zeros. Cost: with the kernel one read of the weights and of each gradient and
+        one write of `out`; moments are read and written once.
         """
-        pieces = self._pieces(lrs)
+        lrs = lrs if self._own is None or lrs else self._own
+        pieces = self._whole or self._pieces(lrs, divisor, *(factor for _, factor in terms))
         if self._updater is not None:
-            self._native_(weights, out, terms, divisor, moments, step, pieces)
+            self._native_(weights, out, terms, divisor, moments, step, lrs, pieces)
             return
-        gradient = _sum_of(terms, divisor, weights)
-        for where, lr in pieces:
+        for where, group in pieces:
             cut = Moments(*(None if moment is None else moment[where] for moment in moments))
-            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient[where], cut, step, lr)
+            own = [(gradient[where], of_group(factor, group)) for gradient, factor in terms]
+            gradient = _sum_of(own, of_group(divisor, group), weights[where])
+            lr = lrs[group] if lrs else 0.0
+            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient, cut, step, lr)
 
     @property
     def descends(self) -> bool:
         """Whether there is `descend_`: of SGD without momentum, by the kernel."""
         return self._updater is not None and self.rule.kind == "sgd" and not self.rule.momentum
 
-    def descend_(self, weights: Tensor, out: Tensor, gradient: Tensor, scale: float, lrs: Sequence[float]) -> int:
+    def descend_(self, weights: Tensor, out: Tensor, gradient: Tensor, scale: float, lrs: tuple[float, ...]) -> int:
         """A step on scale · gradient that looks at the gradient on its way, in the bits of `step_`.
 
         -1, or the index of the gradient's first element that is NaN or infinite, and then `out`, which must not be
@@ -122,36 +136,44 @@ class Optimizer:
         """
         updater = self._updater
         assert updater is not None, "asked for only where `descends`"
-        for where, updater.hyper.lr in self._pieces(lrs):
+        for where, group in self._whole or self._pieces(lrs):
+            updater.hyper.lr = lrs[group]
             bad = updater.descend_(gradient[where], scale, weights[where], out[where])
             if bad >= 0:
                 return (where.start or 0) + bad
         return -1
 
-    def _pieces(self, lrs: Sequence[float]) -> list[tuple[slice, float]]:
-        """What has a learning rate of its own."""
-        if len(self._groups) > 1 and self.rule.lr is None and len({lrs[group] for group in self._groups}) > 1:
-            return [(slice(begin, end), lrs[group]) for begin, end, group in self._segments]
-        lr = self.rule.lr if self.rule.lr is not None else lrs[self._groups[0]] if self._groups else 0.0
-        return [(slice(None), lr)]
+    def add_(self, total: Tensor, term: Term, *, fresh: bool) -> None:
+        """total ← factor · gradient where `fresh`, else that is added. `gradient` may be `total` where `fresh`."""
+        for where, group in self._whole or self._pieces(term.factor):
+            _add_(total[where], term.gradient[where], of_group(term.factor, group), fresh=fresh)
+
+    def _pieces(self, *factors: Factor) -> list[tuple[slice, int]]:
+        """The parts of the vector in which none of `factors` changes, each with a parameter group."""
+        groups = self._groups
+        if any(isinstance(factor, tuple) and len({factor[group] for group in groups}) > 1 for factor in factors):
+            return [(slice(begin, end), group) for begin, end, group in self.segments]
+        return [(slice(None), groups[0])]
 
     def _native_(
         self,
         weights: Tensor,
         out: Tensor,
         terms: Sequence[Term],
-        divisor: float,
+        divisor: Factor,
         moments: Moments,
         step: int,
-        pieces: Sequence[tuple[slice, float]],
+        lrs: tuple[float, ...],
+        pieces: Sequence[tuple[slice, int]],
     ) -> None:
         updater = self._updater
         assert updater is not None, "asked for only where there is one"
         updater.hyper.step, updater.hyper.first = step, step == 1
-        scales = [factor / divisor for _, factor in terms]
         first, second = moments
-        for where, lr in pieces:
-            updater.hyper.lr = lr
+        for where, group in pieces:
+            updater.hyper.lr = lrs[group] if lrs else 0.0
+            share = of_group(divisor, group)
+            scales = [of_group(factor, group) / share for _, factor in terms]
             if len(pieces) == 1:
                 updater.update_([g for g, _ in terms], scales, weights, out, first, second)
                 continue
@@ -177,28 +199,28 @@ def _hyper(rule: UpdateRule) -> Hyper:
     )
 
 
-def add_(total: Tensor, term: Term, *, fresh: bool) -> None:
+def _add_(total: Tensor, gradient: Tensor, factor: float, *, fresh: bool) -> None:
     """total ← factor · gradient where `fresh`, else that is added."""
     if not fresh:
-        total.add_(term.gradient, alpha=term.factor)
-    elif term.factor == 1:
-        total.copy_(term.gradient)
+        total.add_(gradient, alpha=factor)
+    elif factor == 1:
+        total.copy_(gradient)
     else:
-        torch.mul(term.gradient, term.factor, out=total)
+        torch.mul(gradient, factor, out=total)
 
 
 # ------------------------------------------------------------------------------- operation by operation, as torch.optim
 
 
-def _sum_of(terms: Sequence[Term], divisor: float, like: Tensor) -> Tensor:
+def _sum_of(terms: Sequence[tuple[Tensor, float]], divisor: float, like: Tensor) -> Tensor:
     """Σ factor · gradient / divisor: a gradient itself where that is the same, so nobody may write to it."""
     if not terms:
         return torch.zeros_like(like)
-    gradient = terms[0].gradient
-    if len(terms) > 1 or terms[0].factor != 1:
+    gradient, factor = terms[0]
+    if len(terms) > 1 or factor != 1:
         gradient = torch.empty_like(like)
-        for i, term in enumerate(terms):
-            add_(gradient, term, fresh=i == 0)
+        for i, (each, factor) in enumerate(terms):
+            _add_(gradient, each, factor, fresh=i == 0)
     return gradient if divisor == 1 else gradient / divisor
 
 

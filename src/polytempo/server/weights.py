@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from polytempo.core.rule import Add
 from polytempo.server.buffers import Buffers, Empty
 from polytempo.server.encoded import Shown
-from polytempo.server.update import Moments, Optimizer, Term, add_, first_unfinite, init
+from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
+from polytempo.server.update import Moments, Optimizer, Term, first_unfinite, init
 
 
 class _Foreseen(NamedTuple):
@@ -21,7 +23,7 @@ class _Foreseen(NamedTuple):
 
     gradient: Tensor
     scale: float
-    lrs: tuple[float, ...]
+    rates: tuple[float, ...]
     version: int
     out: int
 
@@ -48,18 +50,27 @@ class Weights:
         self.total: Tensor | None = None
         """Memory for the sum; something is in it where `summed`."""
         self.summed = False
+        self.aside: dict[int, Tensor] = {}
+        """Batch -> the sum of the parts of its gradient that are there, until an update includes it."""
+        self._idle: list[Tensor] = []
+        """Memory of such sums."""
         self.leases: dict[int, list[tuple[int, int]]] = {}
         """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
         """Worker -> (version, buffer) of the weights that it read last."""
-        self.lrs: tuple[float, ...] = ()
-        """The learning rates that came with the gradient that was added last."""
-        self._optimizer, self._empty, self._keeps_reads = optimizer, empty, keeps_reads
+        self.rates = StepRates()
+        """Of the gradients in the sum."""
+        self.optimizer = optimizer
+        self._empty, self._keeps_reads = empty, keeps_reads
         self._shown = shown
         self._terms: list[Term] = []
         self._foresees = optimizer.descends
+        self._total_factor: Factor = 1.0
+        """What `total` is to be multiplied by, as a larger rate has come since."""
         self._scale: float | None = None
         """Of the last update, if it was by one gradient alone."""
+        self._rate = 1.0
+        """What the learning rates of the gradient that came last were multiplied by."""
         self._foreseen: _Foreseen | None = None
 
     @property
@@ -118,14 +129,14 @@ class Weights:
 
         Where the last update was by one gradient alone, another is to be expected: it is made on the way, into a free
         buffer, and `update` finds it done. Reading a large gradient costs as much as updating from it. No bit depends
-        on it; who is proved wrong, as where factors change, does so no more.
+        on it; who is proved wrong, as where staleness changes the rate, does so no more.
         """
         self._forget()
         if self._scale is None or not self._foresees or not gradient.is_contiguous():
-            return first_unfinite(gradient, self._optimizer.native)
-        out = self.buffers.take()
-        bad = self._optimizer.descend_(self.present, self.buffers.tensors[out], gradient, self._scale, lrs)
-        self._foreseen = _Foreseen(gradient, self._scale, lrs, self.version, out)
+            return first_unfinite(gradient, self.optimizer.native)
+        out, rates = self.buffers.take(), self.optimizer.rates(lrs, self._rate)
+        bad = self.optimizer.descend_(self.present, self.buffers.tensors[out], gradient, self._scale, rates)
+        self._foreseen = _Foreseen(gradient, self._scale, rates, self.version, out)
         if bad >= 0:
             self._forget()
         return bad
@@ -135,10 +146,33 @@ class Weights:
             self.buffers.release(self._foreseen.out)
             self._foreseen = None
 
-    def add(self, term: Term, lrs: tuple[float, ...]) -> None:
-        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay."""
-        self._terms.append(term)
-        self.lrs = lrs
+    def weigh(self, action: Add, lrs: tuple[float, ...]) -> Multiples:
+        """What the next gradient is to be added with; `lrs` came with it. The sum before it is multiplied here.
+
+        A part of a batch stays as it is: the gradient that completes the batch has the rates of all of it.
+        """
+        if action.part_of is not None:
+            return ONCE
+        self._rate = action.rate
+        self.rates, multiples = self.rates.with_one(action.weight, self.optimizer.rates(lrs, action.rate))
+        if multiples.before is not None:
+            self._terms = [Term(gradient, times(factor, multiples.before)) for gradient, factor in self._terms]
+            self._total_factor = times(self._total_factor, multiples.before)
+        return multiples
+
+    def add(self, gradient: Tensor, multiples: Multiples, part_of: int | None = None) -> None:
+        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay.
+
+        `part_of`: add to the sum of that batch's parts instead, at once.
+        """
+        term = Term(gradient, multiples.own)
+        if part_of is None:
+            self._terms.append(term)
+            return
+        fresh = part_of not in self.aside
+        if fresh:
+            self.aside[part_of] = self._idle.pop() if self._idle else self._empty(self.numel, self.dtype)
+        self.optimizer.add_(self.aside[part_of], term, fresh=fresh)
 
     def keep_sum(self) -> None:
         """What was added and has not been used goes into memory of its own: gradients are only lent."""
@@ -147,34 +181,50 @@ class Weights:
             return
         if self.total is None:
             self.total = self._empty(self.numel, self.dtype)
+        if self.summed and self._total_factor != 1:
+            self.optimizer.add_(self.total, Term(self.total, self._total_factor), fresh=True)
         for term in self._terms:
-            add_(self.total, term, fresh=not self.summed)
+            self.optimizer.add_(self.total, term, fresh=not self.summed)
             self.summed = True
-        self._terms = []
+        self._terms, self._total_factor = [], 1.0
 
-    def update(self, divisor: float) -> None:
-        """A step of the optimizer with the sum over `divisor`; then the sum is 0."""
-        terms = self._terms
+    def update(self, divisor: float, including: int | None = None) -> tuple[tuple[float, ...], Factor]:
+        """A step of the optimizer with the sum, parts of the batch `including` in it, over `divisor`; then it is 0.
+
+        The answer is the step's learning rates, and what its gradient is the sum over (`StepRates.step`).
+        """
+        parts = None if including is None else self.aside.pop(including, None)
+        terms = self._terms if parts is None else [*self._terms, Term(parts, 1.0)]
         if self.summed:
             assert self.total is not None, "something is in it"
-            terms = [Term(self.total, 1.0), *terms]
+            terms = [Term(self.total, self._total_factor), *terms]
         self.steps += 1
-        out = self._done_already(terms, divisor)
+        rates, divisors = self.rates.step(divisor)
+        out = self._done_already(terms, divisors, rates)
         if out < 0:
             out = self._writable()
-            self._optimizer.step_(
-                self.present, self.buffers.tensors[out], terms, divisor, self.moments, self.steps, self.lrs
+            self.optimizer.step_(
+                self.present, self.buffers.tensors[out], terms, divisors, self.moments, self.steps, rates
             )
-        self._terms, self.summed = [], False
+        self._terms, self.summed, self._total_factor = [], False, 1.0
+        self.rates = StepRates(rates)
+        if parts is not None:
+            self._idle.append(parts)
         self._moved(out)
+        return rates, divisors
 
-    def _done_already(self, terms: list[Term], divisor: float) -> int:
+    def _done_already(self, terms: list[Term], divisor: Factor, rates: tuple[float, ...]) -> int:
         """The buffer with what was foreseen, if it is this update; else -1."""
         seen, self._foreseen = self._foreseen, None
-        self._scale = terms[0].factor / divisor if len(terms) == 1 and not self.summed else None
+        self._scale = None
+        if len(terms) == 1 and not self.summed:
+            factor = terms[0].factor
+            assert not isinstance(factor, tuple), "alone it has the largest rate in every group"
+            assert not isinstance(divisor, tuple), "alone it moves as much as it weighs"
+            self._scale = factor / divisor
         if seen is None:
             return -1
-        ours = (self._scale, self.lrs, self.version) == (seen.scale, seen.lrs, seen.version)
+        ours = (self._scale, rates, self.version) == (seen.scale, seen.rates, seen.version)
         if ours and terms[0].gradient is seen.gradient:
             return seen.out
         self.buffers.release(seen.out)
@@ -204,15 +254,24 @@ class Weights:
 
     def spare(self) -> list[Tensor]:
         """All memory that this has taken from `empty`."""
-        return [*self.buffers.tensors, *(t for t in (*self.moments, self.total) if t is not None)]
+        sums = (self.total, *self.aside.values(), *self._idle)
+        return [*self.buffers.tensors, *(t for t in (*self.moments, *sums) if t is not None)]
 
-    def restore(self, held: list[Tensor], moments: Moments, total: Tensor | None, spare: list[Tensor]) -> None:
+    def restore(
+        self,
+        held: list[Tensor],
+        moments: Moments,
+        total: Tensor | None,
+        aside: dict[int, Tensor],
+        spare: list[Tensor],
+    ) -> None:
         """Begin with these tensors, `held[0]` the present weights; `spare` is free memory. Leases come after it."""
         self.buffers = Buffers(self.numel, self.dtype, self._empty)
         self.buffers.adopt(held, spare)
         self.current = 0
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
-        self._terms, self._foreseen = [], None
+        self._terms, self._foreseen, self._total_factor = [], None, 1.0
+        self.aside, self._idle = aside, []
         if self._shown is not None:
             self._shown.forget()

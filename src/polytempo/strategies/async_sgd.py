@@ -25,7 +25,8 @@ def async_sgd(
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = 1/λ, λ the workers that the run starts with: a
     gradient counts what it counts in the synchronous step, which takes the mean of λ, and the job's η is good for both.
     The paper's rule is `rate=1`. Then give the job a smaller η: staleness acts like momentum, and adds to the job's
-    (I. Mitliagkas et al., "Asynchrony begets momentum", 2016).
+    (I. Mitliagkas et al., "Asynchrony begets momentum", 2016). Under a schedule η is the rate at the batch's place in
+    the run, whichever worker computes it, and however late. Weight decay goes with each update, at its rate ρ η.
 
     `shards` processes hold the parameters in parts; each part has `replicas` further copies.
 

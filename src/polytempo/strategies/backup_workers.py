@@ -10,15 +10,19 @@ from polytempo.server.service import served, service
 def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Strategy:
     """Of λ = N + b workers the first N gradients of a step count (b = `backups`); later ones are dropped.
 
-    θ ← θ - η (1/N) Σ gᵢ over the first N. No gradient that counts is stale. A worker that came late pulls and is in the
-    present step again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers.
-    With b = 0 it is synchronous SGD. At least one gradient counts: with b + 1 workers or fewer a step takes the first
-    one alone.
+    θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first N, the mean over their samples: mᵢ is how many gᵢ is of, as an epoch's last
+    batch may be smaller. No gradient that counts is stale. A worker that came late pulls and is in the present step
+    again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers. With b = 0 it is
+    `sync_sgd`. At least one gradient counts: with b + 1 workers or fewer a step takes the first one alone.
+
+    Under a schedule η is the rate at each batch; batches of two steps of the schedule may meet in one step where b > 0,
+    and then count by it, Σ mᵢ ηᵢ gᵢ / Σ mᵢ.
 
     Cost: as `async_sgd`, and b workers' work in every step; a step takes as long as the Nth fastest worker.
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016,
-    section 3. There N is fixed; here it is the number of workers at the time less b, at least 1.
+    section 3. There batches have one size, and N is fixed; here it is the number of workers at the time less b, at
+    least 1.
     """
     return served(
         spelled("backup_workers", backups=backups, shards=shards, replicas=replicas),

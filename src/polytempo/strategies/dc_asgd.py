@@ -16,6 +16,8 @@ def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: fl
     in place of the Hessian's diagonal. With strength 0 it is `async_sgd`, and ρ = `rate` is what it is there: without
     it one over the number of workers; the paper's rule is `rate=1`, with a learning rate that fits.
 
+    The correction is of the loss' gradient; weight decay, if the job's optimizer has it, is of the present θ.
+
     Cost: as `async_sgd`; a shard keeps the parameters that each worker has read last.
 
     Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equation 10

@@ -20,10 +20,10 @@ def dgc(
     on each worker, before (of its part of the mean). In the first `warmup_steps` steps more is sent, ever less. See
     `compression.dgc`. Tensors of fewer than `exact_below` elements send all of u, and keep it.
 
-    **Give the job plain SGD.** Momentum happens here; an optimizer with momentum would apply it twice, and is refused
-    (ValueError) unless `momentum` is 0 here, with any number of workers. (The authors' optimizer has momentum for the
-    weight decay's part alone.) With one worker nothing is left out, and there is no momentum: its steps are 1/(1 - m)
-    times shorter.
+    **Give the job plain SGD.** Momentum happens here; an optimizer with momentum, of which Adam's first moment is a
+    kind, would apply it twice, and is refused (ValueError) unless `momentum` is 0 here, with any number of workers.
+    Weight decay then has no momentum (the authors' optimizer has it for that part alone). With one worker nothing is
+    left out, and there is no momentum: its steps are 1/(1 - m) times shorter.
 
     Cost: (N-1) · ratio · n entries of 8 bytes from each worker; memory for two more gradients.
 

@@ -25,23 +25,25 @@ def downpour(
 ) -> Strategy:
     """Every worker: w ← w - α g by itself; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
 
+    g = ∇loss(w) + δ w holds the job's weight decay δ, locally and in what is pushed. AdamW's is no part of a gradient:
+    the server has it in its own steps where `optimizer` is "adamw" or "job", and with another one it is refused. The
+    job's momentum shapes the local steps; the server's step is of `optimizer` alone.
+
     The server applies each sum as it arrives, by `optimizer`: "adagrad" (η = γ/√Σ Δw² for each parameter, the sum kept
     in its shard and over the present gradient too), "sgd", "adam", "adamw", or "job", the job's own. `lr` is the
-    server's γ; without it, the worker's present learning rate, which is often too much for Adagrad: 0.01 to 0.03 suits
-    small networks. "sgd" applies whole sums that are many updates old, and with 5 steps a push bears only a small γ.
-    One worker alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the
-    worker computes: a fetch that was asked for after one step is used after the next.
+    server's γ; without it, the mean of the job's rates at the sum's batches, often too much for Adagrad: 0.01 to 0.03
+    suits small networks. "sgd" bears only a small γ, as it applies whole sums that are many updates old. One worker
+    alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the worker computes: a fetch
+    that was asked for after one step is used after the next.
 
     `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: what it holds
     back goes with the worker's next sum, and is lost with the worker's life, as is what a shard drops. `pull_codec`
     encodes the parameters for those who fetch them, and must keep every one: bf16, fp16, int8, dynamic8.
 
-    Cost: a gradient each `push_every` steps and the parameters each `pull_every`, encoded if so; a worker keeps up to
-    two sums, and with feedback a residual.
+    Cost: a gradient each `push_every` steps, the parameters each `pull_every`; memory for two sums and a residual.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
-    There the local step is plain SGD; here it is the job's own optimizer's, so give the job plain SGD. There a fetch
-    may end in the middle of a step; here it is used between two.
+    There the local step is plain SGD; here it is the job's own optimizer's. There a fetch may end in the middle of one.
     """
     return served(
         spelled(
@@ -64,6 +66,7 @@ def downpour(
             warm_start=warm_start,
             codec=codec,
             pull_codec=pull_codec,
+            decays="workers",
         ),
         gradients=push(push_every, overlap=overlap, steps_locally=True),
         parameters=pull(pull_every, overlap=overlap),

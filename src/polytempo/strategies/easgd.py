@@ -18,6 +18,9 @@ def easgd(
     d = α (x - x̃); x ← x - d at the worker, x̃ ← x̃ + d at the server (x̃, the center, is the model that comes of it).
     Without `alpha` α = β/λ with λ workers. A job with Nesterov momentum makes it EAMSGD, the paper's momentum form.
 
+    Weight decay and schedule are of the workers' own steps, with the rate at each batch's place in the run; the center
+    moves by d alone. A worker that dies loses what it had explored since its last exchange.
+
     Cost: the parameters there and a difference back, every τ = `period` steps. The worker waits for them.
 
     Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, algorithms 1

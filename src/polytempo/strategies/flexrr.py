@@ -30,10 +30,15 @@ def flexrr(
 
         θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ      mᵢ = the samples behind gradient gᵢ
 
-    With `bound` > 0 workers may be so many steps apart, and every push is an update, as in `ssp`.
+    With `bound` > 0 workers may be so many steps apart, as in `ssp`: every batch is one step of the optimizer, when all
+    its slices are there, at one over the number of workers times the job's learning rate.
 
-    Cost: as `async_sgd`; each slice that is helped with is a push of its own. Batches are computed slice by slice, so
-    make slices of several samples: larger batches, or a larger `grain`. One of 8 workers at half speed lengthens a
+    The loss must be a mean over samples. Batch norms look at whole batches: they are refused (ValueError) unless they
+    are frozen or a slice is a batch (`grain` = `first_offer` = `later_offers` = 1).
+
+    Cost: as `async_sgd`; each slice that is helped with is a push of its own, and with a bound a shard keeps one more
+    vector for each batch that is being helped with. Batches are computed slice by slice, so make slices of several
+    samples: larger batches, or a larger `grain`. One of 8 workers at half speed lengthens a
     step to 1.11 at best with 4 helpers, where others wait until 2.0.
 
     Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML", SoCC 2016 (rapid

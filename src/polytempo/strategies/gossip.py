@@ -12,7 +12,11 @@ def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
 
     θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential`, `complete` or `random_pairs()`.
 
-    Cost: K bytes to each neighbour, one message long, whatever the number of workers.
+    Running statistics (batch norm) are mixed with the same neighbours by the same W. Optimizers stay local. No worker
+    talks to others than its neighbours, but for an evaluation, which is of the mean of all models.
+
+    Cost: K bytes to each neighbour, one message long, whatever the number of workers; a second, small one for running
+    statistics.
     Deviation: the mix follows the local step; the paper computes the gradient at the unmixed model meanwhile.
 
     Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.

@@ -9,7 +9,8 @@ from polytempo.core import Strategy, spelled
 def robust_sgd(merge: Merge = median) -> Strategy:
     """Merge gradients by a rule that outvotes wrong workers: `median`, `trimmed_mean(cut)` or `krum(wrong)`.
 
-    Every worker gathers all gradients and applies the same rule, so no server has to be trusted.
+    Every worker gathers all gradients and applies the same rule, so no server has to be trusted. Running statistics
+    (batch norm) are merged by the same rule.
 
     Cost: (N-1)·K bytes and N·K of memory per worker. The median of few workers is noisier than their mean.
 

@@ -12,10 +12,11 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
     """Send one bit for each number of the gradient: the majority's sign is the update, or the mean of scaled signs.
 
     Without `feedback`: g ← sign(Σᵢ bᵢ), 0 on a tie, where bᵢ = sign(gᵢ), and for gᵢ = 0 it is 1 or -1 as (element + i +
-    step) is odd or even, for one bit has no word for 0. Every parameter moves by the learning rate, so that has to be
-    about a hundredth of SGD's; all workers weigh the same, and fewer than half of them cannot turn a vote. A parameter
-    without a gradient on any worker (the row of an embedding that nobody used) stays where it is if their number N is
-    even; if it is odd, it goes forth and back, and is never farther than one step from where it was.
+    step) is odd or even, for one bit has no word for 0. That is the optimizer's gradient: under SGD every parameter
+    moves by the learning rate (and by its weight decay), so that has to be about a hundredth of SGD's. All workers
+    weigh the same, and fewer than half of them cannot turn a vote. A parameter without a gradient on any worker (the
+    row of an embedding that nobody used) stays where it is if their number N is even; if it is odd, it goes forth and
+    back, and is never farther than one step from where it was.
     With `feedback` (EF-signSGD): v = g + r; v̂ = mean|v| · sign(v); r ← v - v̂; the mean of the v̂, with SGD's learning
     rate. Tensors of fewer than `exact_below` elements travel as they are, and are voted on all the same, where
     zero is no vote. With one worker nothing is encoded: it is plain SGD, with steps of another size than those of

@@ -24,7 +24,8 @@ def softsync(
     Between synchronous (but n = 1 is not: a fast worker may be in an update twice) and asynchronous (n = λ). The mean
     staleness is (λ - 1)/c, about n. c is at least 1: with n > λ every gradient is an update, as with n = λ.
 
-    `scale` is s: "constant" (1), or "inverse" (1/τ), which makes it staleness-aware.
+    `scale` is s: "constant" (1), or "inverse" (1/τ), which makes it staleness-aware. It scales the learning rate, as
+    `staleness_aware` says for optimizers other than plain SGD: a step has the mean of the gradients' rates.
 
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = c/λ, about 1/n, λ the workers that the run starts
     with: a gradient counts what it counts in the synchronous step. With "inverse", which looks after that, ρ = 1.

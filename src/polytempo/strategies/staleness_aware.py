@@ -1,4 +1,4 @@
-"""Staleness-aware asynchronous SGD: a gradient that is τ updates old counts 1/τ."""
+"""Staleness-aware asynchronous SGD: a gradient that is τ updates old has 1/τ of the learning rate."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ def staleness_aware(
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - (1/c) Σ (η/τᵢ) gᵢ, c = ⌊λ/n⌋; η where τᵢ = 0.
 
-    Each gradient is divided by its own staleness, inside the sum. Without `n` every gradient is an update (n = λ),
-    where it matters most: a learning rate that synchronous SGD just bears goes on working with many workers.
+    Without `n` every gradient is an update (n = λ), where it matters most: a learning rate that synchronous SGD just
+    bears goes on working with many workers.
+
+    The formula is plain SGD's. Whatever the job's optimizer, 1/τᵢ divides the learning rate and not the gradient, for
+    Adam and Adagrad would cancel a constant factor of that. An update is one step on ḡ with the rate η̄, which its
+    weight decay has, too:
+
+        η̄ = (1/c) Σ η/τᵢ        ḡ = Σ (gᵢ/τᵢ) / Σ (1/τᵢ)
+
+    Under a schedule ηᵢ is the rate at the batch that gᵢ is of, and ḡ = Σ (ηᵢ/τᵢ) gᵢ / Σ ηᵢ/τᵢ.
 
     `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core.state import duplicate
 
 
 class DelayedState(NamedTuple):
@@ -29,7 +30,8 @@ def delayed(delay: int, transform: Transform) -> Transform:
     On the first `delay` steps there is no update at all, so weight decay and momentum do not act.
     An answer is waited for only when it is handed out. A transform with state waits for the state that
     the step before leaves, so its exchanges follow each other; exchanges without state (None) may all be
-    under way at once. Memory: `delay` more bundles.
+    under way at once. What is handed out is a copy, because the state holds the answer until the step that uses it is
+    made. Memory: `delay` + 1 more bundles.
     """
     if delay < 1:
         raise ValueError(f"delay must be at least 1 step, got {delay}; without a delay use the transform itself")
@@ -38,7 +40,7 @@ def delayed(delay: int, transform: Transform) -> Transform:
         return DelayedState(0, (None,) * delay, transform.init(parameters))
 
     async def begin(port: Port, bundle: Bundle, inner: Late | State) -> tuple[Bundle | None, State]:
-        return await transform.apply(port, bundle, await _answer(inner))
+        return await transform.apply(port, bundle, duplicate(await _answer(inner)))
 
     async def apply(port: Port, bundle: Bundle, state: DelayedState) -> tuple[Bundle | None, DelayedState]:
         oldest, *others = state.queue
@@ -48,9 +50,21 @@ def delayed(delay: int, transform: Transform) -> Transform:
         own_messages = port.on_channel(state.step % (delay + 1))
         work = await port.start(begin(own_messages, bundle, state.inner))
         inner = None if state.inner is None else Late(work, 1)
-        return due, DelayedState(state.step + 1, (*others, Late(work, 0)), inner)
+        handed_out = None if due is None else due.copy()
+        return handed_out, DelayedState(state.step + 1, (*others, Late(work, 0)), inner)
 
-    return Transform(init, apply, separable=transform.separable, weighs=transform.weighs, explain=transform.explain)
+    async def beside(port: Port, bundle: Bundle, state: DelayedState) -> Bundle:
+        assert transform.beside is not None
+        return await transform.beside(port, bundle, await _answer(state.inner))
+
+    return Transform(
+        init,
+        apply,
+        separable=transform.separable,
+        weighs=transform.weighs,
+        explain=transform.explain,
+        beside=None if transform.beside is None else beside,
+    )
 
 
 async def _answer(value: Late | Any) -> Any:

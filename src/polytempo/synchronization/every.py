@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform, identity
+from polytempo.core import Bundle, Port, State, Transform, identity, inside
 from polytempo.core.transform import Part, parts_of
 
 
@@ -54,4 +54,5 @@ def _when(condition: Callable[[int], bool], transform: Transform, words: str) ->
         found = parts_of(transform, parameters, num_ranks)
         return [part._replace(under=(words, *part.under)) for part in found]
 
-    return transform._replace(init=init, apply=apply, explain=explain)
+    beside = inside(transform.beside, lambda state: state.inner)
+    return transform._replace(init=init, apply=apply, explain=explain, beside=beside)

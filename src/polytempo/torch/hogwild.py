@@ -113,10 +113,15 @@ class TurnHooks:
         self._baton = Baton()
         self._inside = ExitStack()
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self.handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        self.handles: list[RemovableHandle] = []
+
+    def watch(self) -> TurnHooks:
+        """Hook the optimizer; what may refuse a step is hooked before, so that no turn is taken for nothing."""
+        self.handles += [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
         ]
+        return self
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replaced = _with_loss(args, kwargs) if type(self._optimizer) is SGD else None
@@ -193,7 +198,7 @@ def share_storage(models: Sequence[nn.Module]) -> None:
 def in_turns(
     world: ProcessWorld, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, strategy: Strategy
 ) -> TurnHooks:
-    """Make `parameters` aliases of the one copy, and update it by the strategy's turn. All ranks call it."""
+    """Make `parameters` aliases of the one copy, to be updated by the strategy's turn once it watches. All call it."""
     assert strategy.one_copy is not None
     common = alias_parameters(world, parameters)
     return TurnHooks(world, optimizer, strategy.one_copy, common)

@@ -92,7 +92,9 @@ class Job:
     """`correct(output, target)`: booleans, or numbers from 0 to 1, whose mean is the accuracy; None where there is
     none. Or `of_batch(correct)`, which is called as `correct(model, batch)`."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
-    """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step."""
+    """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
+
+    With a parameter server each batch has the rate of its place in the run, whichever worker takes it, and whenever."""
     name: str = "job"
     origin: str | None = None
     """What `jobs.find` found it by, so that another process can find it again; a file's path is absolute."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from polytempo.collectives import tree
 from polytempo.torch.replica import Replica
 from polytempo.worlds import ProcessWorld
+from polytempo.worlds.shares import Batch
 
 
 class Membership:
@@ -17,6 +20,8 @@ class Membership:
 
     def __init__(self, world: ProcessWorld, replica: Replica) -> None:
         self._world, self._replica = world, replica
+        self._batch: Batch | None = None
+        """What the model was given since the last step, if it comes from `pt.shard`."""
         self.joining = False
         """Whether ranks may leave now."""
         self._left = False
@@ -47,10 +52,24 @@ class Membership:
             self.joining = self._left = False
             self._replica.weight, self._replica.source = None, 0
 
+    @property
+    def share(self) -> float | None:
+        """The share of the batch that the coming step is made of."""
+        return self._world.share if self._batch is None else self._batch.share
+
+    def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The model is given this: it may be a batch whose share is known."""
+        if torch.is_grad_enabled():
+            self._batch = self._world.shares.of(inputs, named) or self._batch
+
+    def end_step(self) -> None:
+        """The coming step is made of another batch."""
+        self._batch = None
+
     def agree_on_share(self) -> None:
         """This rank's part of the coming exchange: its batch's; inside `join` the same for all who are active."""
         if not self.joining:
-            self._replica.share = self._world.share
+            self._replica.share = self.share
         elif not self._left:
             self._share_among_active(1.0)
 

@@ -5,11 +5,13 @@
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
 torch from (seed, ticket, slice), so it is the same work whoever does it. A slice is collated by itself, so batches may
-be of any form; what looks at a batch as a whole (padding, batch normalisation) sees a slice instead.
+be of any form; what looks at a batch as a whole, such as padding, sees a slice instead. Batch norms are refused
+(`torch.requirements`), and a loss must be a mean over samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from polytempo.torch.served import ServedCourse
 
 
+RatesAt = Callable[[Ticket], tuple[float, ...]]
+"""The learning rates of each parameter group at a ticket's place in the run."""
+
+
 class Done(NamedTuple):
     """What one worker did in one step, for itself and for others."""
 
@@ -45,8 +51,8 @@ class Done(NamedTuple):
 class _Share:
     """One step so far."""
 
-    def __init__(self, ticket: Ticket, samples: int, rates: tuple[float, ...], clock: int) -> None:
-        self.ticket, self.samples, self.rates, self.clock = ticket, samples, rates, clock
+    def __init__(self, ticket: Ticket, samples: int, clock: int) -> None:
+        self.ticket, self.samples, self.clock = ticket, samples, clock
         self.own: list[Slice] = []
         self.own_alone = 0
         self.sums: list[Tensor] = []
@@ -71,16 +77,20 @@ class Reassigned:
         self._lives: dict[int, int] = {}
         self._batches: dict[int, Samples] = {}
         self._clock = -1
-        self._share = _Share(Ticket(-1, 0, 0), 0, (), 0)
+        self._share = _Share(Ticket(-1, 0, 0), 0, 0)
+        self._rates_at: RatesAt = lambda ticket: ()
         self.given = self.helped = 0
         """Slices of its own that others did, and slices of others that this worker did."""
 
-    async def gradients(self, ticket: Ticket, rates: tuple[float, ...], step: int) -> Done:
+    async def gradients(self, ticket: Ticket, rates_at: RatesAt, step: int) -> Done:
         """Do the batch of `ticket` together with others. What this worker summed is on the parameters' `.grad` then,
         and its numbers with the client, for the push that closes the share of its step number `step`.
+
+        Each slice is pushed with the rates of its own ticket, whoever does it.
         """
         samples = self._course.batches.pick(ticket.batch).local_samples
-        share = self._share = _Share(ticket, samples, rates, step)
+        self._rates_at = rates_at
+        share = self._share = _Share(ticket, samples, step)
         clock = self._global_clock(ticket)
         if clock > self._clock:
             self._clock = clock
@@ -97,7 +107,7 @@ class Reassigned:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each push is an update of its own (bounded staleness)."""
+        """Whether each batch is an update of its own (bounded staleness)."""
         return self._constants.slack > 0
 
     async def _by_itself(self, clock: int, ticket: Ticket, samples: int) -> None:
@@ -129,7 +139,7 @@ class Reassigned:
             flat.mul_(do.slice.samples / self._course.batches.pick(do.ticket.batch).local_samples)
         number = ticket_of(do.slice, do.ticket.number, self._constants.slices)
         dropped = client.dropped
-        client.begin((number,), share.rates, do.slice.samples, done=())
+        client.begin((number,), self._rates_at(do.ticket), do.slice.samples, done=())
         await self._port.push(flat, share.clock)
         share.counted += do.slice.samples if client.dropped == dropped else 0
         if do.slice.helpee == client.worker:
@@ -172,7 +182,7 @@ class Reassigned:
                 parameter.grad = gradient
         number = share.ticket.number
         numbers = [ticket_of(piece, number, slices) for piece in share.own]
-        self._client.begin((*numbers, closing_of(number, slices)), share.rates, own, done=(number,))
+        self._client.begin((*numbers, closing_of(number, slices)), self._rates_at(share.ticket), own, done=(number,))
         self.given += min(share.samples, slices) - len(share.own) - share.own_alone
 
     # ------------------------------------------------------------------ peers

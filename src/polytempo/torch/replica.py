@@ -10,7 +10,7 @@ A replica performs nothing itself: its exchanges are coroutines over a port.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,25 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.aggregation import mean
+from polytempo.aggregation.outer import anchors
 from polytempo.collectives import tree
-from polytempo.core import Bundle, Port, State, Strategy, is_idle
-from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.core import Bundle, Port, State, Strategy, Transform, averaging, identity, is_idle, native
+from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
+from polytempo.torch.loss_scale import LossScale
+from polytempo.torch.requirements import fitted
 
 BufferRule = Literal["average", "broadcast", "leave"]
 
 _PARAMETER_CHANNEL = 1000
 _BUFFER_CHANNEL = 1010
+
+
+class _Contact(NamedTuple):
+    """What let ranks meet, and the state in which it did."""
+
+    transform: Transform
+    state: State
 
 
 class Replica:
@@ -54,7 +63,7 @@ class Replica:
                 f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
                 "use pt.run(job, strategy, workers=4) or `polytempo train`"
             )
-        check_momentum(optimizer, strategy.momentum, str(strategy))
+        strategy = fitted(strategy, optimizer)
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step = 0
         self.share: float | None = None
@@ -63,6 +72,8 @@ class Replica:
         self.source = 0
         """The rank whose buffers count where they cannot be averaged: the first that has not left a `join`."""
         self.buffer_rule = buffer_rule
+        self.loss_scale: LossScale | None = None
+        """What losses were multiplied by, where a transform must not see it."""
         self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self.trainable = trainable(model, optimizer)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
@@ -72,50 +83,74 @@ class Replica:
             separable = strategy.gradients.separable
             self.buckets = buckets(self.trainable, bucket_bytes if separable else None, empty)
             for bucket in self.buckets:
-                bucket.state = strategy.gradients.init(Bundle(bucket.parameters))
+                bucket.begin(strategy.gradients.init(Bundle(bucket.parameters)))
                 bucket.sparse_tables = sparse_tables(model)
         self.parameter_states: list[State] = []
         if self.exchanges_parameters:
-            groups = self._parameter_groups()
+            groups = list(_by_kind({name: p.detach() for name, p in self.trainable.items()}).values())
             if len(groups) > 1 and not strategy.parameters.separable:
                 raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(groups)} dtypes")
             self.parameter_states = [strategy.parameters.init(Bundle(group)) for group in groups]
-        self._met = False
-        """Whether gradients were exchanged since the last step."""
+        self._rests: frozenset[str] = frozenset()
+        """Parameters that were frozen when ranks met last."""
+        self.restored = False
+        """Whether the state was taken over from a saved one since the last step."""
+        self._met: _Contact | None = None
+        """By what ranks met since the last step, if they did by another way than `exchange`."""
+        self._tentative: _Contact | None = None
+        """By what they met in the last exchange, which counts if the optimizer steps on it."""
         self.hooks: list[RemovableHandle] = []
         if self.exchanges_parameters and strategy.carries_optimizer:
-            self.hooks.append(optimizer.register_step_pre_hook(self._fill_gradients))
+            self.hooks.append(optimizer.register_step_pre_hook(self.fill_gradients))
 
     # ------------------------------------------------------------------ exchanges
 
-    async def exchange(self, port: Port, bucket: Bucket) -> None:
-        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer."""
+    async def exchange(self, port: Port, bucket: Bucket) -> bool:
+        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer.
+
+        What the transform remembers is tentative: `finish_step` keeps it, and another exchange before that begins
+        again from the state of the last step. Returns whether the transform did something.
+        """
+        state = await bucket.spendable()
         bundle = bucket.gathered(self.share)
-        answer, bucket.state = await self.strategy.gradients.apply(port.on_channel(bucket.index), bundle, bucket.state)
-        self._met = self._met or answer is not bundle
-        if answer is not bundle or bundle.packed:
-            bucket.place(answer)
+        if self.loss_scale is not None:
+            self.loss_scale.take_off_(bundle)
+        contact = _Contact(self.strategy.gradients, state)
+        answer, after = await contact.transform.apply(port.on_channel(bucket.index), bundle, state)
+        answered = answer is not bundle
+        if answered:
+            self._tentative = contact
+        bucket.propose(after, answered=answered)
+        bucket.withheld = answer is None
+        if self.loss_scale is not None:  # a scaler wants to see a gradient, also before a step that has none
+            answer = bundle.map(torch.zeros_like) if answer is None else self.loss_scale.put_on_(answer)
+        if answered or bundle.packed:
+            bucket.place(answer, answered=answered)
+        return answered
 
     async def finish_step(self, port: Port) -> None:
-        """After `optimizer.step`: run the parameters' transform, and bring the buffers together."""
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet."""
         self.step += 1
-        met, self._met = self._met, False
+        self.restored = False
+        committed = [bucket.commit() for bucket in self.buckets]
+        met = self._met or (self._tentative if any(committed) else None)
+        self._met = self._tentative = None
         if self.exchanges_parameters:
             met = await self._exchange_parameters(port) or met
-        if met and port.size > 1 and self.buffer_rule != "leave":
-            agreed = await self._met_buffers(port.on_channel(_BUFFER_CHANNEL))
+        if met is not None and port.size > 1 and self.buffer_rule != "leave":
+            agreed = await self._met_buffers(port.on_channel(_BUFFER_CHANNEL), met)
             for name, buffer in self._buffers().items():
                 buffer.copy_(agreed[name])
 
     def has_met(self) -> None:
         """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
-        self._met = True
+        self._met = _Contact(identity(), None)
 
-    def _fill_gradients(self, *_: Any) -> None:
+    def fill_gradients(self, *_: Any) -> None:
         """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
         sparse = sparse_tables(self.model)
         for name, parameter in self.trainable.items():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 layout = torch.sparse_coo if name in sparse else torch.strided
                 parameter.grad = torch.zeros_like(parameter, layout=layout)
 
@@ -123,20 +158,59 @@ class Replica:
     def _parameter_groups(self) -> list[dict[str, Tensor]]:
         tensors = {name: parameter.detach() for name, parameter in self.trainable.items()}
         if self.strategy.carries_optimizer:
-            tensors |= _moments(self.trainable, self.optimizer)  # each joins the group of its parameter
+            tensors |= _moments(self.trainable, self.optimizer)  # each joins the group of its dtype
         return list(_by_kind(tensors).values())
 
-    async def _exchange_parameters(self, port: Port) -> bool:
-        changed = False
+    async def _exchange_parameters(self, port: Port) -> _Contact | None:
+        met, states = None, list(self.parameter_states)
         for i, group in enumerate(self._parameter_groups()):
             bundle = Bundle(group, self.weight)
-            answer, self.parameter_states[i] = await self.strategy.parameters.apply(
-                port.on_channel(_PARAMETER_CHANNEL + i), bundle, self.parameter_states[i]
+            contact = _Contact(self.strategy.parameters, states[min(i, len(states) - 1)])
+            answer, after = await contact.transform.apply(
+                port.on_channel(_PARAMETER_CHANNEL + i), bundle, contact.state
             )
+            if i < len(states):  # moments of another dtype than any parameter have no state of their own
+                self.parameter_states[i] = after
             if answer is not None and answer is not bundle:
-                torch._foreach_copy_(list(group.values()), list(answer.views.values()))
-                changed = True
-        return changed
+                resting = self._resting(i)
+                moved = [(tensor, answer.views[name]) for name, tensor in group.items() if name not in resting]
+                torch._foreach_copy_([tensor for tensor, _ in moved], [view for _, view in moved])
+                for anchor in anchors(self.parameter_states[i]) if resting else ():
+                    for name in resting & group.keys():
+                        anchor.views[name].copy_(group[name])
+                met = met or contact
+        if met is not None:
+            self._rests = frozenset(name for name, p in self.trainable.items() if not p.requires_grad)
+        return met
+
+    def _resting(self, index: int) -> frozenset[str]:
+        """Frozen parameters that ranks have brought together since, and that something remembered could move on."""
+        if not self._rests or next(anchors(self.parameter_states[index]), None) is None:
+            return frozenset()
+        return frozenset(name for name in self._rests if not self.trainable[name].requires_grad)
+
+    @torch.no_grad()
+    async def renew(self, port: Port, *, changed: bool | None) -> None:
+        """Parameters may have come from elsewhere: let what is remembered of them refer to them as they are now.
+
+        All ranks call it; if they `changed` on one, all begin anew from rank 0's, at the step at which they are. Before
+        the first step ranks need not know (None): what all have changed shows. Cost: a number to all where they know,
+        and a broadcast of the parameters where they changed.
+        """
+        for i, group in enumerate(self._parameter_groups()):
+            state = self.parameter_states[i] = await settled(self.parameter_states[i])
+            begun = self.strategy.parameters.init(Bundle(group))
+            if not saved(begun, "").tensors:
+                continue
+            channel = port.on_channel(_PARAMETER_CHANNEL + i)
+            if changed is None:
+                anew = self.step == 0 and not equal(state, begun)
+            else:
+                anew = bool((await tree(channel, torch.tensor([float(changed)]))).any())
+            if anew:
+                bundle = Bundle(group).copy()
+                begun = self.strategy.parameters.init(bundle.with_flat(await channel.broadcast(bundle.flat)))
+                self.parameter_states[i] = renewed(state, begun)
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers that meet. Only running statistics are averaged; others are constants or the model's affair."""
@@ -148,17 +222,21 @@ class Replica:
             for name, buffer in module.named_buffers(recurse=False)
         }
 
-    async def _met_buffers(self, port: Port) -> dict[str, Tensor]:
-        """What all ranks make of their buffers by the rule, in memory of its own; counts are those of one rank."""
+    async def _met_buffers(self, port: Port, met: _Contact | None) -> dict[str, Tensor]:
+        """What ranks make of their buffers by the rule, in memory of its own.
+
+        `met`: they meet beside it, by its messages' way, and talk to no other ranks. Counts of batches, which grow
+        alike, stay as they are. Else, and in a `join`, where ranks have counted differently, all hear one rank's.
+        """
         out: dict[str, Tensor] = {}
+        average = averaging(tree) if met is None else met.transform.beside or averaging(native)
         for kind, group in _by_kind(self._buffers()).items():
             bundle = Bundle(group, self.weight)
             if self.buffer_rule == "average" and kind[0].is_floating_point:
-                answer, _ = await mean(tree).apply(port, bundle, None)
-                assert answer is not None
-            else:
-                answer = bundle.with_flat(await port.broadcast(bundle.flat, self.source))
-            out |= answer.views
+                bundle = await average(port, bundle, None if met is None else met.state)
+            elif self.buffer_rule == "broadcast" or met is None or self.weight is not None:
+                bundle = bundle.with_flat(await port.broadcast(bundle.flat, self.source))
+            out |= bundle.views
         return out
 
     async def consensus(self, port: Port) -> dict[str, Tensor]:
@@ -168,9 +246,7 @@ class Replica:
         for group in _by_kind(tensors).values():
             bundle = Bundle(group, self.weight).copy()
             if port.size > 1 and not self.strategy.in_step:
-                answer, _ = await mean(tree).apply(port.on_channel(_BUFFER_CHANNEL), bundle, None)
-                assert answer is not None
-                bundle = answer
+                bundle = await averaging(tree)(port.on_channel(_BUFFER_CHANNEL), bundle, None)
             out |= bundle.views
         return {name: out[name] for name in tensors}
 
@@ -188,7 +264,7 @@ class Replica:
         """
         if port.size == 1 or self.strategy.in_step or self.buffer_rule == "leave":
             return {}
-        return await self._met_buffers(port.on_channel(_BUFFER_CHANNEL))
+        return await self._met_buffers(port.on_channel(_BUFFER_CHANNEL), None)
 
     # ------------------------------------------------------------------ saving
 
@@ -214,9 +290,8 @@ class Replica:
         """
         for bucket in self.buckets:
             layout = Bundle(bucket.parameters)
-            bucket.state = self.strategy.gradients.init(layout)
-            if _holds(source, "gradients"):
-                bucket.state = restored(bucket.state, source, "gradients", layout, debts)
+            state = self.strategy.gradients.init(layout)
+            bucket.begin(restored(state, source, "gradients", layout, debts) if _holds(source, "gradients") else state)
         for i, group in enumerate(_by_kind({n: p.detach() for n, p in self.trainable.items()}).values()):
             if i < len(self.parameter_states):
                 layout = Bundle(group)
@@ -226,7 +301,7 @@ class Replica:
                     self.parameter_states[i] = restored(begun, source, f"parameters/{i}", layout, debts)
         step = source.scalars["step"]
         assert isinstance(step, int)
-        self.step = step
+        self.step, self.restored = step, True
 
 
 def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
@@ -266,19 +341,6 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     return found
 
 
-def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
-    """Raise ValueError where `who` gives gradients this momentum already and the optimizer has momentum, too.
-
-    Both together make steps 1/((1 - m)(1 - m')) times as long: 100 times at 0.9, and the run diverges.
-    """
-    own = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
-    if momentum > 0 and own > 0:
-        raise ValueError(
-            f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its momentum "
-            f"{own:g} once more; use dgc(momentum=0), or an optimizer without momentum"
-        )
-
-
 def _holds(source: Saved, path: str) -> bool:
     return any(name == path or name.startswith(f"{path}/") for name in [*source.tensors, *source.scalars])
 
@@ -293,17 +355,25 @@ def sparse_tables(model: nn.Module) -> frozenset[str]:
 
 
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state tensors that are like their parameter, as `name|key`; counts of steps are none of them."""
-    return {
-        f"{name}|{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if key != "step" and isinstance(value, Tensor) and _alike(value, parameter)
-    }
+    """The optimizer's state tensors, as `name|key`, whatever their dtype and shape.
 
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    Counts of steps and other single numbers, the same on all ranks, are none of them. Raises ValueError for state that
+    has no mean: codes, and lists of tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (key == "step" or (value.ndim == 0 and parameter.ndim)):
+                continue
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f"{name}|{key}"] = value
+            elif isinstance(value, Tensor | list):
+                what = str(value.dtype) if isinstance(value, Tensor) else "a list"
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as {what}, of which there is no mean; use "
+                    "parameter_averaging(optimizer_state=False), or an optimizer whose state is floating-point tensors"
+                )
+    return found
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Bundle, Port, Program, State, Strategy, is_idle
 from polytempo.core.state import settled
@@ -25,7 +24,9 @@ from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
 from polytempo.torch.job import Data, Job
+from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.objective import loss_of
+from polytempo.torch.rate_schedule import RateSchedule
 from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
 from polytempo.torch.running import Running
@@ -53,7 +54,8 @@ class ServedCourse:
     batches: Batches
     compute_gradients: ComputeGradients
     seed: int = 0
-    scheduler: LRScheduler | None = None
+    schedule: RateSchedule | None = None
+    decay: LocalDecay | None = None
 
 
 class Attendance(NamedTuple):
@@ -195,12 +197,10 @@ class _Worker:
             await self.push_all()
 
     async def _step(self, ticket: Ticket) -> None:
-        port, course = self._port, self._course
+        port = self._port
         await port.mark(self._steps)
         samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
         await self._exchange(empty=False)
-        if course.scheduler is not None:
-            course.scheduler.step()
         self._steps += 1
         self._samples += samples
         self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
@@ -213,14 +213,14 @@ class _Worker:
         batch = course.batches.at(ticket.epoch, ticket.batch)
         seed_step(course.seed, 0, ticket.number, "model")
         samples = course.batches.pick(ticket.batch).num_samples
-        self._client.begin((ticket.number,), self._rates, samples)
+        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
         self._meter.add(await course.compute_gradients(self._port, batch, samples))
         return samples
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
         before_s = await self._port.now()
-        done = await reassigned.gradients(ticket, self._rates, self._steps + 1)
+        done = await reassigned.gradients(ticket, self._rates_at, self._steps + 1)
         self._idle_s += await self._port.now() - before_s - done.busy_s
         if done.loss is not None:
             self._meter.add(done.loss)
@@ -243,6 +243,8 @@ class _Worker:
     async def _exchange(self, *, empty: bool) -> None:
         """The strategy's two transforms with the local step between them, which an empty step leaves out."""
         strategy, optimizer = self._course.strategy, self._course.optimizer
+        if self._course.decay is not None and not empty:
+            self._course.decay.add_()
         gradients = {
             name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
         }
@@ -256,7 +258,6 @@ class _Worker:
             self._point_at(answer, bundle)
             if answer is None:
                 self._tables.forget()
-                optimizer.step()
             else:
                 self._tables.remember(rows)
                 await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._numel)
@@ -267,8 +268,7 @@ class _Worker:
             self._place(changed)
 
     def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
-        """Let the optimizer see the answer. Where that is None it sees no gradient and changes nothing, but its
-        schedule counts a step."""
+        """Let the optimizer see the answer, if there is one."""
         if answer is given and not given.packed:
             return
         for name, parameter in self._parameters.items():
@@ -281,10 +281,11 @@ class _Worker:
         self._tables.place(self._client.pulled_rows())
         self._running.place(self._client.pulled_running())
 
-    @property
-    def _rates(self) -> tuple[float, ...]:
-        """The present learning rates for the server."""
-        service = self._course.strategy.server
+    def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
+        """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
+        service, schedule = self._course.strategy.server, self._course.schedule
+        if schedule is not None:
+            schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
         rates = rates_of(self._course.optimizer)
         if service is None or service.rate is None:
             return rates

@@ -12,7 +12,13 @@ from polytempo.worlds import ProcessWorld, current
 
 
 class WorldShard:
-    """A `Shard` that tells its world each batch's share of the global batch, so uneven batches weigh right."""
+    """A `Shard` that tells its world each batch's share of the global batch, so uneven batches weigh right.
+
+    Batches may be taken before their turn, by a loader that looks ahead: an attached model recognises what it is given
+    by its tensors or, where the loop has moved them (`x.to(device)`), as the oldest batch with tensors of their shapes
+    that it has not been given. What it cannot recognise, and what a compiled model is given, has the share of the batch
+    that was taken last.
+    """
 
     def __init__(self, world: ProcessWorld, inner: Shard) -> None:
         self._world = world
@@ -20,9 +26,11 @@ class WorldShard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch."""
+        self._world.shares.begin()
         try:
             for batch in self.inner:
                 self._world.share = self.inner.share
+                self._world.shares.give(batch, self.inner.share)
                 yield batch
         finally:
             self._world.share = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from polytempo.core import Strategy, is_idle
-from polytempo.core.rule import UpdateRule
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.layout import Parameter
 from polytempo.server.tables import serves_rows, takes_rows
-from polytempo.torch.replica import check_momentum, sparse_tables, trainable
+from polytempo.torch.local_decay import coupled, is_decoupled
+from polytempo.torch.replica import sparse_tables, trainable
+from polytempo.torch.requirements import check_model, check_momentum
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
@@ -77,6 +80,37 @@ def _rule(optimizer: Optimizer, group: dict[str, Any]) -> UpdateRule:
     )
 
 
+def shard_rule_of(service: Service, optimizer: Optimizer) -> UpdateRule:
+    """What the shards apply: the optimizer that the service names, or the job's own.
+
+    Where the workers add weight decay to their gradients (`LocalDecay`) it is in what they push, and a shard adds none.
+    AdamW's, which is no part of the gradient, is the shards' if they apply AdamW. A named optimizer goes uphill if the
+    job's does.
+
+    Raises ValueError for what a shard does not know, and for decoupled weight decay where the shards would drop it.
+    """
+    if service.decays == "shards":
+        return update_rule_of(optimizer) if service.optimizer is None else service.optimizer
+    if service.optimizer is None:
+        rule = update_rule_of(optimizer)
+        return rule if rule.kind == "adamw" else replace(rule, weight_decay=0.0)
+    coupled(optimizer)  # refuses what is not known
+    uphill = {bool(group.get("maximize")) for group in optimizer.param_groups}
+    decays = {float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups}
+    if len(uphill) > 1:
+        raise ValueError("a shard applies one optimizer to all parameters, so maximize must be the same in all groups")
+    rule = replace(service.optimizer, maximize=uphill.pop())
+    if not is_decoupled(optimizer) or decays == {0.0}:
+        return rule
+    if rule.kind != "adamw" or len(decays) > 1:
+        raise ValueError(
+            f"the job decays weights as AdamW does, by {sorted(decays)}, and its shards apply {rule.kind}, which would "
+            'drop that; use optimizer="adamw" with one weight decay for all groups, or an optimizer whose weight decay '
+            "is a part of the gradient, as SGD's, or weight_decay=0"
+        )
+    return replace(rule, weight_decay=decays.pop())
+
+
 def rates_of(optimizer: Optimizer) -> tuple[float, ...]:
     """The present learning rate of each parameter group."""
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
@@ -89,9 +123,12 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
 
     Raises ValueError where they are of several dtypes or on several devices, or of a dtype that no shard holds, and
     where there are tables and the optimizer, or the `strategy`, cannot go with them; also where the shards apply an
-    optimizer with momentum to gradients that the strategy's codec gives momentum, too.
+    optimizer with momentum to gradients that the strategy's codec gives momentum, too, or a module that looks at whole
+    batches would see slices.
     """
     server = None if strategy is None else strategy.server
+    if strategy is not None:
+        check_model(model, strategy)
     if server is not None and server.codec is not None and server.optimizer is None:
         check_momentum(optimizer, getattr(server.codec, "momentum", 0.0), server.codec.name)
     found = trainable(model, optimizer)

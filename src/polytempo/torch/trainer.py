@@ -16,10 +16,11 @@ from polytempo.data.shard import Shard
 from polytempo.report.metrics import MetricsWriter
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree, gather_json
-from polytempo.torch.attach import Handle, attach
+from polytempo.torch.attach import attach
 from polytempo.torch.background_observer import BackgroundObserver
 from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation
+from polytempo.torch.handle import Handle
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
 from polytempo.torch.objective import loss_of

@@ -51,6 +51,7 @@ from polytempo.native.library import available
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
+from polytempo.worlds.shares import Shares
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -164,13 +165,12 @@ class ProcessWorld:
     def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 50_000) -> None:
         self.rank, self.size, self._whole = rank, len(hosts), group
         self.port: Port = world_port(rank, hosts)
-        self.trace = Trace(timed=False, max_events=max_events)
-        self._max_events = max_events
-        self.step = 0
-        self.waited_s = 0.0
+        self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
+        self.step, self.waited_s = 0, 0.0
         """Seconds spent waiting for other ranks."""
         self.share: float | None = None
-        """This rank's part of the present global batch, as `pt.shard` says it; None: equal parts."""
+        """This rank's part of the batch that `pt.shard` yielded last; None: equal parts."""
+        self.shares = Shares()
         self._zero_s = time.monotonic()
         self._lock: HostLock | None = None
         self._groups: dict[tuple[int, ...], Any] = {}

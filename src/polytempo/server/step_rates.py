@@ -1,0 +1,111 @@
+"""`StepRates`: the learning rates of an update of several gradients, each of which has its own.
+
+    push of worker 0   η₀ = 0.1   s₀ = 1   ─┐   learning rate   η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ
+    push of worker 1   η₁ = 0.1   s₁ = 1/2 ─┤
+    push of worker 2   η₂ = 0.08  s₂ = 1/3 ─┘   gradient        ḡ = Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄)
+
+ηᵢ is the learning rate that came with a push, sᵢ what its staleness leaves of it, mᵢ its weight in the mean, D the
+update's divisor, which is Σ mᵢ where the update is a mean. For SGD without momentum the step is the mean of the single
+steps, θ ← θ - (1/D) Σ mᵢ sᵢ ηᵢ gᵢ. For the others ḡ has the size of a gradient, so moments keep their scale, and η̄ is
+the rate of the step and of its weight decay.
+
+Numbers only, and one for each parameter group. The sum that a shard keeps is of mᵢ rᵢ / R · gᵢ with rᵢ = sᵢ ηᵢ and R
+the largest rᵢ so far. So where all rates are equal each gradient is multiplied by mᵢ and the sum divided by D, and
+nothing else is rounded; where they are not, no multiple is larger than mᵢ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+Factor = float | tuple[float, ...]
+"""One number for all parameter groups, or one for each."""
+
+
+class Multiples(NamedTuple):
+    """What a gradient that is added to the sum is multiplied by, and the sum before it; None: that stays as it is."""
+
+    own: Factor
+    before: Factor | None = None
+
+
+ONCE = Multiples(1.0)
+"""What most gradients are added with."""
+
+
+class StepRates(msgspec.Struct, frozen=True, array_like=True):
+    """What has to be known of the gradients in a sum, beside the sum."""
+
+    largest: tuple[float, ...] = ()
+    """R: the largest rate in the sum, or, if that is empty, the rate of the last update."""
+    weight: float = 0.0
+    """Σ mᵢ."""
+    moved: tuple[float, ...] = ()
+    """Σ mᵢ rᵢ / R; () where that is Σ mᵢ in every group."""
+
+    def with_one(self, weight: float, rates: tuple[float, ...]) -> tuple[StepRates, Multiples]:
+        """One more gradient, with `weight` in the mean and these `rates`."""
+        if not self.weight:
+            return StepRates(rates, weight), ONCE if weight == 1 else Multiples(weight)
+        if rates == self.largest:
+            moved = tuple(sum_so_far + weight for sum_so_far in self.moved) if self.moved else ()
+            return StepRates(rates, self.weight + weight, moved), Multiples(weight)
+        largest = tuple(map(_larger, self.largest, rates))
+        same, before = self.measured_in(largest)
+        own = tuple(weight * _ratio(rate, most) for rate, most in zip(rates, largest, strict=True))
+        moved = tuple(sum_so_far + mine for sum_so_far, mine in zip(same.moved, own, strict=True))
+        unchanged = largest == self.largest
+        return StepRates(largest, self.weight + weight, moved), Multiples(_one(own), None if unchanged else before)
+
+    def measured_in(self, largest: tuple[float, ...]) -> tuple[StepRates, Factor]:
+        """The same gradients with R = `largest`, which is no smaller; what their sum is to be multiplied by for it."""
+        ratios = tuple(map(_ratio, self.largest, largest))
+        before = self.moved or (self.weight,) * len(ratios)
+        moved = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(before, ratios, strict=True))
+        return StepRates(largest, self.weight, moved), _one(ratios)
+
+    def step(self, divisor: float) -> tuple[tuple[float, ...], Factor]:
+        """The learning rates η̄ of an update of the sum over `divisor`, and what the sum is divided by to be ḡ."""
+        if not self.moved or not self.weight:
+            return self.largest, divisor
+        shares = [sum_so_far / self.weight for sum_so_far in self.moved]
+        rates = tuple(rate * share for rate, share in zip(self.largest, shares, strict=True))
+        return rates, _one([divisor * (share or 1.0) for share in shares])  # a share of 0: then the rate is 0
+
+
+def largest_of(several: Sequence[StepRates]) -> tuple[float, ...]:
+    """The R in which the sums of all of `several` can be measured."""
+    largest = several[0].largest
+    for one in several[1:]:
+        largest = tuple(map(_larger, largest, one.largest))
+    return largest
+
+
+def times(factor: Factor, other: Factor) -> Factor:
+    """Their product, group by group."""
+    if isinstance(factor, tuple):
+        others = other if isinstance(other, tuple) else (other,) * len(factor)
+        return tuple(a * b for a, b in zip(factor, others, strict=True))
+    return tuple(factor * each for each in other) if isinstance(other, tuple) else factor * other
+
+
+def of_group(factor: Factor, group: int) -> float:
+    """The number for one parameter group."""
+    return factor[group] if isinstance(factor, tuple) else factor
+
+
+def _one(numbers: Sequence[float]) -> Factor:
+    """One number where all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+def _larger(one: float, other: float) -> float:
+    return other if abs(other) > abs(one) else one
+
+
+def _ratio(rate: float, largest: float) -> float:
+    """rate / largest; where all are 0 each counts by its weight alone, for moments take in gradients even then."""
+    return rate / largest if largest else 1.0

@@ -1,0 +1,119 @@
+"""`RateSchedule`: a job's learning-rate schedule by the place of a batch in the run, not by a worker's own steps.
+
+    ticket   0 1 2 3   4 5 6 7   8 9 …      3 workers, 4 batches an epoch, so the schedule has 1 step an epoch
+    step     0 0 0 0   1 1 1 1   2 2 …      of it, whoever takes a ticket, and however often it is dealt
+
+So the rates of a run do not depend on which worker is slow, on a worker's lives, or on where the run was resumed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+Make = Callable[[Optimizer, int], LRScheduler]
+"""A job's `schedule`."""
+
+_PROBED_STEPS = 2
+
+
+class RateSchedule:
+    """The schedule that `make` makes for `optimizer`, with `steps_per_epoch` of its steps in an epoch's `batches`.
+
+    A schedule of torch goes forwards only, so it is stepped to where a batch asks for it, and what it set on the way
+    (learning rates; momentum or betas, where it moves them) is remembered. Memory: 8 bytes a number and step. A worker
+    that begins late steps through all that it missed: some 10 µs a step.
+
+    `movable`: the options that the schedule may move, None for any. Where the optimizer runs in the shards that is the
+    learning rate alone, as nothing else travels with a push.
+
+    Errors: ValueError for a schedule that waits for a metric, and for one that moves what it may not.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        make: Make,
+        *,
+        steps_per_epoch: int,
+        batches: int,
+        movable: Collection[str] | None = None,
+    ) -> None:
+        self._optimizer, self._steps_per_epoch, self._batches = optimizer, steps_per_epoch, batches
+        self._movable = movable
+        self._names = [list(_numbers(group)) for group in optimizer.param_groups]
+        self._fixed = list(self._read(fixed=True))
+        self._scheduler = make(optimizer, steps_per_epoch)
+        optimizer.step()  # without gradients it does nothing, but torch warns of a schedule that steps before it
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau waits for a score after each epoch, and with a parameter server no worker does; use "
+                "a schedule of steps"
+            )
+        self._width = sum(1 for _ in self._read())
+        self._remembered = array("d")
+        self._remember()
+
+    def step_of(self, epoch: int, batch: int) -> int:
+        """The step of the schedule to which batch number `batch` of an epoch belongs."""
+        return epoch * self._steps_per_epoch + batch * self._steps_per_epoch // self._batches
+
+    def go_to(self, step: int) -> None:
+        """Set the optimizer's parameter groups to what they are in `step` (the first is 0)."""
+        known = len(self._remembered) // self._width
+        if step >= known:
+            self._write(known - 1)  # many schedules go on from the rate that they find
+        for _ in range(known, step + 1):
+            self._scheduler.step()
+            self._remember()
+        self._write(step)
+
+    def _remember(self) -> None:
+        if list(self._read(fixed=True)) != self._fixed:
+            raise ValueError(
+                f"{type(self._scheduler).__name__} moves more than {', '.join(self._movable or ())}, and the parameter "
+                "server hears of nothing else; use cycle_momentum=False, or easgd, whose workers step by themselves"
+            )
+        self._remembered.extend(self._read())
+
+    def _read(self, *, fixed: bool = False) -> Iterator[float]:
+        """The groups' numbers, or those that the schedule may not move."""
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            for name in names:
+                if not fixed or (self._movable is not None and name not in self._movable):
+                    yield from map(float, group[name]) if isinstance(group[name], tuple) else [float(group[name])]
+
+    def _write(self, step: int) -> None:
+        values = iter(self._remembered[step * self._width : (step + 1) * self._width])
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            for name in names:
+                present = group[name]
+                if isinstance(present, Tensor):
+                    present.fill_(next(values))
+                else:
+                    group[name] = tuple(next(values) for _ in present) if isinstance(present, tuple) else next(values)
+
+
+def check_schedule(optimizer: Optimizer, make: Make, movable: Collection[str] | None) -> None:
+    """Raise where `RateSchedule` would, as far as a few steps show it. `optimizer` is given away."""
+    steps = _PROBED_STEPS
+    RateSchedule(optimizer, make, steps_per_epoch=steps, batches=steps, movable=movable).go_to(steps)
+
+
+def _numbers(group: dict[str, Any]) -> Iterator[str]:
+    """The options of a parameter group that a schedule may move."""
+    for name, value in group.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if name not in ("params", "initial_lr") and all(_is_number(part) for part in parts):
+            yield name
+
+
+def _is_number(value: object) -> bool:
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or (
+        isinstance(value, Tensor) and value.dtype.is_floating_point and value.numel() == 1
+    )

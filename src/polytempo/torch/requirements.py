@@ -1,0 +1,60 @@
+"""What a strategy asks of the optimizer and the model that it meets. What does not fit is refused when it is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from polytempo.core import Strategy
+from polytempo.flexrr.reassignment import Reassignment
+
+
+def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
+    """What `strategy` is with `optimizer`. Raises ValueError where it would not do with it what it says."""
+    if strategy.by_optimizer is not None:
+        strategy = strategy.by_optimizer(optimizer)
+    check_momentum(optimizer, strategy.momentum, str(strategy))
+    return strategy
+
+
+def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
+    """Raise ValueError where `who` gives gradients this momentum already and the optimizer has momentum, too.
+
+    Both together make steps 1/((1 - m)(1 - m')) times as long: 100 times at 0.9, and the run diverges. Adam's first
+    moment is momentum: an average over 1/(1 - β₁) gradients that have been averaged already.
+    """
+    name, own = max((_momentum_of(group) for group in optimizer.param_groups), key=lambda found: found[1])
+    if momentum > 0 and own > 0:
+        raise ValueError(
+            f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its {name} "
+            f"{own:g} once more; use dgc(momentum=0), or an optimizer without momentum"
+        )
+
+
+def check_model(model: nn.Module, strategy: Strategy) -> None:
+    """Raise ValueError where workers compute a batch slice by slice, and a batch norm would see a slice for a batch.
+
+    It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself.
+    One that is frozen (in eval mode) normalises every sample alike, and is let through.
+    """
+    parts = None if strategy.server is None else strategy.server.reassigns
+    if not isinstance(parts, Reassignment) or parts.slices == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{strategy} computes a batch in up to {parts.slices} slices (grain={parts.grain}), and "
+                f"{type(module).__name__} {name!r} would normalise each slice by itself; use flexrr(grain=1.0, "
+                "first_offer=1.0, later_offers=1.0), which hands over whole batches, a norm that looks at one sample, "
+                "such as GroupNorm, or backup_workers(backups=0), which helps no one"
+            )
+
+
+def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:
+    """The momentum of a parameter group and what its optimizer calls it; 0 where it has none."""
+    betas = group.get("betas") or (0.0,)
+    found = [("momentum", group.get("momentum")), ("beta1", betas[0]), ("beta1", group.get("beta1"))]
+    return max(((name, float(value or 0.0)) for name, value in found), key=lambda each: each[1])

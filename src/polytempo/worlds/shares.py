@@ -1,0 +1,75 @@
+"""`Shares`: which share of the global batch belongs to which batch, where a loader takes batches before their turn.
+
+yielded    b0 b1 b2 b3        a look-ahead of one: b3 is taken before the step on b2
+forward          ^ b2         recognised by its tensors; by their shapes, where the loop has moved them elsewhere
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+_MOST_AHEAD = 64
+_DEEPEST = 4
+
+
+class Batch(NamedTuple):
+    """A batch that was yielded: its share, its tensors as far as they live, and their shapes."""
+
+    share: float | None
+    tensors: list[ReferenceType[Tensor]]
+    shapes: frozenset[torch.Size]
+
+
+class Shares:
+    """The shares of the batches that were yielded last, oldest first; the oldest is one that was used, or the first."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque(maxlen=_MOST_AHEAD)
+        self._used = 0
+        """How many of the remembered batches, from the oldest on, a forward pass has seen."""
+
+    def begin(self) -> None:
+        """A new pass over the data: what was yielded before is gone."""
+        self._batches.clear()
+        self._used = 0
+
+    def give(self, batch: Any, share: float | None) -> None:
+        """This batch is going to be yielded."""
+        while self._used > 1:
+            self._batches.popleft()
+            self._used -= 1
+        tensors = list(_tensors_in(batch))
+        shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
+        self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes))
+
+    def of(self, *inputs: Any) -> Batch | None:
+        """The batch that a model is given: that with these tensors, or the oldest unused one with tensors so shaped."""
+        if not self._batches:
+            return None
+        tensors = list(_tensors_in(inputs))
+        ids = {id(tensor) for tensor in tensors}
+        for position, batch in enumerate(self._batches):
+            if any(id(tensor) in ids for tensor in (each() for each in batch.tensors) if tensor is not None):
+                self._used = max(self._used, position + 1)
+                return batch
+        shapes = {tensor.shape for tensor in tensors if tensor.dim()}
+        for position, batch in enumerate(self._batches):
+            if position >= self._used and shapes & batch.shapes:
+                self._used = position + 1
+                return batch
+        return None
+
+
+def _tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif depth < _DEEPEST:
+        values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+        for value in values:
+            yield from _tensors_in(value, depth + 1)

@@ -1,0 +1,59 @@
+"""States that are duplicated before they are spent, and renewed when parameters come from elsewhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from polytempo.aggregation.outer import AnchorState, NesterovState, anchors
+from polytempo.core import Bundle, Owed
+from polytempo.core.state import duplicate, equal, owed_tensors, renewed
+from polytempo.synchronization.every import Counted
+
+
+class Some(NamedTuple):
+    step: int
+    codecs: dict[str, Owed]
+
+
+def state(*values: float, step: int = 3) -> Some:
+    return Some(step, {str(i): Owed(torch.tensor([value])) for i, value in enumerate(values)} | {"none": Owed()})
+
+
+def test_a_duplicate_is_equal_and_can_be_spent() -> None:
+    committed = state(1.0, 2.0)
+    spent = duplicate(committed)
+    assert equal(spent, committed)
+    for residual in owed_tensors(spent):
+        residual.add_(5.0)
+    assert [float(r) for r in owed_tensors(committed)] == [1.0, 2.0]
+    assert not equal(spent, committed)
+
+
+def test_a_duplicate_uses_memory_that_is_free_where_it_fits() -> None:
+    fits, other = torch.zeros(1), torch.zeros(2)
+    first, second = owed_tensors(duplicate(state(1.0, 2.0), iter([fits, other])))
+    assert first is fits
+    assert second is not other
+    assert float(fits) == 1.0
+
+
+def test_a_state_without_residuals_is_not_copied() -> None:
+    anchor = Bundle({"w": torch.ones(2)})
+    assert duplicate(AnchorState(anchor, Counted(3, None))).anchor is anchor
+
+
+def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
+    old = Counted(7, AnchorState(Bundle({"w": torch.ones(2)}), NesterovState(Bundle({"w": torch.ones(2)}))))
+    new = Bundle({"w": torch.full((2,), 4.0)})
+    fresh = Counted(0, AnchorState(new, NesterovState(Bundle({"w": torch.zeros(2)}))))
+    found = renewed(old, fresh)
+    assert found.step == 7
+    assert list(anchors(found)) == [new]
+    assert not found.inner.inner.velocity.flat.any()
+
+
+def test_renewed_drops_what_was_owed() -> None:
+    found = renewed(state(1.0, step=9), Some(0, {"0": Owed(), "none": Owed()}))
+    assert found == Some(9, {"0": Owed(), "none": Owed()})

@@ -1,0 +1,61 @@
+"""Which share a batch has, when batches are taken before their turn: literal stories."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polytempo.worlds.shares import Shares
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(rows, 4), torch.zeros(rows)
+
+
+def share_of(shares: Shares, *inputs: object) -> float | None:
+    found = shares.of(*inputs)
+    return None if found is None else found.share
+
+
+def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
+    shares, ahead, after = Shares(), batch(4), batch(4)
+    shares.give(ahead, 0.5)
+    shares.give({"inputs": after[0], "more": [after[1]]}, 0.25)
+    assert share_of(shares, (), {"named": {"inputs": after[0]}}) == 0.25
+    assert share_of(shares, (ahead[0],)) == 0.5
+    assert share_of(shares, [[ahead[1]]]) == 0.5
+
+
+def test_moved_tensors_belong_to_the_oldest_unused_batch_of_their_shapes() -> None:
+    shares, kept = Shares(), [batch(4), batch(4), batch(2)]
+    for each, share in zip(kept, (0.5, 0.6, 0.7), strict=True):
+        shares.give(each, share)
+    assert share_of(shares, kept[0][0].clone()) == 0.5
+    assert share_of(shares, kept[1][0].clone()) == 0.6
+    assert share_of(shares, torch.zeros(9, 4)) is None
+    assert share_of(shares, kept[2][0].clone()) == 0.7
+    assert share_of(shares, kept[2][0].clone()) is None, "it has been used; who asks knows it already"
+
+
+def test_what_was_used_is_forgotten_as_new_batches_come() -> None:
+    shares, first = Shares(), batch(4)
+    shares.give(first, 0.5)
+    assert share_of(shares, first[0]) == 0.5
+    second, third = batch(4), batch(4)
+    shares.give(second, 0.6)
+    assert share_of(shares, second[0]) == 0.6
+    shares.give(third, 0.7)
+    assert share_of(shares, first[0]) == 0.7, "moved, for all that is known: the oldest unused of its shape"
+
+
+def test_a_new_pass_over_the_data_begins_with_nothing() -> None:
+    shares, kept = Shares(), batch(4)
+    shares.give(kept, 0.5)
+    shares.begin()
+    assert share_of(shares, kept[0]) is None
+
+
+def test_a_batch_of_which_no_tensor_lives_is_known_by_its_shapes() -> None:
+    shares = Shares()
+    shares.give(batch(4), 0.5)
+    assert share_of(shares, torch.ones(4, 4)) == 0.5
