@@ -129,7 +129,7 @@ class Replica:
         return answered
 
     async def finish_step(self, port: Port) -> None:
-        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; buffers meet where ranks did."""
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; buffers meet with them."""
         self.step += 1
         self.restored = False
         committed = [bucket.commit() for bucket in self.buckets]
