@@ -14,15 +14,29 @@ from process.crew import together
 
 pytestmark = pytest.mark.process
 
-NOT_LINEAR = {"adasum", "bf16_sgd", "delayed_sgd", "dgc", "int8_sgd", "one_bit_sgd", "power_sgd", "qsgd", "robust_sgd"}
-NOT_LINEAR |= {"sign_sgd", "terngrad", "threshold_sgd", "top_k_sgd"}
-REFUSED: dict[tuple[str, int], tuple[set[str], str]] = {
-    ("accumulated_aloud", 1): ({"delayed_sgd"}, "put no_sync() around all backward passes of a step but the last"),
-    ("accumulated_aloud", 2): (NOT_LINEAR, "put no_sync() around all backward passes of a step but the last"),
-    ("closure_called_twice", 2): ({"shared_memory"}, "this optimizer is Twice; use sync_sgd()"),
-    ("searched", 2): ({"shared_memory"}, "this optimizer is LBFGS; use sync_sgd()"),
+NOT_LINEAR = {
+    "adasum(of=None)",
+    "bf16_sgd",
+    "delayed_sgd",
+    "dgc",
+    "int8_sgd",
+    "one_bit_sgd",
+    "power_sgd",
+    "qsgd",
+    "robust_sgd",
 }
-"""(loop, ranks): the strategies that refuse it, and the remedy that they name. All others do what the loop means."""
+NOT_LINEAR |= {"sign_sgd", "terngrad", "threshold_sgd", "top_k_sgd"}
+ONCE = "put no_sync() around all backward passes of a step but the last"
+STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
+NO_MEAN = "use parameter_averaging(optimizer_state=False)"
+REFUSED: dict[tuple[str, int], dict[str, str]] = {
+    ("accumulated_aloud", 1): {"delayed_sgd": ONCE},
+    ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
+    ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
+    ("searched", 1): {STATEFUL: NO_MEAN},
+    ("searched", 2): {STATEFUL: NO_MEAN, "shared_memory": "this optimizer is LBFGS; use sync_sgd()"},
+}
+"""(loop, ranks): what refuses it, by name or as it is spelled, and the remedy. All others do what the loop means."""
 
 BROKEN = {("swapped", "shared_memory")}
 """Ranks that load one by one into what they share: nobody can see it, and `attach` says so."""
@@ -53,10 +67,11 @@ def ran(row: Row, loop: Loop, world: ProcessWorld) -> Trial | str:
 
 def differences(row: Row, loop: Loop, world: ProcessWorld) -> list[str]:
     """What is wrong with a strategy under a loop."""
-    strategies, remedy = REFUSED.get((loop.name, world.size), (set(), ""))
+    refused = REFUSED.get((loop.name, world.size), {})
+    remedy = refused.get(label(row), refused.get(row.name))
     trial = ran(row, loop, world)
-    if isinstance(trial, str) or row.name in strategies:
-        right = isinstance(trial, str) and row.name in strategies and remedy in trial
+    if isinstance(trial, str) or remedy is not None:
+        right = isinstance(trial, str) and remedy is not None and remedy in trial
         return [] if right else [f"refused: {trial}" if isinstance(trial, str) else "not refused"]
     if row.name == "hogwild" and world.size > 1:
         return []  # ranks race: it has run to its end, and two runs never are the same

@@ -172,6 +172,11 @@ REFUSED: list[tuple[Strategy, Make, str]] = [
     (strategies.dgc(), torch.optim.NAdam, DGC.format("NAdam", "beta1", "0.9")),
     (strategies.dgc(), torch.optim.RAdam, DGC.format("RAdam", "beta1", "0.9")),
     (strategies.dgc(), torch.optim.Adamax, DGC.format("Adamax", "beta1", "0.9")),
+    (
+        strategies.parameter_averaging(),
+        torch.optim.LBFGS,
+        r"LBFGS .* no mean; use parameter_averaging\(optimizer_state=F",
+    ),
     (strategies.adasum(of="gradients"), torch.optim.Adam, ADASUM.format("Adam")),
     (strategies.adasum(of="gradients"), torch.optim.Adagrad, ADASUM.format("Adagrad")),
     (strategies.adasum(of="gradients"), torch.optim.RMSprop, ADASUM.format("RMSprop")),

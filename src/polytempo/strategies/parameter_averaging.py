@@ -12,8 +12,9 @@ def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: R
 
     θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … With `optimizer_state` the moments (momentum, Adam's m and v) are averaged
     too, as DL4J does: all floating-point tensors of the optimizer's state, each in its own dtype. Counts of steps are
-    the same everywhere; codes and lists of tensors have no mean, and are refused (ValueError) when they are met. So
-    that all have the same state, a parameter without a gradient counts as one whose gradient is 0.
+    the same everywhere; codes and lists of tensors have no mean, and are refused (ValueError), of LBFGS when it is
+    built, else when they are met. So that all have the same state, a parameter without a gradient counts as one whose
+    gradient is 0.
 
     Each worker's step is its own optimizer's, with its weight decay and its schedule. With H = 1 and plain SGD or
     momentum this equals synchronous SGD; with an optimizer that divides by the gradient's size it does not.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
 from polytempo.flexrr.reassignment import Reassignment
@@ -17,6 +17,11 @@ def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
     if strategy.by_optimizer is not None:
         strategy = strategy.by_optimizer(optimizer)
     check_momentum(optimizer, strategy.momentum, str(strategy))
+    if strategy.carries_optimizer and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"{strategy} averages the optimizer's state, and {type(optimizer).__name__} keeps a history of its own "
+            "directions, of which there is no mean; use parameter_averaging(optimizer_state=False)"
+        )
     return strategy
 
 
