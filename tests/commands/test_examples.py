@@ -40,9 +40,10 @@ def test_it_is_one_of_two_workers_under_torchrun(name: str, tmp_path: Path) -> N
     assert "2 worker(s)" in shown_by([*torchrun, str(ROOT / "examples" / name)], tmp_path)
 
 
-def test_the_job_in_an_example_is_found_from_the_command_line(tmp_path: Path) -> None:
-    job = f"{ROOT / 'examples' / 'own_job.py'}:job"
-    assert "waves" in shown_by(["-m", "polytempo", "train", job, "--dry-run"], tmp_path)
+@pytest.mark.parametrize(("file", "name"), [("own_job.py", "waves"), ("ragged_text.py", "ragged_text")])
+def test_the_job_in_an_example_is_found_from_the_command_line(file: str, name: str, tmp_path: Path) -> None:
+    job = f"{ROOT / 'examples' / file}:job"
+    assert name in shown_by(["-m", "polytempo", "train", job, "--dry-run"], tmp_path)
 
 
 def test_every_strategy_has_an_example() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from polytempo.core import Bundle, Port, Transform, averaging, stateless
 from polytempo.core.state import narrowed, wide
 
-_CHUNK = 1 << 18
-"""Elements that are summed up at a time: two chunks of float64 fit a cache."""
+_CHUNK = 1 << 16
+"""Elements that are taken at a time: what is made of them in wider numbers stays in the cache."""
 
 
 def adasum() -> Transform:
@@ -74,10 +74,16 @@ async def _along_pairs(port: Port, flat: Tensor, combine: Callable[[Tensor, Tens
 
 def adaptive_sum(a: Tensor, b: Tensor) -> Tensor:
     """a ⊕ b of two tensors of one shape and dtype. A zero tensor adds nothing."""
-    dot, square_a, square_b = _products(a.reshape(-1), b.reshape(-1))
-    add_in = wide(a.dtype)
-    total = _kept(dot, square_a) * a.to(add_in) + _kept(dot, square_b) * b.to(add_in)
-    return narrowed(total, a)
+    x, y, add_in = a.reshape(-1), b.reshape(-1), wide(a.dtype)
+    dot, square_x, square_y = _products(x, y)
+    keep_x, keep_y = _kept(dot, square_x), _kept(dot, square_y)
+    if add_in is a.dtype:
+        return keep_x * a + keep_y * b
+    total = torch.empty_like(x)
+    for out, *part in zip(total.split(_CHUNK), x.split(_CHUNK), y.split(_CHUNK), strict=True):
+        p, q = (each.to(add_in) for each in part)
+        out.copy_(narrowed(p.mul_(keep_x).add_(q.mul_(keep_y)), out))
+    return total.view_as(a)
 
 
 def _products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ from polytempo.torch.priced import meta_step, priced_step
 from polytempo.torch.replica import Replica
 from polytempo.torch.result import Result
 from polytempo.torch.trainer import recorder, result_of
-from polytempo.torch.training import Course, Summary, train
+from polytempo.torch.training import Course, Summary, check_length, train
 from polytempo.torch.virtual_observer import VirtualObserver
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -182,12 +182,11 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
 
     outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
     shard = Shard(data.training(), rank=0, size=workers, batch_size=batch_size, seed=options.seed)
-    assert shard.num_samples is not None
     course = Course(job, options, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
     samples = steps * batch_size * workers
     summary = Summary(
         steps=steps,
-        epochs=samples / shard.num_samples,
+        epochs=samples / check_length(shard),
         samples=samples,
         trained=samples,
         seconds=outcome.seconds,

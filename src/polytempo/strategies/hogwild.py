@@ -19,7 +19,7 @@ def hogwild(update: Update = "free") -> Strategy:
 
     The optimizer's state, where it has any, stays with the worker; the paper's has none (plain SGD, with the step size
     multiplied by β = 0.9 after each epoch: a job's `schedule`). Steps count a worker's own updates, so N workers make
-    N updates a step. Workers must be on one host.
+    N updates a step, each with its weight decay. Workers must be on one host.
 
     Cost: an update writes the touched components: the rows of an embedding's sparse gradient, all of a dense one.
 

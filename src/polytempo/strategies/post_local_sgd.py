@@ -10,7 +10,8 @@ from polytempo.synchronization import after, every, until
 def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = native) -> Strategy:
     """Synchronous SGD for `switch_step` steps, then local SGD with `period`.
 
-    The paper switches at the first decay of the learning rate.
+    The paper switches at the first decay of the learning rate. From the switch on, momentum and other state are each
+    worker's own.
 
     Cost: synchronous SGD's until the switch, 1/H of it afterwards.
 

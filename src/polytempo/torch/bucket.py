@@ -56,14 +56,16 @@ class Bucket:
         """Parameters whose gradient is sparse, though a step that leaves them out does not show it."""
         self._memory: Bundle | None = None
         self._placed: tuple[dict[str, Tensor], Tensor, int] | None = None
-        """What is in `.grad` since the last exchange answered something, the answer's flat buffer, and its version."""
+        """What was put into `.grad` since the last exchange answered something, its flat buffer, and a version."""
         self._row_sparse: set[str] = set()
+        self._frozen: set[str] = set()
 
     def gathered(self, share: float | None) -> Bundle:
         """The gradients as a bundle, packed when its flat buffer is asked for. Unused parameters count as zero."""
         gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
         memory, self._memory = self._memory, None
         self._placed = None
+        self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
         if memory is None:
             return Bundle(gradients, share, into=self._fresh(gradients))
         places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
@@ -118,17 +120,19 @@ class Bucket:
             for parameter in self.parameters.values():
                 parameter.grad = None
             return
-        for (name, parameter), view in zip(self.parameters.items(), answer.views.values(), strict=True):
-            if not parameter.requires_grad or (name in self.keep_none and not view.any()):  # a late one may still move
-                parameter.grad = None
-            elif name in self._row_sparse:
-                parameter.grad = _rows(view)
-            else:
-                parameter.grad = view
+        views = answer.views
+        for parameter, view in zip(self.parameters.values(), views.values(), strict=True):
+            parameter.grad = view
+        if self._row_sparse:
+            views = views | {name: _rows(views[name]) for name in self._row_sparse}
+            for name in self._row_sparse:
+                self.parameters[name].grad = views[name]
+        unused = {name for name in self.keep_none if not views[name].any()}  # a late answer may still move it
+        for name in self._frozen | unused:
+            self.parameters[name].grad = None
         self._memory = answer
-        if answered and any(p.grad is not None for p in self.parameters.values()):
-            there = {name: p.grad for name, p in self.parameters.items() if p.grad is not None and p.numel()}
-            self._placed = there, answer.flat, answer.flat._version
+        if answered and len(self._frozen | unused) < len(views):
+            self._placed = views, answer.flat, answer.flat._version
 
     @property
     def dropped(self) -> bool:
@@ -144,12 +148,14 @@ class Bucket:
         """
         if self._placed is None:
             return False
-        there, flat, version = self._placed
-        still = {name: gradient for name, gradient in there.items() if self.parameters[name].grad is gradient}
-        added = [name for name in still if self.parameters[name] is arrived]
-        if not still or flat._version - version <= len(added):
-            return bool(still)
-        return any(bool(gradient.any()) for name, gradient in still.items() if name not in added)
+        placed, flat, version = self._placed
+        still = [p for p, gradient in zip(self.parameters.values(), placed.values(), strict=True) if p.grad is gradient]
+        if not still:
+            return False
+        others = [parameter for parameter in still if parameter is not arrived]
+        if flat._version - version <= len(still) - len(others):
+            return True
+        return any(bool(parameter.grad.any()) for parameter in others if parameter.grad is not None)
 
     def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
         gradient = parameter.grad

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +57,20 @@ class Evaluation:
 
         `tensors`: the parameters and buffers to score, by name. They are not written to.
         """
+        with self._lent(tensors):
+            return self._sums(rank, size)
+
+    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
+        """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
+        with self._lent(tensors):
+            return means(torch.stack([self._sums(part, parts) for part in range(parts)]).sum(0))
+
+    def _sums(self, rank: int, size: int) -> Tensor:
         scorers = min(size, -(-self._length // _FEWEST))
-        start, stop = (self._length * min(r, scorers) // scorers for r in (rank, rank + 1)) if scorers else (0, 0)
-        self._take(tensors)
         sums = torch.zeros(4, dtype=torch.float64)
+        if rank >= scorers:
+            return sums
+        start, stop = (self._length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
             for batch, samples in self._batches(start, stop):
                 loss, right = judged(self._job, self._model, batch)
@@ -67,16 +78,18 @@ class Evaluation:
                 sums += torch.tensor([samples, float(loss) * samples, *counts], dtype=torch.float64)
         return sums
 
-    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
-        """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
-        return means(torch.stack([self.sums(tensors, part, parts) for part in range(parts)]).sum(0))
-
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let the model have the parameters for a while, and buffers of its own, which it may write to."""
-        for name, parameter in self._model.named_parameters():
-            parameter.data = tensors[name].detach()
-        for name, buffer in self._model.named_buffers():
-            buffer.data = tensors[name].detach().clone()
+    @contextmanager
+    def _lent(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the model has these parameters, and copies of the buffers, which it may write to."""
+        own = [*self._model.named_parameters(), *self._model.named_buffers()]
+        for name, tensor in own:
+            lent = tensors[name].detach()
+            tensor.data = lent if isinstance(tensor, nn.Parameter) else lent.clone()
+        try:
+            yield
+        finally:
+            for _, tensor in own:
+                tensor.data = tensor.new_empty(0)
 
     def _batches(self, start: int, stop: int) -> Iterator[tuple[Any, int]]:
         for first in range(start, stop, _BATCH):

@@ -16,7 +16,8 @@ class RunOptions:
     steps: int | None = None
     """End after this many steps in all, counted from the first step of the first run (not from a resume)."""
     until: Mapping[str, float] = field(default_factory=dict)
-    """End when a measure on the test set is reached: `{"accuracy": 0.97}` or `{"loss": 0.1}`."""
+    """End when a measure on the test set is reached: `{"accuracy": 0.97}` or `{"loss": 0.1}`. A score may come late,
+    and holds up no training: then the run ends a little beyond the step that was scored."""
     batch_size: int | None = None
     """Samples per worker and step."""
     lr: float | None = None
@@ -28,7 +29,7 @@ class RunOptions:
     threads: int | None = None
     """Threads per worker; None: the cores of this host, shared among its workers."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None: at the end of every epoch, at least four steps apart."""
+    """Steps between checkpoints; None: at the end of every epoch, at least four steps apart (a simulation: none)."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
     transport: Literal["shared", "tcp"] = "shared"

@@ -129,7 +129,7 @@ class Replica:
         return answered
 
     async def finish_step(self, port: Port) -> None:
-        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; where ranks met, buffers do."""
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet."""
         self.step += 1
         self.restored = False
         committed = [bucket.commit() for bucket in self.buckets]

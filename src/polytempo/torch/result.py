@@ -30,10 +30,11 @@ class Result:
     """Time spent training, without evaluation and start-up."""
     samples_per_s: float
     loss: float | None
-    """Mean loss on the test set; on the last batches where there is no test set."""
+    """Mean loss of the final model on the test set; on the last batches where there is no test set."""
     accuracy: float | None
     train_loss: float | None
     bytes_sent_per_rank: float
+    """For training; what scores and checkpoints send is not counted."""
     communication_share: float
     """Part of the time that ranks spent waiting for each other, 0 to 1."""
     batch_size: int
@@ -43,7 +44,7 @@ class Result:
     """Of the final parameters (the ranks' mean where they differ) as float32, in order."""
     trace_hash: str
     reached: bool | None = None
-    """Whether `until` was reached; None where nothing was asked for."""
+    """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
     report: str | None = None
     checkpoint: str | None = None
     server: dict[str, Any] | None = None

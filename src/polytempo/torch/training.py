@@ -212,9 +212,8 @@ async def _train_row(port: Port, course: Course, meter: Meter, clock: _Clock) ->
 
 def _position(course: Course) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
-    shard = course.shard
-    assert shard.num_samples is not None
-    return shard.epoch + shard.consumed / shard.num_samples, shard.epoch * shard.num_samples + shard.consumed
+    shard, length = course.shard, check_length(course.shard)
+    return shard.epoch + shard.consumed / length, shard.epoch * length + shard.consumed
 
 
 def _over(course: Course) -> bool:
@@ -234,12 +233,18 @@ def _finished(course: Course) -> bool:
 def _check(course: Course) -> None:
     """Refuse before the first step what could only fail later."""
     until = course.options.until
-    if course.shard.num_samples is None:
-        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
+    check_length(course.shard)
     if until and course.data.test is None:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
     if "accuracy" in until and course.job.correct is None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
+
+
+def check_length(shard: Shard) -> int:
+    """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
+    if shard.num_samples is None:
+        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
+    return shard.num_samples
 
 
 def meets(score: Score | None, options: RunOptions) -> bool | None:
