@@ -147,6 +147,17 @@ def test_the_clock_is_exact_under_any_crash_and_reshape(
     torch.testing.assert_close(found, torch.full_like(found, expected), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("bound", "crashes"), [(0, ()), (2, ()), (2, (Crash(rank=1, step=2),))])
+def test_slices_bear_the_rate_of_their_batch_whoever_does_them(bound: int, crashes: tuple[Crash, ...]) -> None:
+    """A step of all has η; with a bound each batch is an update of ρ η. One worker needs help all the time."""
+    setting = Setting("clock", scheduled=True)
+    strategy = strategies.flexrr(bound=bound, grain=0.25, first_offer=0.25, later_offers=0.5)
+    batches = dealt(strategy, setting, WORKERS)
+    expected = 1 - sum(map(batches.rate, batches.tickets)) / WORKERS  # batches of a step have one rate
+    found = simulated(strategy, setting, WORKERS, *crashes).weights
+    torch.testing.assert_close(found, torch.full_like(found, expected), rtol=1e-12, atol=1e-12)
+
+
 def test_backup_workers_without_backups_is_synchronous_sgd_on_uneven_batches() -> None:
     """37 samples by 4 workers in batches of 4: the last batches of an epoch differ."""
     setting = Setting("slope", scheduled=True)
