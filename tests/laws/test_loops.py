@@ -57,7 +57,7 @@ def ran(row: Row, loop: Loop, world: ProcessWorld) -> Trial | str:
         return str(error)
     try:
         loop.run(trial)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         assert trial.handle is not None
         trial.handle.detach()
         return str(error)
