@@ -20,8 +20,11 @@ ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
 
+# Where the searches of `make soak` begin: another number, other searches.
+SEED ?= 1
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint fmt bench clean
+.PHONY: help install demo test check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -74,6 +77,11 @@ fmt: install ## format, and mend what can be mended
 
 bench: install ## run every benchmark (longer)
 	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
+
+soak: install ## long searches: a thousand seeds of chaos, a hundred and fifty killed processes (half an hour)
+	$(BIN)/polytempo chaos --seeds 1000 --first $(SEED)
+	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
+	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
 	rm -rf $(LIBRARY) .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
