@@ -117,7 +117,7 @@ def test_gossip_mixes_statistics_by_its_matrix() -> None:
         (strategies.local_sgd(period=1), lambda rows: rows.mean(0)),
         (strategies.robust_sgd(), lambda rows: aggregation.median(list(rows))),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Strategy) else "",
 )
 def test_statistics_are_merged_as_the_strategy_says(strategy: Strategy, merged: Callable[[Tensor], Tensor]) -> None:
     """A wrong rank steers the statistics of robust SGD no more than its gradients."""
