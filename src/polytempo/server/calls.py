@@ -38,7 +38,7 @@ class Calls:
         return self._said.get(ask.worker) == (ask.incarnation, ask.sequence)
 
     def say(self, worker: int) -> Deal:
-        """The answer that the worker is told now."""
+        """Take out the answer that goes to the worker now."""
         deal = self.unsaid.pop(worker)
         self._said[worker] = deal.incarnation, deal.sequence
         return deal

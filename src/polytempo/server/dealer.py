@@ -18,7 +18,7 @@ is done, or one worker holds it, or nobody does. What an order asks of a worker:
 those that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one
 (`due`).
 
-Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and nobody
+Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and no worker
 waits there. Scores are taken of snapshots that the shards keep (`server.score_snapshots`).
 
 **Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first

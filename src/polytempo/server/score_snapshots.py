@@ -1,4 +1,4 @@
-"""Snapshots for scores: what a copy of a shard held when so many batches were decided. Nobody waits for a score.
+"""Snapshots for scores: what a copy of a shard held when so many batches were decided. No worker waits for a score.
 
 shard's log  … push of batch 95 ─▶ 96 batches are decided: the weights are held, and the next update writes elsewhere …
 evaluator    ──Show 96──▶ every copy       ◀──Shown 96── the first copy        scores it, while all others train on
@@ -6,7 +6,7 @@ evaluator    ──Show 96──▶ every copy       ◀──Shown 96── the
 
 All copies of a shard hold the same snapshots, for they are taken at the same entries. One is shown only when the last
 copy has that entry, too: what is scored has been, whoever dies. An evaluator that is slower than training misses
-some; a copy keeps the newest `MOST` that nobody has looked at, and in any case the last.
+some; a copy keeps the newest `MOST` that were not shown yet, and in any case the last.
 """
 
 from __future__ import annotations
