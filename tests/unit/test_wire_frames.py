@@ -91,6 +91,8 @@ def same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and all(same(getattr(a, name), getattr(b, name)) for name in fields)
     if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
 
 

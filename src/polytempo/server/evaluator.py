@@ -1,10 +1,11 @@
 """`Evaluator`: gathers what all shards held when so many batches were decided, and has it scored. Without I/O.
 
     ──Show n──▶ every copy of every shard      ◀──Shown── the first copy of each, when it has come so far
-    all shards show the same number ─▶ score ──Scored──▶ coordinator      ──Show n+1──▶ …
+    all shards show the same number ─▶ score ──Scored──▶ coordinator ──Heard──▶ Show n+1 ──▶ …
 
-No worker and no shard waits for a score. Where shards show different numbers, since some were let go, the highest
-counts, and the others are asked for that one.
+Only when its score has been heard of are the shards told to let a snapshot go: should the evaluator die, the next one
+finds it. No worker and no shard waits for a score. Where shards show different numbers, since some were let go, the
+highest counts, and the others are asked for that one.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Evaluator:
         self._chains = tuple(tuple(chain) for chain in chains)
         self._score, self._flat = score, torch.empty(numel, dtype=dtype)
         self._parts: dict[int, Shown] = {}
-        self._rows: dict[int, bytes] = {}
-        """Rows that the coordinator has not heard of, by number."""
+        self._row: Scored | None = None
+        """A score that the coordinator has not heard of."""
         self._epoch = self._layout = 0
         self._asks_at_s = 0.0
 
@@ -59,16 +60,16 @@ class Evaluator:
             case Shown() if message.number >= self.wanted and message.shard < len(self._chains):
                 self._parts[message.shard] = message
                 return self._gathered(now_s)
-            case Heard():
-                self._rows = {number: row for number, row in self._rows.items() if number > message.number}
+            case Heard() if self._row is not None and message.number >= self._row.number:
+                self._row = None
+                return self._ask(now_s)
         return []
 
     def tick(self, now_s: float) -> Outbox:
         """Ask, again and again, for what has not come; this also says that the evaluator lives."""
         if now_s < self._asks_at_s:
             return []
-        out: Outbox = [(self.coordinator, Beat(self.node, 1, self._epoch))]
-        return out + self._ask(now_s) + self._tell()
+        return [(self.coordinator, Beat(self.node, 1, self._epoch)), *self._ask(now_s)]
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
@@ -96,7 +97,10 @@ class Evaluator:
         return self._ask(now_s)
 
     def _ask(self, now_s: float) -> Outbox:
+        """What is wanted now: that a score is heard of, or the next snapshot."""
         self._asks_at_s = now_s + self.timing.retry_s
+        if self._row is not None:
+            return [(self.coordinator, self._row)]
         lacking = [chain for shard, chain in enumerate(self._chains) if shard not in self._parts]
         return [(node, Show(self.wanted)) for chain in lacking for node in chain]
 
@@ -117,10 +121,7 @@ class Evaluator:
         for part in parts:
             place_(self._flat, part.spans, part.values)
         running = next((part.running for part in parts if part.running is not None), None)
-        row = self._score(highest, max(part.seconds for part in parts), self._flat, running)
-        self._rows[highest] = row
+        seconds = max(part.seconds for part in parts)
+        self._row = Scored(highest, self._score(highest, seconds, self._flat, running))
         self.wanted, self._parts = highest + 1, {}
-        return self._tell() + self._ask(now_s)
-
-    def _tell(self) -> Outbox:
-        return [(self.coordinator, Scored(number, row)) for number, row in sorted(self._rows.items())]
+        return self._ask(now_s)
