@@ -61,7 +61,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(values_of(first), *map(values_of, rest))
     if get_origin(hint) is dict:
         keys, values = get_args(hint)
-        return st.dictionaries(values_of(keys), values_of(values), max_size=3)
+        return st.dictionaries(values_of(keys), values_of(values), max_size=1)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return st.builds(hint, **{name: values_of(each) for name, each in hints(hint).items()})
     if isinstance(hint, type) and issubclass(hint, tuple):  # a NamedTuple
