@@ -459,10 +459,23 @@ def looking_ahead_and_moving(trial: Trial) -> None:
     looking_ahead(trial, torch.clone)
 
 
-def _loader(trial: Trial) -> Any:
+def validating(trial: Trial) -> None:
+    """A pass over other data between taking a batch and training on it, which is moved as to another device."""
+    for _ in range(2):
+        for inputs, targets in _loader(trial):
+            with torch.no_grad():
+                for batch in _loader(trial, num_samples=6):
+                    trial.loss(batch)
+            trial.optimizer.zero_grad()
+            trial.loss((inputs.clone(), targets.clone())).backward()
+            trial.optimizer.step()
+
+
+def _loader(trial: Trial, num_samples: int = 11) -> Any:
+    data = TensorDataset(*[tensor[:num_samples] for tensor in samples().tensors])
     if trial.handle is None:
-        return pt.data.Shard(samples(), rank=0, size=1, batch_size=4, shuffle=False)
-    return pt.shard(samples(), batch_size=4 // trial.size, shuffle=False)
+        return pt.data.Shard(data, rank=0, size=1, batch_size=4, shuffle=False)
+    return pt.shard(data, batch_size=4 // trial.size, shuffle=False)
 
 
 # ------------------------------------------------------------------ the catalogue
@@ -505,6 +518,7 @@ LOOPS = [
     Loop(swapped),
     Loop(looking_ahead, from_a_loader),
     Loop(looking_ahead_and_moving, from_a_loader),
+    Loop(validating, from_a_loader),
     Loop(frozen, None),
     Loop(loaded, None),
     Loop(begun_anew, None),
