@@ -255,6 +255,54 @@ def checkpointed(trial: Trial) -> None:
         trial.optimizer.step()
 
 
+def penalised(trial: Trial) -> None:
+    """A gradient penalty, as WGAN-GP's: the loss holds a gradient by the inputs."""
+    for inputs, targets in trial.batches():
+        trial.optimizer.zero_grad()
+        inputs = inputs.clone().requires_grad_()
+        output = trial.net(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        (squared(output, targets) + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
+        trial.optimizer.step()
+
+
+def differentiated(trial: Trial) -> None:
+    """Gradients come from autograd.grad, and no backward pass is run."""
+    parameters = list(trial.net.parameters())
+    for batch in trial.batches():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(trial.loss(batch), parameters), strict=True):
+            parameter.grad = gradient
+        trial.optimizer.step()
+
+
+def kept(trial: Trial, keep: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> None:
+    """The gradients of the step before are kept, and half of them is added."""
+    last: dict[nn.Parameter, Tensor] = {}
+    for batch in trial.batches():
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        now = {parameter: keep(parameter.grad) for parameter in trial.net.parameters() if parameter.grad is not None}
+        for parameter, gradient in last.items():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad + 0.5 * gradient
+        last = now
+        trial.optimizer.step()
+
+
+def kept_as_copies(trial: Trial) -> None:
+    kept(trial, torch.clone)
+
+
+def cleared(trial: Trial) -> None:
+    """The optimizer's state begins anew."""
+    for step, batch in enumerate(trial.batches()):
+        if step == 3:
+            trial.optimizer.state.clear()
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        trial.optimizer.step()
+
+
 def compiled(trial: Trial) -> None:
     net = torch.compile(trial.net, backend="eager")
     for inputs, targets in trial.batches():
@@ -411,10 +459,23 @@ def looking_ahead_and_moving(trial: Trial) -> None:
     looking_ahead(trial, torch.clone)
 
 
-def _loader(trial: Trial) -> Any:
+def validating(trial: Trial) -> None:
+    """A pass over other data between taking a batch and training on it, which is moved as to another device."""
+    for _ in range(2):
+        for inputs, targets in _loader(trial):
+            with torch.no_grad():
+                for batch in _loader(trial, num_samples=6):
+                    trial.loss(batch)
+            trial.optimizer.zero_grad()
+            trial.loss((inputs.clone(), targets.clone())).backward()
+            trial.optimizer.step()
+
+
+def _loader(trial: Trial, num_samples: int = 11) -> Any:
+    data = TensorDataset(*[tensor[:num_samples] for tensor in samples().tensors])
     if trial.handle is None:
-        return pt.data.Shard(samples(), rank=0, size=1, batch_size=4, shuffle=False)
-    return pt.shard(samples(), batch_size=4 // trial.size, shuffle=False)
+        return pt.data.Shard(data, rank=0, size=1, batch_size=4, shuffle=False)
+    return pt.shard(data, batch_size=4 // trial.size, shuffle=False)
 
 
 # ------------------------------------------------------------------ the catalogue
@@ -449,10 +510,15 @@ LOOPS = [
     Loop(overflowing, plain_without_a_step, scaled=True),
     Loop(checkpointed),
     Loop(compiled),
+    Loop(differentiated),
+    Loop(kept, kept_as_copies),
+    Loop(penalised, None),
+    Loop(cleared, None),
     Loop(scored),
     Loop(swapped),
     Loop(looking_ahead, from_a_loader),
     Loop(looking_ahead_and_moving, from_a_loader),
+    Loop(validating, from_a_loader),
     Loop(frozen, None),
     Loop(loaded, None),
     Loop(begun_anew, None),

@@ -19,8 +19,9 @@ def share_of(shares: Shares, *inputs: object) -> float | None:
 
 def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
     shares, ahead, after = Shares(), batch(4), batch(4)
-    shares.give(ahead, 0.5)
-    shares.give({"inputs": after[0], "more": [after[1]]}, 0.25)
+    epoch = shares.begin()
+    epoch.give(ahead, 0.5)
+    epoch.give({"inputs": after[0], "more": [after[1]]}, 0.25)
     assert share_of(shares, (), {"named": {"inputs": after[0]}}) == 0.25
     assert share_of(shares, (ahead[0],)) == 0.5
     assert share_of(shares, [[ahead[1]]]) == 0.5
@@ -28,8 +29,9 @@ def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
 
 def test_moved_tensors_belong_to_the_oldest_unused_batch_of_their_shapes() -> None:
     shares, kept = Shares(), [batch(4), batch(4), batch(2)]
+    epoch = shares.begin()
     for each, share in zip(kept, (0.5, 0.6, 0.7), strict=True):
-        shares.give(each, share)
+        epoch.give(each, share)
     assert share_of(shares, kept[0][0].clone()) == 0.5
     assert share_of(shares, kept[1][0].clone()) == 0.6
     assert share_of(shares, torch.zeros(9, 4)) is None
@@ -39,23 +41,41 @@ def test_moved_tensors_belong_to_the_oldest_unused_batch_of_their_shapes() -> No
 
 def test_what_was_used_is_forgotten_as_new_batches_come() -> None:
     shares, first = Shares(), batch(4)
-    shares.give(first, 0.5)
+    epoch = shares.begin()
+    epoch.give(first, 0.5)
     assert share_of(shares, first[0]) == 0.5
     second, third = batch(4), batch(4)
-    shares.give(second, 0.6)
+    epoch.give(second, 0.6)
     assert share_of(shares, second[0]) == 0.6
-    shares.give(third, 0.7)
+    epoch.give(third, 0.7)
     assert share_of(shares, first[0]) == 0.7, "moved, for all that is known: the oldest unused of its shape"
 
 
 def test_a_new_pass_over_the_data_begins_with_nothing() -> None:
     shares, kept = Shares(), batch(4)
-    shares.give(kept, 0.5)
+    epoch = shares.begin()
+    epoch.give(kept, 0.5)
+    assert shares.end(epoch) is None
+    assert share_of(shares, kept[0]) == 0.5, "of a loader that looks ahead"
     shares.begin()
     assert share_of(shares, kept[0]) is None
 
 
+def test_a_pass_inside_another_takes_nothing_from_it() -> None:
+    shares, kept, other = Shares(), batch(4), batch(4)
+    epoch = shares.begin()
+    epoch.give(kept, 0.6)
+    validation = shares.begin()
+    validation.give(other, 0.5)
+    assert share_of(shares, other[0]) == 0.5
+    validation.give(batch(4), 0.4)
+    assert shares.end(validation) == 0.6
+    assert share_of(shares, kept[0].clone()) == 0.6, "before what the validation has not used"
+    assert share_of(shares, kept[0]) == 0.6
+
+
 def test_a_batch_of_which_no_tensor_lives_is_known_by_its_shapes() -> None:
     shares = Shares()
-    shares.give(batch(4), 0.5)
+    epoch = shares.begin()
+    epoch.give(batch(4), 0.5)
     assert share_of(shares, torch.ones(4, 4)) == 0.5

@@ -27,6 +27,7 @@ from polytempo.torch.hogwild import in_turns
 from polytempo.torch.loss_scale import facts as scaler_facts
 from polytempo.torch.one_copy import host_group, one_copy_of
 from polytempo.torch.optimizer_state import broadcast_optimizer
+from polytempo.torch.ownership import check_hooks
 from polytempo.torch.replica import BufferRule, Replica, sparse_tables, take_over, trainable
 from polytempo.worlds import ProcessWorld, current
 
@@ -54,7 +55,9 @@ def attach(
 
     One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that
     train together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What
-    begins to train later (`add_param_group`, thawed layers) needs detach() and a new attach; `step` says so.
+    begins to train later (`add_param_group`, thawed layers, an optimizer that is made anew) needs detach() and a new
+    attach; `step` says so, also that of another optimizer. Of an optimizer that wraps another, as SAM and Lookahead do,
+    attach the one whose `step` is called.
 
     Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all
     run the same strategy on the same model with the same versions (`Mismatch` names both values).
@@ -83,6 +86,7 @@ def attach(
     """
     strategy = sync_sgd() if strategy is None else strategy
     _check(model, strategy)
+    check_hooks(optimizer)
     options = _Options(buffers, find_unused, bucket_bytes, seed, scaler)
     handle = _handle(world or current(), model, optimizer, strategy, options)
     _handles[model] = ref(handle)

@@ -6,7 +6,8 @@ buckets                [        1        ][         0         ]       backward f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ class Bucket:
         if all(places):  # accumulated where the last answer lay: nothing to copy
             memory.share = share
             return memory
-        return Bundle(gradients, share, into=self._fresh(gradients) if any(places) else memory)
+        taken = any(places) or _most_references(memory.views.values()) > _UNSHARED  # the loop has kept a `.grad`
+        return Bundle(gradients, share, into=self._fresh(gradients) if taken else memory)
 
     def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
         """Memory to pack into, where it has to be of a certain kind."""
@@ -167,6 +169,14 @@ class Bucket:
             self._row_sparse.add(name)
             return gradient.to_dense()
         return gradient.detach()
+
+
+def _most_references(tensors: Iterable[Tensor]) -> int:
+    return max(map(sys.getrefcount, tensors), default=0)
+
+
+_UNSHARED = _most_references({"view": torch.empty(0)}.values())
+"""How many references there are to a tensor that one dictionary holds, and nothing else."""
 
 
 def _rows(dense: Tensor) -> Tensor:

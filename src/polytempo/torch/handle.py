@@ -20,6 +20,7 @@ from polytempo.torch.join import Membership
 from polytempo.torch.loaded import Loaded
 from polytempo.torch.loss_scale import LossScale, calls_step
 from polytempo.torch.one_copy import OneCopy, own_parameters
+from polytempo.torch.ownership import Ownership
 from polytempo.torch.replica import Replica
 from polytempo.torch.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld
@@ -58,11 +59,13 @@ class Handle:
         self._backward = Backward(world, replica, self._members, find_unused=find_unused, scale=self._scale)
         self._loaded = Loaded(replica)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._num_held, self._frozen = len(held), [p for p in held if not p.requires_grad]
+        self._held, self._frozen = [id(p) for p in held], [p for p in held if not p.requires_grad]
+        self._dtypes = [p.dtype for p in replica.trainable.values()]
         self._hooks: list[Any] = []
         self._idle = copy is None and not (replica.exchanges_gradients or replica.exchanges_parameters)
         if not self._idle or self._feels_scales:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._ownership = Ownership(replica.model, optimizer) if meets else None
         if turns is not None:
             turns.watch()
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -146,11 +149,16 @@ class Handle:
 
     def _check_parameters(self) -> None:
         """Parameters that began to train after `attach` would train on every rank apart."""
-        num_held = sum([len(group["params"]) for group in self.replica.optimizer.param_groups])
+        held = [id(p) for group in self.replica.optimizer.param_groups for p in group["params"]]
         thawed = self._frozen and any(parameter.requires_grad for parameter in self._frozen)
-        if thawed or num_held != self._num_held:
+        if thawed or held != self._held:
             what = "a frozen parameter needs gradients now" if thawed else "the optimizer was given other parameters"
             raise RuntimeError(f"{what}, which nobody exchanges; call detach() on the handle and attach again")
+        if [p.dtype for p in self.replica.trainable.values()] != self._dtypes:
+            raise RuntimeError(
+                "parameters have another dtype than at attach, and gradients travel in that; convert the model first, "
+                "then attach, or call detach() on the handle and attach again"
+            )
         if self._lends:
             raise RuntimeError("inside consensus() the model is not this rank's; leave it before optimizer.step()")
 
@@ -314,6 +322,8 @@ class Handle:
         for hook in [*self._hooks, *self._loaded.hooks, *self.replica.hooks]:
             hook.remove()
         self._hooks = []
+        if self._ownership is not None:
+            self._ownership.end()
         if self._turns is not None:
             self._turns.remove()
             own_parameters(self.world, self.replica.trainable, self._turns.common)

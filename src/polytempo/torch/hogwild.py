@@ -111,6 +111,8 @@ class TurnHooks:
         """The memory of the shared parameters, for who takes the hooks off to give back."""
         self._world, self._optimizer, self._turn = world, optimizer, turn
         self._baton = Baton()
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._homes = [(parameter, parameter.data_ptr()) for parameter in held]
         self._inside = ExitStack()
         self._aside: list[tuple[Tensor, Tensor]] = []
         self.handles: list[RemovableHandle] = []
@@ -124,6 +126,11 @@ class TurnHooks:
         return self
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(parameter.data_ptr() != home for parameter, home in self._homes):
+            raise RuntimeError(
+                "a parameter was given other memory (`.data = …`, `model.to(…)`), so it is no longer the one copy; "
+                "write into it with `copy_`, or detach() and attach again"
+            )
         replaced = _with_loss(args, kwargs) if type(self._optimizer) is SGD else None
         if self._turn == "locked":
             self._inside.enter_context(self._world.alone())

@@ -87,6 +87,11 @@ def own_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter], 
             common.release()
 
 
+_HELD = [torch.empty(0)]
+_UNSHARED = sys.getrefcount(_HELD[0])
+"""How many references there are to a tensor that one list holds, and nothing else."""
+
+
 class OneCopy:
     """The parameters of one rank's model as aliases of the one copy, and the steps on it. All ranks make it.
 
@@ -114,6 +119,7 @@ class OneCopy:
         """What clipping asked for, until the next step or the next backward pass."""
         self._hidden: list[Tensor | None] = []
         self._without_state: list[int] = []
+        self._num_with_state = 0
         self._adopt(writes=group.rank == 0, fresh=True)
         for parameter, alias in zip(self._parameters, self.plan.parameters, strict=True):
             assert alias is not None
@@ -166,11 +172,20 @@ class OneCopy:
 
     def _place(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Bring a gradient to where the others read it, and let go of the memory that it came in."""
+        if sys.getrefcount(self.plan.gradients[index]) > _UNSHARED:
+            self._leave_to_loop(index)
         place = self.plan.gradients[index]
         assert place is not None
         place.copy_(gradient.detach() if gradient.layout == torch.strided else gradient.detach().to_dense())
         parameter.grad = place
         return place
+
+    def _leave_to_loop(self, index: int) -> None:
+        """The loop has kept the last `.grad`: let that have memory of its own, for the next one comes to its place."""
+        kept = self.plan.gradients[index]
+        assert kept is not None
+        self.plan.gradients[index] = kept.detach()
+        kept.data = kept.clone()
 
     def _bring(self, index: int, parameter: Tensor) -> Tensor | None:
         """This parameter's gradient, once the others can read it."""
@@ -218,6 +233,8 @@ class OneCopy:
         When a rank dies meanwhile the others raise PeerLost, with all of the step made, or none of it.
         """
         hypers = hypers_of(self._rule, self._optimizer)
+        if len(self._optimizer.state) < self._num_with_state:  # the loop has cleared it: moments begin anew
+            self._adopt(writes=True, fresh=False)
         gradients = self._bring_all()
         try:
             self.plan.step(hypers, self._weight(share))
@@ -249,12 +266,13 @@ class OneCopy:
             state = {"step": self.plan.steps[index], **state}
         if state:
             self._optimizer.state[self._parameters[index]] = state
+            self._num_with_state += 1
         return True
 
     @torch.no_grad()
     def _adopt(self, *, writes: bool, fresh: bool) -> None:
         """Take over what the optimizer's state holds now, and let it alias the one copy. `fresh`: all is zero yet."""
-        self._without_state = []
+        self._without_state, self._num_with_state = [], 0
         for index, parameter in enumerate(self._parameters):
             state: dict[str, Any] = self._optimizer.state.get(parameter) or {}
             moments = ((self._rule.first, self.plan.first[index]), (self._rule.second, self.plan.second[index]))
@@ -273,6 +291,7 @@ class OneCopy:
                 state["step"] = self.plan.steps[index]
             if not present:
                 self._without_state.append(index)
+            self._num_with_state += present
 
     # ------------------------------------------------------------------ the end
 

@@ -26,14 +26,14 @@ class WorldShard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch."""
-        self._world.shares.begin()
+        begun = self._world.shares.begin()
         try:
             for batch in self.inner:
                 self._world.share = self.inner.share
-                self._world.shares.give(batch, self.inner.share)
+                begun.give(batch, self.inner.share)
                 yield batch
         finally:
-            self._world.share = None
+            self._world.share = self._world.shares.end(begun)
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on all ranks."""

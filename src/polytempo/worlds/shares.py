@@ -26,18 +26,16 @@ class Batch(NamedTuple):
     shapes: frozenset[torch.Size]
 
 
-class Shares:
-    """The shares of the batches that were yielded last, oldest first; the oldest is one that was used, or the first."""
+class Pass:
+    """What one pass over a data set yielded last, oldest first; the oldest is one that was used, or the first."""
 
     def __init__(self) -> None:
+        self.share: float | None = None
+        """That of the last batch."""
+        self.ended = False
         self._batches: deque[Batch] = deque(maxlen=_MOST_AHEAD)
         self._used = 0
         """How many of the remembered batches, from the oldest on, a forward pass has seen."""
-
-    def begin(self) -> None:
-        """A new pass over the data: what was yielded before is gone."""
-        self._batches.clear()
-        self._used = 0
 
     def give(self, batch: Any, share: float | None) -> None:
         """This batch is going to be yielded."""
@@ -47,23 +45,58 @@ class Shares:
         tensors = list(_tensors_in(batch))
         shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
         self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes))
+        self.share = share
 
-    def of(self, *inputs: Any) -> Batch | None:
-        """The batch that a model is given: that with these tensors, or the oldest unused one with tensors so shaped."""
-        if not self._batches:
-            return None
-        tensors = list(_tensors_in(inputs))
-        ids = {id(tensor) for tensor in tensors}
+    def with_one_of(self, ids: set[int]) -> Batch | None:
+        """The batch that has one of these tensors."""
         for position, batch in enumerate(self._batches):
             if any(id(tensor) in ids for tensor in (each() for each in batch.tensors) if tensor is not None):
                 self._used = max(self._used, position + 1)
                 return batch
-        shapes = {tensor.shape for tensor in tensors if tensor.dim()}
+        return None
+
+    def shaped(self, shapes: set[torch.Size]) -> Batch | None:
+        """The oldest unused batch with a tensor so shaped."""
         for position, batch in enumerate(self._batches):
             if position >= self._used and shapes & batch.shapes:
                 self._used = position + 1
                 return batch
         return None
+
+
+class Shares:
+    """The shares of the batches that were yielded last by the passes that go on: an epoch, and a validation in it."""
+
+    def __init__(self) -> None:
+        self._passes: list[Pass] = []
+        """The newest first."""
+
+    def begin(self) -> Pass:
+        """A new pass over a data set: what others yielded that have ended is gone."""
+        begun = Pass()
+        self._passes = [begun, *[each for each in self._passes if not each.ended]]
+        return begun
+
+    def end(self, over: Pass) -> float | None:
+        """A pass is over, though its last batches may be used yet; the share of the last batch of the one around it."""
+        over.ended = True
+        return next((each.share for each in self._passes if not each.ended), None)
+
+    def of(self, *inputs: Any) -> Batch | None:
+        """The batch that a model is given: that with these tensors, or the oldest unused one with tensors so shaped.
+
+        So shaped are first looked for in passes that go on.
+        """
+        if not self._passes:
+            return None
+        tensors = list(_tensors_in(inputs))
+        ids = {id(tensor) for tensor in tensors}
+        shapes = {tensor.shape for tensor in tensors if tensor.dim()}
+        found = next((batch for each in self._passes if (batch := each.with_one_of(ids)) is not None), None)
+        if found is None:
+            going_on_first = sorted(self._passes, key=lambda each: each.ended)
+            found = next((batch for each in going_on_first if (batch := each.shaped(shapes)) is not None), None)
+        return found
 
 
 def _tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
