@@ -106,7 +106,7 @@ class ServedRun:
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer)
+        self.service = service_of(self.service, job, optimizer, self.batches)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
         self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
