@@ -162,12 +162,12 @@ class ServedRun:
         self.standing, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
         if not options.resume or self.out is None:
             return
-        found = resumed(self.out / "checkpoint", self.service.shards, self.common)
+        folder, per_batch = self.out / "checkpoint", self.service.numbers_per_batch
+        found = resumed(folder, self.service.shards, self.common, per_batch)
         self.standing, self.resumed_at = found.standing, found.standing.step
         self.incarnation = (found.standing.generation + 1) * LIVES + 1
         self.dealer.load(found.dealer, found.applied)
-        if self.service.reassigns is None:  # else what was applied is known by slices
-            self.scored_again = found.scored_again(self.points, batches)
+        self.scored_again = found.scored_again(self.points, batches)
         lacks_score = set(found.batches) == {self.dealer.num_tickets} and not has_ended(
             self.out, found.standing.generation
         )

@@ -91,8 +91,10 @@ class _File(msgspec.Struct, frozen=True):
     standing: msgspec.Raw
 
 
-def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
+def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1) -> Resumed:
     """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
+
+    `numbers_per_batch`: as the shards know them; the last one closes a batch.
 
     Errors: ValueError where there is none, and where the run that it is of had other `facts`.
     """
@@ -110,8 +112,19 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
         part = read(folder, standing.number, shard)
         tensor = part.tensors[0]
         states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
-    applied = tuple(Ranges((*state.tickets, *state.let_go)).tuples for state in states)  # neither is dealt again
+    numbers = [Ranges((*state.tickets, *state.let_go)) for state in states]  # neither is dealt again
+    applied = tuple(_closed(each, numbers_per_batch) for each in numbers)
     return Resumed(standing, b64decode(standing.dealer), applied, tuple(state.index for state in states))
+
+
+def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
+    """The batches whose last number is among `numbers`."""
+    closed = Ranges()
+    for first, last in numbers:
+        begin, end = first // numbers_per_batch, (last + 1) // numbers_per_batch
+        if begin < end:
+            closed.add(begin, end - 1)
+    return closed.tuples
 
 
 def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing | None:
