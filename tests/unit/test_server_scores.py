@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from polytempo.core.errors import TimedOut
+from polytempo.server.dealer import Dealer
 from polytempo.server.evaluator import Evaluator
 from polytempo.server.layout import Span
-from polytempo.server.message import Shown
+from polytempo.server.message import Scored, Shown
+from polytempo.server.scores import Scores
 
 CHAINS = ((2,), (3,))
 COORDINATOR, EVALUATOR = 4, 5
@@ -32,3 +36,31 @@ def test_the_running_statistics_are_the_first_shards_whichever_comes_first() -> 
         for shard in order:
             evaluator.receive(0.0, CHAINS[shard][0], shown(shard, 8))
         assert scored.pop() == (8, [0.0, 1.0], torch.tensor([10.0], dtype=torch.float64)), f"order {order}"
+
+
+def done() -> Dealer:
+    """A dealer whose only ticket, of one batch, is done."""
+    dealer = Dealer(batches_per_epoch=1, num_tickets=1, deals="freely", workers=1)
+    dealer.join(0, incarnation=1)
+    dealer.ask(0, incarnation=1, sequence=1, done=())
+    dealer.ask(0, incarnation=1, sequence=2, done=(0,))
+    assert dealer.finished
+    return dealer
+
+
+def test_a_score_that_comes_when_all_is_done_stops_nothing() -> None:
+    """Else the run would end with an older score than that of its final weights."""
+    dealer = done()
+    dealer.stop()
+    assert not dealer.stopped
+    assert Scores(EVALUATOR, dealer, 10.0).lacks_last(0.0)
+
+
+def test_the_last_score_has_time_from_the_score_before_it() -> None:
+    scores = Scores(EVALUATOR, done(), 10.0)
+    assert scores.lacks_last(100.0)
+    assert scores.take(Scored(0, b"{}"))
+    assert scores.lacks_last(111.0)
+    assert not scores.take(Scored(0, b"{}"))
+    with pytest.raises(TimedOut, match=r"score of the last batch did not finish within 10 s .*larger timeout_s"):
+        scores.lacks_last(122.0)
