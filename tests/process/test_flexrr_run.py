@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from multiprocessing import Value
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from polytempo import strategies
 from polytempo.engines.run import run
 from polytempo.engines.served_run import Outcome, ServedRun
 from polytempo.jobs import find
+from polytempo.report.metrics import read_metrics
 from polytempo.torch.result import Result
 from slices import verdicts
 
@@ -66,3 +68,15 @@ def test_a_worker_with_more_to_compute_is_helped_and_every_sample_counts_once(
     assert result.accuracy > 0.5
     (epoch,) = verdicts(strategy, runs[0].batches, runs[0].coordinator.statistics)
     assert epoch.exact, str(epoch)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_resumed_run_trains_what_is_left(bound: int, tmp_path: Path) -> None:
+    """Shards know slices, and the dealer batches: what was applied must not be taken for batches."""
+    strategy = strategies.flexrr(grain=0.125, first_offer=0.125, later_offers=0.25, shards=2, bound=bound)
+    once = run(DIGITS, strategy, workers=2, epochs=1, out=tmp_path, threads=1)
+    twice = run(DIGITS, strategy, workers=2, epochs=2, out=tmp_path, threads=1, resume=True)
+    assert twice.samples == 2 * once.samples
+    scores = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "test"]
+    assert [row["samples"] for row in scores] == [once.samples, 2 * once.samples]
+    assert twice.parameters_sha256 != once.parameters_sha256

@@ -24,6 +24,7 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.replay import replay
 from polytempo.engines.standing import read_standing, standing_path
+from polytempo.report.metrics import read_metrics
 from polytempo.server.snapshot import complete, newest_whole
 from polytempo.torch.result import parameters_sha256
 
@@ -117,7 +118,7 @@ def test_every_ticket_counts_once_over_both_runs(how: Strategy, tmp_path: Path) 
     assert result.loss == -2.0 * EPOCHS, "the weights that are tested count the first run's tickets, too"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {row["step"] <= step for row in rows} == {True, False}, "metrics of both runs"
-    assert rows[-1]["kind"] == "test"
+    assert [row["samples"] for row in rows if row["kind"] == "test"][-1] == TICKETS * EPOCHS  # rows come as they come
     replayed = replay(tmp_path, counting(), how)
     assert (replayed.difference, replayed.generation) == (None, 1)
     assert replayed.parameters_sha256 == result.parameters_sha256
@@ -139,6 +140,52 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
     second = pt.run(counting(), strategy(), WORKERS, epochs=2, resume=True, threads=1, out=tmp_path)
     assert second.parameters_sha256 == counted(2)
     assert (second.samples, second.loss) == (2 * TICKETS, -4.0)
+
+
+def test_a_score_is_written_once_and_time_goes_on(tmp_path: Path) -> None:
+    """The snapshot that a run goes on from is scored again, should its score be lost; both runs share one clock."""
+    first = pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
+    before = read_metrics(tmp_path / "metrics.jsonl")
+    second = pt.run(counting(), strategy(), WORKERS, epochs=2, resume=True, threads=1, out=tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["samples"] for row in rows if row["kind"] == "test"] == [TICKETS, 2 * TICKETS]
+    news = [row for row in rows if row["samples"] > TICKETS]
+    assert min(row["seconds"] for row in news) > max(row["seconds"] for row in before)
+    assert second.seconds > first.seconds
+    assert second.samples_per_s <= TICKETS / (max(r["seconds"] for r in news) - min(r["seconds"] for r in news))
+
+
+def test_a_run_killed_while_its_last_score_is_awaited_has_it_after_a_resume(tmp_path: Path) -> None:
+    launcher = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        while not output.requires_grad and not complete(tmp_path / "checkpoint", 1, SHARDS):
+            time.sleep(0.001)
+        if not output.requires_grad:
+            os.kill(launcher, signal.SIGKILL)
+        return output.mean()
+
+    options: dict[str, Any] = {"epochs": 1, "checkpoint_every": 1000, "threads": 1, "out": tmp_path}
+    child = os.fork()
+    if not child:
+        launcher = os.getpid()
+        pt.run(counting(loss), strategy(), WORKERS, **options)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    result = pt.run(counting(), strategy(), WORKERS, resume=True, **options)
+    assert (result.parameters_sha256, result.loss, result.samples) == (counted(1), -2.0, TICKETS)
+    assert replay(tmp_path, counting(), strategy()).difference is None
+    with pytest.raises(ValueError, match="batches already"):
+        pt.run(counting(), strategy(), WORKERS, resume=True, **options)
+
+
+def test_a_score_that_ends_a_resumed_run_before_its_first_batch(tmp_path: Path) -> None:
+    pt.run(counting(), strategy(), WORKERS, epochs=1, threads=1, out=tmp_path)
+    result = pt.run(
+        *(counting(), strategy(), WORKERS), epochs=EPOCHS, until={"loss": 0.0}, resume=True, threads=1, out=tmp_path
+    )
+    assert result.reached
+    assert result.samples >= TICKETS
 
 
 def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:

@@ -99,11 +99,24 @@ def test_learning_rates_that_are_tensors_change_in_place() -> None:
 @pytest.mark.parametrize(("name", "kind"), [("one cycle", SGD), ("cyclic", SGD), ("one cycle", Adam)])
 def test_what_the_shards_would_not_hear_of_is_refused(name: str, kind: Any) -> None:
     with pytest.raises(ValueError, match=r"LR moves more than lr, .*; use cycle_momentum=False, or easgd"):
-        check_schedule(optimizer(kind), SCHEDULES[name], ("lr",))
-    check_schedule(optimizer(kind), SCHEDULES[name], ("lr", "momentum", "betas"))
-    check_schedule(optimizer(kind), SCHEDULES[name], None)
+        check_schedule(optimizer(kind), SCHEDULES[name], STEPS, ("lr",))
+    check_schedule(optimizer(kind), SCHEDULES[name], STEPS, ("lr", "momentum", "betas"))
+    check_schedule(optimizer(kind), SCHEDULES[name], STEPS, None)
 
 
 def test_a_schedule_that_waits_for_a_score_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau waits for a score after each epoch"):
-        check_schedule(optimizer(), lambda o, steps: schedules.ReduceLROnPlateau(o), None)
+        check_schedule(optimizer(), lambda o, steps: schedules.ReduceLROnPlateau(o), STEPS, None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o, steps: schedules.LambdaLR(o, lambda step: min(1.0, step / (steps // 4))),
+        lambda o, steps: schedules.OneCycleLR(o, 0.1, total_steps=steps, pct_start=0.5, cycle_momentum=False),
+    ],
+    ids=["warm-up for a quarter of an epoch", "one cycle, up for half of an epoch"],
+)
+def test_a_schedule_is_checked_with_the_steps_of_the_run(make: Any) -> None:
+    """Both divide by zero where an epoch has two steps, and only there."""
+    check_schedule(optimizer(), make, STEPS, ("lr",))

@@ -60,14 +60,14 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
     return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
 
 
-def service_of(service: Service, job: Job, optimizer: Optimizer) -> Service:
+def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batches) -> Service:
     """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away.
 
     Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
     """
     made = replace(service, optimizer=shard_rule_of(service, optimizer))
     if job.schedule is not None:
-        check_schedule(optimizer, job.schedule, _movable(service))
+        check_schedule(optimizer, job.schedule, scheduled_steps(batches), _movable(service))
     return made
 
 

@@ -140,6 +140,11 @@ class Recording:
         self._coordinator.close()
 
 
+def has_ended(out: Path, generation: int) -> bool:
+    """Whether start number `generation` of the run in `out` came to its end: with its last score, that is."""
+    return (out / "record" / f"{generation:04d}" / "end.json").is_file()
+
+
 def _keep(checkpoint: Path, last: Standing, start: Path) -> None:
     """Keep the snapshot that a resumed run goes on from: by links where there are any, for it will not change."""
     start.mkdir()

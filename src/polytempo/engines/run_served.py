@@ -67,8 +67,8 @@ def run_served(
             show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
             writer = None
             if out is not None:
-                resumed_at = run.resumed_at
-                writer = stack.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
+                metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=run.resumed_at, scored_again=run.scored_again)
+                writer = stack.enter_context(metrics)
             run.tally.record = recorder(writer, show)
             threads_each = threads_per_worker(workers, options.threads)
             stack.enter_context(run.kept(threads_each))

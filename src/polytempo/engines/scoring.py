@@ -68,7 +68,7 @@ class OffTheClock:
             return
         for spans, values, _ in parts.values():
             place_(self._flat, spans, values)
-        running = next((statistics for _, _, statistics in parts.values() if statistics is not None), None)
+        running = parts[min(parts)][2]  # shards differ; what workers pull is the first one's, too
         self._scored = number
         self._parts = {other: kept for other, kept in self._parts.items() if other > number}
         self._take(self._scorer.row(number, self._now_s(), self._flat, running))

@@ -7,6 +7,7 @@ out/checkpoint  the shards' snapshots          out/record   what met each shard 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from polytempo.engines.cast import cast_of, course_of, dealer_of, points_of, ser
 from polytempo.engines.crew import Worker
 from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
-from polytempo.engines.recording import CopyRecorder, Recording, facts_now
+from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
 from polytempo.engines.reshaping import num_added
 from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
 from polytempo.engines.tally import Tally
@@ -106,7 +107,7 @@ class ServedRun:
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer)
+        self.service = service_of(self.service, job, optimizer, self.batches)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
         self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
@@ -121,16 +122,8 @@ class ServedRun:
         self.dealer = dealer_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
         self.points = points_of(self.batches, self.dealer)
         self._resume()
-        self.tally = Tally(
-            job,
-            strategy,
-            self.service,
-            options,
-            self.batches,
-            self.dealer,
-            workers=workers,
-            first_step=self.resumed_at or 0,
-        )
+        told = job, strategy, self.service, options, self.batches, self.dealer
+        self.tally = Tally(*told, workers=workers, before=self.standing)
         self.coordinator = self._coordinator()
         self.tally.stop = self.coordinator.stop
         self.recording: Recording | None = None
@@ -166,14 +159,19 @@ class ServedRun:
         }
         if batches.deals == "evenly":
             self.common["workers"] = batches.size
-        self.standing, self.resumed_at, self.incarnation = None, None, 1
+        self.standing, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
         if not options.resume or self.out is None:
             return
-        found = resumed(self.out / "checkpoint", self.service.shards, self.common)
+        folder, per_batch = self.out / "checkpoint", self.service.numbers_per_batch
+        found = resumed(folder, self.service.shards, self.common, per_batch)
         self.standing, self.resumed_at = found.standing, found.standing.step
         self.incarnation = (found.standing.generation + 1) * LIVES + 1
         self.dealer.load(found.dealer, found.applied)
-        if self.dealer.finished:
+        self.scored_again = found.scored_again(self.points, batches)
+        lacks_score = set(found.batches) == {self.dealer.num_tickets} and not has_ended(
+            self.out, found.standing.generation
+        )
+        if self.dealer.finished and not lacks_score:
             raise ValueError(
                 f"the run in {options.out} has done its {self.dealer.num_tickets} batches already; resume it with more "
                 "epochs or steps"

@@ -24,10 +24,12 @@ import msgspec
 
 from polytempo.core import PolytempoError
 from polytempo.core.ranges import Range, Ranges
+from polytempo.data.batches import Batches
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.disk import LocalDisk
 from polytempo.server.message import Outbox
 from polytempo.server.saving import Saved, Snapshots
+from polytempo.server.score_snapshots import ScorePoints
 from polytempo.server.shard import Shard
 from polytempo.server.snapshot import SnapshotError, complete, discard_beyond, newest_whole, read
 from polytempo.server.state import decode
@@ -56,6 +58,8 @@ class Standing(msgspec.Struct, frozen=True):
     """What a resumed run must have in common: job, strategy, seed, batch size, …"""
     dealer: str
     """`Dealer.dump` as base64."""
+    seconds: float = 0.0
+    """How long the run had lasted, on the clock of its rows."""
 
 
 class Resumed(NamedTuple):
@@ -68,6 +72,17 @@ class Resumed(NamedTuple):
     indices: tuple[int, ...]
     """For each shard the entries of its log that its part is the state after."""
 
+    @property
+    def batches(self) -> list[int]:
+        """For each shard how many batches are in its part."""
+        return [sum(last - first + 1 for first, last in tickets) for tickets in self.applied]
+
+    def scored_again(self, points: ScorePoints, batches: Batches) -> int:
+        """The fewest samples of a score that comes again, or for the first time: what some shard has is no more."""
+        fewest = min(self.batches)
+        stands = points.stands(fewest) and fewest == max(self.batches)
+        return batches.samples_before(fewest) + (not stands)
+
 
 class _File(msgspec.Struct, frozen=True):
     format: str
@@ -76,8 +91,10 @@ class _File(msgspec.Struct, frozen=True):
     standing: msgspec.Raw
 
 
-def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
+def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1) -> Resumed:
     """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
+
+    `numbers_per_batch`: as the shards know them; the last one closes a batch.
 
     Errors: ValueError where there is none, and where the run that it is of had other `facts`.
     """
@@ -95,8 +112,19 @@ def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Resumed:
         part = read(folder, standing.number, shard)
         tensor = part.tensors[0]
         states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
-    applied = tuple(Ranges((*state.tickets, *state.let_go)).tuples for state in states)  # neither is dealt again
+    numbers = [Ranges((*state.tickets, *state.let_go)) for state in states]  # neither is dealt again
+    applied = tuple(_closed(each, numbers_per_batch) for each in numbers)
     return Resumed(standing, b64decode(standing.dealer), applied, tuple(state.index for state in states))
+
+
+def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
+    """The batches whose last number is among `numbers`."""
+    closed = Ranges()
+    for first, last in numbers:
+        begin, end = first // numbers_per_batch, (last + 1) // numbers_per_batch
+        if begin < end:
+            closed.add(begin, end - 1)
+    return closed.tuples
 
 
 def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing | None:
@@ -213,6 +241,7 @@ class Saves:
         self._workers, self._every = workers, every
         self._number, self._generation = (0, 0) if last is None else (last.number, last.generation + 1)
         self._step, self._on_order = step, on_order
+        self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
         self._saved_steps, self._saved_epoch = self._steps, coordinator.dealer.epoch
         self._ended = False
@@ -260,7 +289,7 @@ class Saves:
         self._saved_steps, self._saved_epoch = self._steps, dealer.epoch
         self._on_order()
         dump = b64encode(dealer.dump()).decode()
-        standing = Standing(self._number, self._generation, self._step(), self._facts, dump)
+        standing = Standing(self._number, self._generation, self._step(), self._facts, dump, self._seconds + now_s)
         try:
             write_standing(self._folder, standing)
         except OSError as error:

@@ -10,6 +10,7 @@ from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import reached, samples_behind
+from polytempo.engines.standing import Standing
 from polytempo.server.dealer import Dealer
 from polytempo.server.message import Statistics
 from polytempo.torch.job import Job
@@ -32,15 +33,16 @@ class Tally:
         dealer: Dealer,
         *,
         workers: int,
-        first_step: int = 0,
+        before: Standing | None = None,
     ) -> None:
         self._workers = workers
         self._job, self._strategy, self._service, self._options = job, strategy, service, options
         self._batches, self._dealer = batches, dealer
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.stop: Callable[[], None] = dealer.stop
-        self.last_step = first_step
-        """The highest step of any row."""
+        self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
+        """The highest step of any row; and how long the run lasted before it was resumed."""
+        self._samples = samples_behind(dealer, batches)
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if options.until else None
@@ -50,7 +52,8 @@ class Tally:
         self.take_row(json.loads(text))
 
     def take_row(self, row: dict[str, Any]) -> None:
-        """A row."""
+        """A row; its time counts from the beginning of the run, however often that was resumed."""
+        row = row | {"seconds": self._seconds + row["seconds"]}
         self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
             self._tested = row
@@ -80,7 +83,8 @@ class Tally:
         goes into `Result.server`.
         """
         workers = self._workers
-        seconds = max(a.end_s for a in attendances) - min(a.begin_s for a in attendances)
+        trained = [a for a in attendances if a.steps]  # who came too late for a batch has no time
+        seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
         samples = samples_behind(self._dealer, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
         return Result(
@@ -91,8 +95,8 @@ class Tally:
             steps=-(-sum(last - first + 1 for first, last in self._dealer.done) // workers),
             epochs=samples / self._batches.num_samples,
             samples=samples,
-            seconds=seconds,
-            samples_per_s=samples / seconds if seconds else 0.0,
+            seconds=self._seconds + seconds,
+            samples_per_s=(samples - self._samples) / seconds if seconds else 0.0,
             loss=train_loss if self._tested is None else self._tested["loss"],
             accuracy=None if self._tested is None else self._tested["accuracy"],
             train_loss=train_loss,

@@ -14,14 +14,15 @@ class MetricsWriter:
     """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
 
     A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
-    beyond it, which it will write again.
+    beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more.
 
         with MetricsWriter(folder / "metrics.jsonl") as metrics:
             metrics.write({"kind": "train", "step": 1, "loss": 2.3})
     """
 
-    def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
+    def __init__(self, path: Path, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
+        kept = [row for row in kept if row["kind"] != "test" or row["samples"] < scored_again]
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", encoding="utf-8") as stream:
             stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)

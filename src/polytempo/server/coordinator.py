@@ -336,8 +336,8 @@ class Coordinator:
 
     def _end(self, now_s: float) -> Outbox:
         """After the last ticket: ask the shards how it was; when they have said so and all workers have gone, end."""
-        if not self.dealer.finished or self.reshaper.moving:
-            return []
+        if not self.dealer.finished or self._expected or self.reshaper.moving:
+            return []  # and those that were started hear of it, however soon it comes
         if not self._ending:
             self._ending = True
             for _, asked in self._shards.live:

@@ -172,8 +172,12 @@ class Dealer:
         return [deal for deal in answers if deal is not None]
 
     def stop(self) -> None:
-        """The run ends now: everybody is told to finish at its next ask, and nothing more is dealt."""
-        self._stopped = self._changed = True
+        """The run ends now: everybody is told to finish at its next ask, and nothing more is dealt.
+
+        A run whose every ticket is done has not been stopped: its weights are those of its last batch.
+        """
+        if not self.finished:
+            self._stopped = self._changed = True
 
     def pause(self, at: int = 0) -> None:
         """Deal no ticket from `at` on, or from now on if those were dealt already, until `resume`; then comes `quiet`.

@@ -120,7 +120,7 @@ class Evaluator:
             return []
         for part in parts:
             place_(self._flat, part.spans, part.values)
-        running = next((part.running for part in parts if part.running is not None), None)
+        running = self._parts[min(self._parts)].running  # shards differ; what workers pull is the first one's, too
         seconds = max(part.seconds for part in parts)
         self._row = Scored(highest, self._score(highest, seconds, self._flat, running))
         self.wanted, self._parts = highest + 1, {}

@@ -20,17 +20,19 @@ class Scores:
         """Whether this score is new."""
         new = scored.number > self.highest
         self.highest = max(self.highest, scored.number)
+        self._since_s = None if new else self._since_s  # an evaluator that is slow gets on
         return new
 
     def lacks_last(self, now_s: float) -> bool:
         """Whether the score of the last batch has not come. To be asked when all else is over.
 
-        Raises `TimedOut` where that has been so for longer than the deadline.
+        Raises `TimedOut` where that has been so, and no other score has come, for longer than the deadline.
         """
         if self._evaluator is None or self._dealer.stopped or self.highest >= self._dealer.num_tickets:
             return False
         if self._since_s is None:
             self._since_s = now_s
         if now_s - self._since_s > self._deadline_s:
-            raise TimedOut(self._evaluator, None, "score of the last batch", self._deadline_s)
+            remedy = "the evaluator is slow or stands still; give a larger timeout_s, or a smaller test set"
+            raise TimedOut(self._evaluator, None, "score of the last batch", self._deadline_s, remedy)
         return True

@@ -99,10 +99,13 @@ class RateSchedule:
                     group[name] = tuple(next(values) for _ in present) if isinstance(present, tuple) else next(values)
 
 
-def check_schedule(optimizer: Optimizer, make: Make, movable: Collection[str] | None) -> None:
-    """Raise where `RateSchedule` would, as far as a few steps show it. `optimizer` is given away."""
-    steps = _PROBED_STEPS
-    RateSchedule(optimizer, make, steps_per_epoch=steps, batches=steps, movable=movable).go_to(steps)
+def check_schedule(optimizer: Optimizer, make: Make, steps_per_epoch: int, movable: Collection[str] | None) -> None:
+    """Raise where `RateSchedule` would, as far as a few steps show it. `optimizer` is given away.
+
+    `steps_per_epoch`: those of the run, since a schedule may warm up for a part of them, and divide by it.
+    """
+    schedule = RateSchedule(optimizer, make, steps_per_epoch=steps_per_epoch, batches=steps_per_epoch, movable=movable)
+    schedule.go_to(min(_PROBED_STEPS, steps_per_epoch))
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[str]:
