@@ -66,6 +66,8 @@ def attach(
     strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
     GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
     refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
+    Gradients that are put into `.grad` by hand (`autograd.grad`) are exchanged by `step` where no backward pass came
+    since the last step; where one did, they are taken for edits of its answer, so let that pass be inside `no_sync()`.
     After `model.load_state_dict()` (by all ranks) the strategy begins anew from there; other changes in place, as
     clipped weights, count as movements of the step.
     A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
