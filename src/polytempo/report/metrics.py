@@ -22,7 +22,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
-        kept = [row for row in kept if row["kind"] != "test" or row["samples"] < scored_again]
+        kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", encoding="utf-8") as stream:
             stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)
