@@ -81,5 +81,5 @@ class Decided:
 
     def _add(self, tickets: Sequence[int], into: Ranges, other: Ranges) -> None:
         for ticket in tickets:
-            known = into.add(ticket) or ticket in other
+            known = into.add(ticket) or (self.dropped and ticket in other)
             self.batches += not known and ticket % self._numbers == self._numbers - 1

@@ -26,6 +26,8 @@ class RunningStatistics:
 
     def fault(self, push: Push) -> str:
         """Why what came with a push is refused; "" if it is not."""
+        if push.running is None and self.present is None:
+            return ""
         given, who = push.running, f"worker {push.worker}, clock {push.clock}"
         theirs, mine = (None if one is None else (one.dtype, tuple(one.shape)) for one in (given, self.present))
         if theirs != mine:
