@@ -23,6 +23,7 @@ class Decided:
         self._numbers = numbers_per_batch
         self.applied, self.let_go = Ranges(applied), Ranges(let_go)
         """In the weights or the sum; and dropped, so not to be dealt again."""
+        self._lets_go = bool(let_go)  # where nothing was dropped, nothing need be looked up
         both = Ranges((*applied, *let_go))
         self.batches = sum((last + 1) // self._numbers - first // self._numbers for first, last in both.tuples)
         """How many batches are decided."""
@@ -40,6 +41,7 @@ class Decided:
     def drop(self, tickets: Sequence[int]) -> None:
         """A gradient of these is not used."""
         self.dropped += 1
+        self._lets_go = True
         self._add(tickets, self.let_go, self.applied)
 
     def had(self, push: Push) -> tuple[Verdict, str]:
@@ -81,5 +83,5 @@ class Decided:
 
     def _add(self, tickets: Sequence[int], into: Ranges, other: Ranges) -> None:
         for ticket in tickets:
-            known = into.add(ticket) or (self.dropped and ticket in other)
+            known = into.add(ticket) or (self._lets_go and ticket in other)
             self.batches += not known and ticket % self._numbers == self._numbers - 1

@@ -8,7 +8,7 @@ from polytempo.server.message import Scored
 
 
 class Scores:
-    """The scores of the node `evaluator`; None: nobody scores."""
+    """The scores of the node `evaluator`; None: there is none."""
 
     def __init__(self, evaluator: int | None, dealer: Dealer, deadline_s: float) -> None:
         self._evaluator, self._dealer, self._deadline_s = evaluator, dealer, deadline_s
