@@ -281,3 +281,15 @@ def test_a_synchronous_run_killed_at_any_moment_is_the_undisturbed_one_in_the_en
         resume = newest_whole(out / "checkpoint", 2) is not None
         result = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=60, threads=1, resume=resume, out=out)
         assert (result.parameters_sha256, result.loss) == (whole.parameters_sha256, whole.loss), f"call {calls}"
+
+
+@pytest.mark.parametrize("strategy", [SYNCHRONOUS, pt.strategies.ssp(bound=1, shards=2)], ids=str)
+def test_a_run_that_its_score_ends_in_the_middle_of_a_step_ends(tmp_path: Path, strategy: Strategy) -> None:
+    """No worker waits for the gradient of one that was told to finish, and what is saved is what the result is of."""
+    result = pt.run(normed(), strategy, WORKERS, epochs=60, threads=1, out=tmp_path, until={"loss": 8.0})
+    assert result.loss is not None
+    assert result.loss <= 8.0
+    assert 96 * 5 <= result.samples < 96 * 60
+    if strategy is SYNCHRONOUS:
+        whole = pt.run(normed(), strategy, WORKERS, steps=result.samples // 16, threads=1)
+        assert whole.parameters_sha256 == result.parameters_sha256

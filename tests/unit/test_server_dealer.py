@@ -207,7 +207,34 @@ def test_stop_tells_everybody_to_finish() -> None:
     crowd.dealer.stop()
     crowd.hear()
     assert crowd.told[-1] == (1, "finish")
-    assert [crowd.ask(0), crowd.dealer.finished, crowd.dealer.stopped] == ["finish", True, True]
+    assert [crowd.ask(0), crowd.dealer.finished, crowd.dealer.stopped] == ["finish", False, True]
+    crowd.dealer.leave(0, [0])
+    assert (crowd.dealer.finished, crowd.dealer.done) == (True, ((0, 0),))
+
+
+def test_stop_ends_the_step_that_was_begun_where_tickets_are_dealt_evenly() -> None:
+    """A worker that had its ticket would wait for ever for the gradients of those that were told to finish."""
+    crowd = even(3, 30, 3)
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(2), crowd.ask(0)] == ["train 0", "train 1", "train 2", "train 3"]
+    crowd.dealer.stop()
+    assert not crowd.dealer.finished
+    assert [crowd.ask(1, 1), crowd.ask(2, 1)] == ["train 4", "train 5"]
+    assert [crowd.ask(0, 2), crowd.ask(1, 1), crowd.ask(2, 1)] == [None, None, "finish"]
+    assert crowd.told[-2:] == [(0, "finish"), (1, "finish")]
+    assert (crowd.dealer.stopped, crowd.dealer.done) == (True, ((0, 5),))
+
+
+def test_nothing_is_dealt_behind_a_snapshot_before_every_shard_knows_of_it() -> None:
+    """Else a shard that hears of it late has more than the others, and a resume mixes two steps."""
+    crowd = even(2, 20, 2)
+    assert [crowd.ask(0), crowd.ask(1), crowd.dealer.save()] == ["train 0", "train 1", 4]
+    assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 2", "train 3"], "there is a step to do meanwhile"
+    assert [crowd.ask(0), crowd.ask(1)] == ["wait", "wait"]
+    assert [crowd.ask(0, 1), crowd.ask(1, 1)] == [None, None]
+    crowd.dealer.saved()
+    crowd.hear()
+    assert crowd.told[-2:] == [(0, "train 4"), (1, "train 5")]
+    assert free(2, 20, 2).dealer.save() == 0
 
 
 @pytest.mark.parametrize(

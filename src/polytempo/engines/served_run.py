@@ -163,7 +163,7 @@ class ServedRun:
         if not options.resume or self.out is None:
             return
         folder, per_batch = self.out / "checkpoint", self.service.numbers_per_batch
-        found = resumed(folder, self.service.shards, self.common, per_batch)
+        found = resumed(folder, self.service.shards, self.common, per_batch, even=batches.deals == "evenly")
         self.standing, self.resumed_at = found.standing, found.standing.step
         self.incarnation = (found.standing.generation + 1) * LIVES + 1
         self.dealer.load(found.dealer, found.applied)

@@ -77,6 +77,11 @@ class Resumed(NamedTuple):
         """For each shard how many batches are in its part."""
         return [sum(last - first + 1 for first, last in tickets) for tickets in self.applied]
 
+    @property
+    def is_one_step(self) -> bool:
+        """Whether all parts hold the same number of batches."""
+        return len(set(self.batches)) == 1
+
     def scored_again(self, points: ScorePoints, batches: Batches) -> int:
         """The fewest samples of a score that comes again, or for the first time: what some shard has is no more."""
         fewest = min(self.batches)
@@ -91,22 +96,37 @@ class _File(msgspec.Struct, frozen=True):
     standing: msgspec.Raw
 
 
-def resumed(folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1) -> Resumed:
+def resumed(
+    folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1, *, even: bool = False
+) -> Resumed:
     """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
 
-    `numbers_per_batch`: as the shards know them; the last one closes a batch.
+    `numbers_per_batch`: as the shards know them; the last one closes a batch. `even`: batches are dealt evenly, so all
+    shards save the same step. A snapshot that was ordered twice, because the run ended or a shard was late, may have
+    parts of two steps if the run was killed in between; then it is the one before, whose parts are of one, if it is
+    there.
 
     Errors: ValueError where there is none, and where the run that it is of had other `facts`.
     """
-    standing = _newest(folder, num_shards, facts)
-    if standing is None:
+    newest = _newest(folder, num_shards, facts)
+    if newest is None:
         if any(name.startswith("step-") for name in LocalDisk().names(folder)):
             raise ValueError(
                 f"{folder} holds checkpoints of workers without a parameter server; resume with the --strategy that "
                 "saved them, or check --out"
             )
         raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without --resume, or check --out")
-    discard_beyond(folder, standing.number)
+    chosen = _with_parts(folder, num_shards, newest, numbers_per_batch)
+    if even and not chosen.is_one_step:
+        older = _newest(folder, num_shards, facts, before=newest.number)
+        before = None if older is None else _with_parts(folder, num_shards, older, numbers_per_batch)
+        chosen = before if before is not None and before.is_one_step else chosen
+    discard_beyond(folder, chosen.standing.number)
+    return chosen
+
+
+def _with_parts(folder: Path, num_shards: int, standing: Standing, numbers_per_batch: int) -> Resumed:
+    """The snapshot whose launcher's part is `standing`, with what the shards' parts say."""
     states = []
     for shard in range(num_shards):
         part = read(folder, standing.number, shard)
@@ -127,13 +147,12 @@ def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
     return closed.tuples
 
 
-def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any]) -> Standing | None:
+def _newest(folder: Path, num_shards: int, facts: Mapping[str, Any], *, before: int | None = None) -> Standing | None:
     names = LocalDisk().names(folder)
     numbers = sorted((int(m[1]) for name in names if (m := _NAME.fullmatch(name)) and not m[2]), reverse=True)
     for number in numbers[:1]:
         with suppress(SnapshotError):
             _check(read_standing(folder, number), facts)  # before the number of shards matters
-    before = None
     while (found := newest_whole(folder, num_shards, before=before)) is not None:
         try:
             standing = read_standing(folder, found)

@@ -91,6 +91,8 @@ class Coordinator:
         self._who = Membership(len(chains), waits=dealer.rests)
         self._told: dict[tuple[int, int], int] = {}
         """(shard, sequence) of a `Members` request -> the number of that change."""
+        self._saving: set[tuple[int, int]] = set()
+        """The same of `Save` requests that are not answered."""
         self._shards = Shards(self.chains, self._asked, self._who.known)
         self._calls = Calls()
         self._ending = False
@@ -149,10 +151,8 @@ class Coordinator:
             self._on_event(("lost", node))
             del self.members[node]
             self._calls.lose(node)
-            out += self._tell_members(now_s)
-            self._who.leaving[node] = (
-                self._who.changes + self.reshaper.moving
-            )  # then they will be told when that is done
+            out += self._tell_members(now_s)  # while elements move, they are told afterwards
+            self._who.leaving[node] = self._who.changes + self.reshaper.moving
         if (never_begun := self.reshaper.lose(node)) is not None:
             raise ShardLost(never_begun, self._copies - 1)
         for shard, chain in enumerate(self.chains):
@@ -170,9 +170,9 @@ class Coordinator:
         if self.reshaper.moving:
             return []
         self._on_entry(Saving(0, 0, number))
-        for _, asked in self._shards.live:
-            asked.add(lambda worker, life, sequence: Save(worker, life, sequence, number, self.dealer.whole_steps))
-        return self._outbox(now_s)
+        at = self.dealer.save()
+        self._saving |= self._shards.ask(lambda worker, life, sequence: Save(worker, life, sequence, number, at))
+        return self._shards.sendable(now_s)
 
     def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:
         """One shard more, whose copies were started on `nodes`. Training stands still while elements move."""
@@ -215,7 +215,7 @@ class Coordinator:
         out += self._shards.late(now_s)
         if now_s - self._announced_s >= self.timing.beat_s:
             out += self._announce(now_s)
-        return out + self._outbox(now_s) + self._deals(now_s) + self._end(now_s) + self._reshape(now_s)
+        return out + self._shards.sendable(now_s) + self._deals(now_s) + self._end(now_s) + self._reshape(now_s)
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
@@ -256,10 +256,9 @@ class Coordinator:
         if facts is None:
             return []
         members, resting = facts
-        for shard, asked in self._shards.live:
-            request = asked.add(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
-            self._told[shard, request.sequence] = self._who.changes
-        return self._outbox(now_s)
+        asked = self._shards.ask(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
+        self._told.update(dict.fromkeys(asked, self._who.changes))
+        return self._shards.sendable(now_s)
 
     def _in_hand(self) -> set[int]:
         """The workers that know of a ticket of theirs that is not done."""
@@ -307,7 +306,8 @@ class Coordinator:
         if self._calls.is_goodbye(ask):
             self.members.pop(ask.worker, None)
             self._calls.lose(ask.worker)
-            return self._end(now_s)
+            self.dealer.leave(ask.worker, ask.done)
+            return self._tell_members(now_s) + self._end(now_s)
         self._calls.waiting[ask.worker] = ask
         return out + self._deals(now_s) + self._end(now_s)
 
@@ -340,11 +340,10 @@ class Coordinator:
             return []  # and those that were started hear of it, however soon it comes
         if not self._ending:
             self._ending = True
-            for _, asked in self._shards.live:
-                asked.add(Inquire)
+            self._shards.ask(Inquire)
         busy = self.members or len(self.statistics) < len(self.chains)
         if self.finished or busy or self._scores.lacks_last(now_s):
-            return self._outbox(now_s)
+            return self._shards.sendable(now_s)
         self.finished = True
         return self._announce(now_s)
 
@@ -360,6 +359,10 @@ class Coordinator:
         if change is not None:
             for worker in self._who.note(reply.shard, change):
                 self.dealer.lose(worker)
+        if (reply.shard, reply.sequence) in self._saving:
+            self._saving.remove((reply.shard, reply.sequence))
+            if not self._saving:
+                self.dealer.saved()
         if isinstance(reply, Statistics):
             self.statistics[reply.shard] = reply
         if isinstance(reply, Lent):
@@ -368,7 +371,7 @@ class Coordinator:
             self._on_entry(Noting(reply.shard, reply.sequence))
             if change is None and not reply.what:
                 self._on_event(("saved", reply.shard))
-        return self._outbox(now_s) + self._deals(now_s) + self._end(now_s)
+        return self._shards.sendable(now_s) + self._deals(now_s) + self._end(now_s)
 
     # ------------------------------------------------------------------ shards that come and go: see `server.reshape`
 
@@ -378,7 +381,7 @@ class Coordinator:
         if not reshaper.busy:
             return []
         told = reshaper.go_on(self._is_still, self._shards)
-        out = self._outbox(now_s)
+        out = self._shards.sendable(now_s)
         if told is not None:
             out += self._new_epoch(now_s)
             out += [(node, self.view) for node in told]  # should it be lost, they ask for it with their next beat
@@ -395,6 +398,3 @@ class Coordinator:
         calls = self._calls.waiting or self._calls.unsaid
         busy = self._expected or self._recruits or self._who.leaving or calls or self._ending
         return self.dealer.quiet and not busy and not self._shards.busy and self._who.is_settled
-
-    def _outbox(self, now_s: float) -> Outbox:
-        return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]

@@ -122,6 +122,7 @@ class Dealer:
         self._changed = False  # whether an ask that waits may have an answer now
         self._step = workers if deals == "evenly" else 1
         self._barrier: int | None = None  # no ticket from this one on is dealt for now
+        self._save_at: int | None = None  # nor from this one on, before every shard knows of the snapshot there
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -163,6 +164,12 @@ class Dealer:
             life.sequence, life.answer = sequence, None
         return life.answer if life.answer is not None else self._answer(worker, life)
 
+    def leave(self, worker: int, done: Sequence[int]) -> None:
+        """`worker` was told to finish, and goes with its last word on what it has `done`."""
+        if (life := self._workers.get(worker)) is not None:
+            self._note_done(life, done)
+            self.lose(worker)
+
     def due(self) -> list[Deal]:
         """Answers that have become possible, in the order of workers. Each is given once; a repeated ask has it too."""
         if not self._changed:
@@ -172,12 +179,15 @@ class Dealer:
         return [deal for deal in answers if deal is not None]
 
     def stop(self) -> None:
-        """The run ends now: everybody is told to finish at its next ask, and nothing more is dealt.
+        """Deal nothing more, and tell workers to finish. "evenly" the step that was begun is dealt to its end.
 
         A run whose every ticket is done has not been stopped: its weights are those of its last batch.
         """
-        if not self.finished:
-            self._stopped = self._changed = True
+        if self.finished:
+            return
+        self._stopped = self._changed = True
+        if self.deals == "evenly":
+            self.num_tickets = self._whole_steps
 
     def pause(self, at: int = 0) -> None:
         """Deal no ticket from `at` on, or from now on if those were dealt already, until `resume`; then comes `quiet`.
@@ -191,6 +201,23 @@ class Dealer:
     def resume(self) -> None:
         """Go on."""
         self._barrier = None
+        self._changed = True
+
+    def save(self) -> int:
+        """How many batches are decided where all shards, dealt evenly, can save the same; dealt freely, 0: at once.
+
+        It is the end of the step after the newest: no ticket behind it is dealt before `saved`, and until then there
+        is a step to do. So no shard can be further when it hears of the snapshot, and workers wait only where shards
+        take longer to answer than a step lasts.
+        """
+        if self.deals == "freely" or self.finished:
+            return 0
+        self._save_at = min(self._whole_steps + self._step, self.num_tickets)
+        return self._save_at
+
+    def saved(self) -> None:
+        """Every shard knows where it is to save."""
+        self._save_at = None
         self._changed = True
 
     def hold_back(self, on: bool) -> None:
@@ -218,7 +245,7 @@ class Dealer:
         return life.answer
 
     def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
-        if self.finished:
+        if self.finished or (self._stopped and self.deals == "freely"):
             return "finish", ()
         if self._holds_back and life.held:
             return "wait", ()
@@ -240,7 +267,7 @@ class Dealer:
     @property
     def _limit(self) -> int:
         """The first ticket that may not be dealt yet."""
-        return self.num_tickets if self._barrier is None else min(self.num_tickets, self._barrier)
+        return min(at for at in (self.num_tickets, self._barrier, self._save_at) if at is not None)
 
     @property
     def _is_warm(self) -> bool:
@@ -258,8 +285,10 @@ class Dealer:
 
     @property
     def finished(self) -> bool:
-        """Whether every ticket is done, or the run was stopped."""
-        return self._stopped or self._done.covers(0, self.num_tickets - 1)
+        """Whether every ticket is done; of a run that was stopped, every one that was dealt and is not lost."""
+        if self._stopped and self.deals == "freely":
+            return not any(life.held for life in self._workers.values())
+        return self._done.covers(0, self.num_tickets - 1)
 
     @property
     def stopped(self) -> bool:
@@ -274,10 +303,8 @@ class Dealer:
         return not any(life.held or life.answer is not None for life in self._workers.values())
 
     @property
-    def whole_steps(self) -> int:
-        """How many batches the steps have that are begun: where all shards, dealt evenly, hold the same. Freely, 0."""
-        if self.deals == "freely":
-            return 0
+    def _whole_steps(self) -> int:
+        """How many batches the steps have that are begun."""
         return min(-(-self._supply.frontier // self._step) * self._step, self.num_tickets)
 
     @property

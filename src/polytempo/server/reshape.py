@@ -59,6 +59,14 @@ class Shards(NamedTuple):
         """What is asked of those that have not been drained, by number."""
         return [(shard, self.asked[shard]) for shard, chain in enumerate(self.chains) if chain]
 
+    def ask(self, build: Callable[[int, int, int], Request]) -> set[tuple[int, int]]:
+        """Put `build(worker, incarnation, sequence)` in every live shard's line; the (shard, sequence) of each."""
+        return {(shard, asked.add(build).sequence) for shard, asked in self.live}
+
+    def sendable(self, now_s: float) -> Outbox:
+        """What is to be sent for the first time now."""
+        return [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
+
     def headed_by(self, node: int) -> int | None:
         """The shard whose first copy is on `node`; None if none is."""
         return next((shard for shard, chain in enumerate(self.chains) if chain[:1] == (node,)), None)
