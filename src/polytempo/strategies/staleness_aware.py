@@ -30,6 +30,9 @@ def staleness_aware(
 
     Under a schedule ηᵢ is the rate at the batch that gᵢ is of, and ḡ = Σ (ηᵢ/τᵢ) gᵢ / Σ ηᵢ/τᵢ.
 
+    With momentum take a smaller rate than synchronous SGD's: a gradient that is not stale steps with the whole η, and
+    with it goes the history that stale ones built up.
+
     `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
 
     Cost: as `softsync`.
