@@ -145,7 +145,7 @@ def main() -> None:
         work(args.backend)
         return
     with TemporaryDirectory() as folder:
-        spawn(spawned, (args, str(Path(folder, "store"))), nprocs=args.workers)  # type: ignore[no-untyped-call]
+        spawn(spawned, (args, str(Path(folder, "store"))), nprocs=args.workers)
 
 
 if __name__ == "__main__":
