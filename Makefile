@@ -6,6 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LIBRARY := src/polytempo/native/libpolytempo.so
 PYTEST := $(BIN)/python -m pytest
+INTEGRATIONS := .venv-integrations
 
 # Tests of the report need a browser. CI installs one and leaves out nothing; so does a machine that has one.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome \
@@ -24,11 +25,11 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint fmt bench soak clean
+.PHONY: help install demo test test-integrations check lint fmt bench soak clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
-		printf 'make %-8s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
+		printf 'make %-17s %s\n' "$$name" "$$what"; done
 
 install: $(INSTALLED) $(LIBRARY) ## make .venv with everything (needs Python 3.11 or newer)
 
@@ -63,6 +64,15 @@ endif
 	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
 	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
 
+test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo (minutes)
+	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --group integrations --editable .
+	touch $@
+
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
 	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
 
@@ -84,5 +94,5 @@ soak: install ## long searches: a thousand seeds of chaos, a hundred and fifty k
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
-	rm -rf $(LIBRARY) .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polytempo.data.plan import Pick, check_enough, permutation, picks, plan
-from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, tensors_of
+from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
 from polytempo.data.stream import from_stream
 
 
@@ -30,7 +31,8 @@ class Shard:
     part; a position is found again by skipping), or a `DataLoader`. Of a loader, the batch size is taken
     per rank, shuffling is recognized by its sampler, and `collate_fn` and the worker processes' settings
     are kept; its `drop_last` is not, because the last batch is dealt to all ranks. (On a stream, memory is
-    pinned a sample at a time, before collating.) Tensors in memory are indexed a batch at a time.
+    pinned a sample at a time, before collating.) Tensors in memory are indexed a batch at a time. A
+    `DistributedSampler` is taken for its `shuffle` and for the epoch that its `set_epoch` names, not for its parts.
 
         for x, y in Shard(dataset, rank=0, size=2, batch_size=32):
             ...
@@ -57,6 +59,7 @@ class Shard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
+        self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
         self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
@@ -88,12 +91,35 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
+        self._follow_sampler()
         for step, batch in self._batches():
             self.consumed += step.global_samples
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
             yield batch
         self.epoch += 1
         self.consumed = 0
+
+    @cached_property
+    def given_loader(self) -> DataLoader[Any]:
+        """The loader that was given, or a plain one with the same settings where a data set was."""
+        source = self._source
+        return source.loader or DataLoader(source.dataset, source.batch_size, shuffle=source.shuffle)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays.
+
+        A loop that trains whole epochs need not call it. Raises ValueError for an epoch that is no whole number from 0.
+        """
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"the epoch is {epoch!r}; epochs are whole numbers, counted from 0")
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+
+    def _follow_sampler(self) -> None:
+        named = sampler_epoch(self._source)
+        if named is not None and named != self._sampler_epoch:
+            self._sampler_epoch = named
+            self.set_epoch(named)
 
     def at(self, *, rank: int, size: int) -> Shard:
         """The same data at the same position, as `rank` of `size` sees it."""

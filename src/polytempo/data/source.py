@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -63,7 +64,15 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
         return False
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
+    if type(sampler) is DistributedSampler:  # it only deals the data set to ranks, which is done here
+        return sampler.shuffle
     raise ValueError(_remedy("sampler", sampler))
+
+
+def sampler_epoch(source: Source) -> int | None:
+    """The epoch that `set_epoch` of the loader's `DistributedSampler` named last; None where it has none."""
+    sampler = None if source.loader is None else source.loader.sampler
+    return sampler.epoch if type(sampler) is DistributedSampler else None
 
 
 def _remedy(what: str, found: object) -> str:

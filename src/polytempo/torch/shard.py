@@ -18,6 +18,10 @@ class WorldShard:
     by its tensors or, where the loop has moved them (`x.to(device)`), as the oldest batch with tensors of their shapes
     that it has not been given. What it cannot recognise, and what a compiled model is given, has the share of the batch
     that was taken last.
+
+    Whatever else a script asks of it (`dataset`, `sampler`, `num_workers`, `collate_fn`, …) is the loader's that was
+    given. Three things are its own: `batch_size` (per rank, as `shard` was told), `len` (steps of a whole epoch, the
+    same on all ranks) and `set_epoch`. `dataset` and `sampler` are those of the whole data, not of this rank's part.
     """
 
     def __init__(self, world: ProcessWorld, inner: Shard) -> None:
@@ -38,6 +42,28 @@ class WorldShard:
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on all ranks."""
         return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loader has that was given; where a data set was given, a plain loader of it."""
+        if (
+            name.startswith("_") or name == "inner"
+        ):  # a copy asks before it has any; a loader's private parts are its own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(self.inner.given_loader, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither pt.shard(…) nor the {type(self.inner.given_loader).__name__} in it has an attribute {name!r}"
+            ) from None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and step."""
+        return self.inner.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays."""
+        self.inner.set_epoch(epoch)
 
     @property
     def epoch(self) -> int:
