@@ -22,18 +22,20 @@ def mix(graph: Graph) -> Transform:
 
     Neighbours are added in the order of ranks, so the result does not depend on who was faster. Running statistics are
     mixed with the same neighbours by the same W.
-    Cost: K bytes to each neighbour, one step.
+    Cost: K bytes to each neighbour, one step; memory for what all neighbours send. The nearest rank above comes first,
+    so that no two ranks send to one and the same at a time on a ring.
     """
 
     async def mixed_by(port: Port, bundle: Bundle, state: MixState) -> Bundle:
         weights = mixing_matrix(graph, state.step, port.size)
         rank, flat = port.rank, bundle.flat
-        listeners = [i for i in range(port.size) if weights[i][rank] and i != rank]
-        sending = [await port.start(port.send(flat, to)) for to in listeners]
+        others = [(rank + distance) % port.size for distance in range(1, port.size)]
+        coming = {i: await port.start(port.recv(flat, i)) for i in others if weights[rank][i]}
+        sending = [await port.start(port.send(flat, to)) for to in others if weights[to][rank]]
         mixed = flat.new_zeros(flat.shape)
         for j, weight in enumerate(weights[rank]):
             if weight:
-                mixed.add_(flat if j == rank else await port.recv(flat, j), alpha=weight)
+                mixed.add_(flat if j == rank else await coming.pop(j), alpha=weight)
         for work in sending:
             await work
         return bundle.with_flat(mixed)
