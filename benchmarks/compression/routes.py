@@ -177,7 +177,10 @@ def main() -> None:
     given = {"names": arguments.only, "rounds": arguments.rounds, "num_bytes": arguments.bytes // 48 * 48}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of `lab`, which takes it down
     rows = [
-        row for hosts in arguments.hosts for mbit in arguments.mbit for row in over_network(arguments.lab, hosts, mbit, given)
+        row
+        for hosts in arguments.hosts
+        for mbit in arguments.mbit
+        for row in over_network(arguments.lab, hosts, mbit, given)
     ]
     if arguments.json:
         found = {"machine": machine(), "command": sys.argv, "rows": rows}

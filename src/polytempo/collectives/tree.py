@@ -6,6 +6,8 @@ operations in MPICH", 2005; as "reduction tree" in F. Iandola et al., "FireCaffe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from polytempo.core import Port, Price, Work
@@ -74,10 +76,11 @@ async def broadcast_from_root(port: Port, buffer: Tensor, coming: list[Work[Tens
     return buffer
 
 
-def _pieces(buffer: Tensor) -> tuple[Tensor, ...]:
+def _pieces(buffer: Tensor) -> Sequence[Tensor]:
     """The flat buffer in at most 16 pieces of at least 64 KiB each, but for the last."""
     least = _LEAST_PIECE_BYTES // buffer.element_size()
-    return buffer.split(max(least, -(-buffer.numel() // _MOST_PIECES)))
+    pieces: Sequence[Tensor] = buffer.split(max(least, -(-buffer.numel() // _MOST_PIECES)))
+    return pieces
 
 
 def tree_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:
