@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core import Port, Price
+from polytempo.core import Port, Price, send_recv
 
 
 async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
@@ -28,8 +28,7 @@ async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
     num_pairs = 1 << (port.size.bit_length() - 1)
     if port.rank >= num_pairs:
         partner = port.rank - num_pairs
-        await port.send(buffer, partner)
-        return buffer.copy_(await port.recv(buffer, partner))
+        return buffer.copy_(await send_recv(port, buffer, partner, like=buffer, source=partner))
     extra = port.rank + num_pairs
     if extra < port.size:
         buffer.add_(await port.recv(buffer, extra))
@@ -46,14 +45,12 @@ async def _halve_and_double(port: Port, buffer: Tensor, num_ranks: int) -> None:
         low, high = held.tensor_split(2)
         mine, theirs = (high, low) if port.rank & distance else (low, high)
         parents.append((distance, mine, theirs))
-        sending = await port.start(port.send(theirs, port.rank ^ distance))
-        mine.add_(await port.recv(mine, port.rank ^ distance))
-        await sending
+        partner = port.rank ^ distance
+        mine.add_(await send_recv(port, theirs, partner, like=mine, source=partner))
         held, distance = mine, distance // 2
     for distance, mine, theirs in reversed(parents):
-        sending = await port.start(port.send(mine, port.rank ^ distance))
-        theirs.copy_(await port.recv(theirs, port.rank ^ distance))
-        await sending
+        partner = port.rank ^ distance
+        theirs.copy_(await send_recv(port, mine, partner, like=theirs, source=partner))
 
 
 def halving_doubling_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

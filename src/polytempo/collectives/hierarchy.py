@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polytempo.collectives.ring import ring, ring_price
-from polytempo.collectives.tree import broadcast_from_root, reduce_to_root, tree_price
+from polytempo.collectives.tree import broadcast_from_root, expect_from_root, reduce_to_root, tree_price
 from polytempo.core import Port, Price, Route, spelled
 
 
@@ -26,11 +26,12 @@ def hierarchical(between: Route = ring) -> Route:
 
     async def hierarchical(port: Port, buffer: Tensor) -> Tensor:
         within = port.among([r for r in range(port.size) if port.hosts[r] == port.hosts[port.rank]])
+        coming = await expect_from_root(within, buffer)
         buffer = await reduce_to_root(within, buffer)
         if within.rank == 0:
             leaders = port.among([port.hosts.index(host) for host in dict.fromkeys(port.hosts)])
             buffer = await between(leaders, buffer)
-        return await broadcast_from_root(within, buffer)
+        return await broadcast_from_root(within, buffer, coming)
 
     hierarchical.__name__ = spelled("hierarchical", between=between)
     return hierarchical

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core import Port, Price
+from polytempo.core import Port, Price, send_recv
 
 
 async def ring(port: Port, buffer: Tensor) -> Tensor:
@@ -33,15 +33,11 @@ async def ring(port: Port, buffer: Tensor) -> Tensor:
     chunks = list(buffer.tensor_split(num_ranks))
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for k in range(num_ranks - 1):
-        sending = await port.start(port.send(chunks[(rank - k) % num_ranks], after))
         mine = chunks[(rank - k - 1) % num_ranks]
-        mine.add_(await port.recv(mine, before))
-        await sending
+        mine.add_(await send_recv(port, chunks[(rank - k) % num_ranks], after, like=mine, source=before))
     for k in range(num_ranks - 1):
-        sending = await port.start(port.send(chunks[(rank + 1 - k) % num_ranks], after))
         theirs = chunks[(rank - k) % num_ranks]
-        theirs.copy_(await port.recv(theirs, before))
-        await sending
+        theirs.copy_(await send_recv(port, chunks[(rank + 1 - k) % num_ranks], after, like=theirs, source=before))
     return buffer
 
 

@@ -6,9 +6,14 @@ operations in MPICH", 2005; as "reduction tree" in F. Iandola et al., "FireCaffe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from polytempo.core import Port, Price
+from polytempo.core import Port, Price, Work
+
+_MOST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
+"""Of a buffer on its way down."""
 
 
 async def tree(port: Port, buffer: Tensor) -> Tensor:
@@ -17,7 +22,8 @@ async def tree(port: Port, buffer: Tensor) -> Tensor:
     Cost: 2⌈log₂N⌉ steps; every rank but the root sends K up, and K down to each child: the root
     sends ⌈log₂N⌉·K. Time 2⌈log₂N⌉(α + K/B).
     """
-    return await broadcast_from_root(port, await reduce_to_root(port, buffer))
+    coming = await expect_from_root(port, buffer)
+    return await broadcast_from_root(port, await reduce_to_root(port, buffer), coming)
 
 
 async def reduce_to_root(port: Port, buffer: Tensor) -> Tensor:
@@ -40,21 +46,41 @@ async def reduce_to_root(port: Port, buffer: Tensor) -> Tensor:
     return buffer
 
 
-async def broadcast_from_root(port: Port, buffer: Tensor) -> Tensor:
-    """Every rank ends with rank 0's buffer: the reduction's tree, downwards.
+async def expect_from_root(port: Port, buffer: Tensor) -> list[Work[Tensor]]:
+    """Post the receives of `broadcast_from_root`, so that they stand before this rank sends anything up.
 
+    Cost: nothing; memory for the buffer that will arrive.
+    """
+    if port.rank == 0:
+        return []
+    parent = port.rank - (port.rank & -port.rank)
+    return [await port.start(port.recv(piece, parent)) for piece in _pieces(buffer)]
+
+
+async def broadcast_from_root(port: Port, buffer: Tensor, coming: list[Work[Tensor]]) -> Tensor:
+    """Every rank ends with rank 0's buffer: the reduction's tree, downwards. `coming` is of `expect_from_root`.
+
+    A rank hands every piece on as soon as it has it, to the child with the most descendants first. A send is finished
+    before its message has arrived, so whole buffers to several children would share the link, and all arrive late.
     Cost: ⌈log₂N⌉ steps, at most ⌈log₂N⌉·K bytes from the root.
     """
-    distance = 1
-    while distance < port.size and not port.rank % (2 * distance):
-        distance *= 2
-    if port.rank:
-        buffer.copy_(await port.recv(buffer, port.rank - distance))
-    while distance > 1:
-        distance //= 2
-        if port.rank + distance < port.size:
-            await port.send(buffer, port.rank + distance)
+    distance = port.rank & -port.rank or 1 << (port.size - 1).bit_length()
+    children = [port.rank + (1 << k) for k in reversed(range(distance.bit_length() - 1))]
+    sending = []
+    for number, piece in enumerate(_pieces(buffer)):
+        if coming:
+            piece.copy_(await coming[number])
+        sending += [await port.start(port.send(piece, child)) for child in children if child < port.size]
+    for work in sending:
+        await work
     return buffer
+
+
+def _pieces(buffer: Tensor) -> Sequence[Tensor]:
+    """The flat buffer in at most 16 pieces of at least 64 KiB each, but for the last."""
+    least = _LEAST_PIECE_BYTES // buffer.element_size()
+    pieces: Sequence[Tensor] = buffer.split(max(least, -(-buffer.numel() // _MOST_PIECES)))
+    return pieces
 
 
 def tree_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

@@ -6,6 +6,7 @@ from polytempo.core.errors import Deadlock, Mismatch, NotFinite, PeerLost, Polyt
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
+from polytempo.core.sendrecv import send_recv
 from polytempo.core.state import Late, Owed
 from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import (
@@ -53,6 +54,7 @@ __all__ = [
     "inside",
     "is_idle",
     "native",
+    "send_recv",
     "spelled",
     "split",
     "stateless",

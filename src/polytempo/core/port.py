@@ -66,8 +66,9 @@ class Port:
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
         """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished.
 
-        A transport may finish it only when the receiver has asked for it. Two ranks that send to each other
-        therefore start the send, receive, and only then await the send.
+        A transport may move it only when the receiver has asked for it. A rank that still has something to receive
+        therefore starts the receive before it sends (`send_recv`). Finished means that the buffer may change: the
+        message may be on its way yet, and share the link with the next one.
         """
         return Send(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
 
