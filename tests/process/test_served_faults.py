@@ -106,6 +106,12 @@ def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
     assert story.result.server["restarts"] == story.launcher.restarts >= 1
 
 
+def test_a_stopped_worker_is_replaced_before_the_others_give_up_waiting_for_it() -> None:
+    story = harm.told(faulty(Fault(80, "worker", 2, signal.SIGSTOP)), harm.counting(400), timeout_s=4.0)
+    assert story.wrong == []
+    assert [event["who"] for event in story.result.server["events"]] == ["worker-2"]
+
+
 DEALS: dict[str, Callable[[Any, Deal], bool]] = {
     "the first ticket": lambda launcher, deal: 0 in (ticket.number for ticket in deal.tickets),
     "the last ticket": lambda launcher, deal: 89 in (ticket.number for ticket in deal.tickets),

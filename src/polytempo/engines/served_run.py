@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,8 +108,7 @@ class ServedRun:
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = service_of(self.service, job, optimizer, self.batches)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
-        timing = Timing(deadline_s=options.timeout_s)
-        self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
+        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
         self.evaluator = None if self.data.test is None else self.cast.evaluator
         self.most_lives = self.cast.coordinator + options.restarts + 2
         vectors = workers + _SPARE_BUFFERS + SNAPSHOTS
