@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from polytempo.core import PolytempoError, Strategy
+from polytempo.core import PolytempoError, Strategy, files
 from polytempo.engines import janitor
 from polytempo.engines.crew import Worker, died, how
 from polytempo.engines.fork import held_signals
@@ -56,6 +56,8 @@ def run_served(
     try:
         with ExitStack() as stack:
             home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+            if options.out is not None:
+                files.run_folder(options.out)
             run = ServedRun(job, strategy, workers, options, home)
             notes = stack.enter_context(janitor.swept(home))
             if progress is not None:
@@ -63,7 +65,7 @@ def run_served(
             run.mail.open()
             out = options.out
             logs = (home / "logs" if out is None else out / "logs").absolute()
-            logs.mkdir(parents=True, exist_ok=True)
+            files.made(logs)
             show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
             writer = None
             if out is not None:

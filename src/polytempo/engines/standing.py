@@ -161,7 +161,7 @@ def discard(folder: Path) -> None:
     discard_beyond(folder, None)
     for name in LocalDisk().names(folder):
         if _NAME.fullmatch(name):
-            (folder / name).unlink()
+            LocalDisk().remove(folder / name)
 
 
 def standing_path(folder: Path, number: int) -> Path:
@@ -254,7 +254,8 @@ class Saves:
             for name in LocalDisk().names(self._folder):
                 match = _NAME.fullmatch(name)
                 if match and int(match[1]) < self._number - 1:
-                    (self._folder / name).unlink()
+                    with suppress(OSError):  # what is too old and cannot be removed does no harm
+                        LocalDisk().remove(self._folder / name)
         return self._ordered_s is not None
 
     def look(self, now_s: float) -> Outbox:
