@@ -53,6 +53,10 @@ class CheckpointError(PolytempoError):
     """A checkpoint cannot be written, or what is on the disk is not what was written."""
 
 
+class ForeignCheckpoint(CheckpointError, ValueError):
+    """A checkpoint is whole, and not of this model, optimizer or strategy."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What one rank saves: tensors of any shape and dtype, and plain values, by name."""
@@ -281,7 +285,7 @@ def _decoded(content: bytes) -> Manifest:
         raise ValueError("a step, a size or a hash that is none")
     if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
         raise ValueError("the parts are not one a rank, in order")
-    return Manifest(document["step"], parts, dict(document["about"]))
+    return Manifest(document["step"], parts, _checked_scalars(document["about"]))
 
 
 def _move_into_place(folder: Path, final: Path) -> None:
@@ -329,10 +333,13 @@ def _size(file: Path) -> int:
 
 
 def _scalars(metadata: Mapping[str, str]) -> dict[str, Scalar]:
-    scalars = json.loads(metadata["scalars"])
-    if not isinstance(scalars, dict) or any(isinstance(value, list | dict) for value in scalars.values()):
-        raise ValueError("scalars that are none")
-    return scalars
+    return _checked_scalars(json.loads(metadata["scalars"]))
+
+
+def _checked_scalars(found: Any) -> dict[str, Scalar]:
+    if not isinstance(found, dict) or any(isinstance(value, list | dict) for value in found.values()):
+        raise ValueError("no scalars by name")
+    return found
 
 
 def _sha256(file: Path) -> str:
