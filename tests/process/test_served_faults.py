@@ -6,6 +6,7 @@ that does harm; `faults.py` beside it does a hundred times as much of it.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -197,6 +198,17 @@ def test_a_new_copy_may_die_before_it_has_its_state() -> None:
     story = harm.told(faulty(Fault(40, "tail", 0), kind=Unwelcoming), harm.counting(500))
     assert story.wrong == []
     assert story.launcher._restarts == 3
+
+
+def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        harm.performed(faulty(), harm.counting(8))
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 # --- what ends a run

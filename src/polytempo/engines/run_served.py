@@ -59,6 +59,7 @@ def run_served(
             if options.out is not None:
                 files.run_folder(options.out)
             run = ServedRun(job, strategy, workers, options, home)
+            stack.callback(run.arenas.close)  # they are many files, and `run` is part of cycles
             notes = stack.enter_context(janitor.swept(home))
             if progress is not None:
                 run.happened.say = progress.note
