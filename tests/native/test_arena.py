@@ -181,6 +181,17 @@ def test_without_memfd_and_without_dev_shm_the_remedy_is_named(monkeypatch: pyte
         Arena(MIB)
 
 
+def test_too_many_open_files_are_not_taken_for_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refusing(errno.EMFILE))
+    with pytest.raises(OSError, match=r"as many files open as it may, \d+, .*\(ulimit -n 4096\)") as raised:
+        Arena(MIB)
+    assert raised.value.errno == errno.EMFILE
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(os, "open", refusing(errno.ENFILE))
+    with pytest.raises(OSError, match=r"no shared memory: Too many open files in system; end other programs"):
+        Arena(MIB)
+
+
 def test_an_old_python_without_memfd_uses_dev_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert (filled(Arena(MIB), 100) == 7).all()

@@ -6,6 +6,7 @@ that does harm; `faults.py` beside it does a hundred times as much of it.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -106,6 +107,12 @@ def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
     assert story.result.server["restarts"] == story.launcher.restarts >= 1
 
 
+def test_a_stopped_worker_is_replaced_before_the_others_give_up_waiting_for_it() -> None:
+    story = harm.told(faulty(Fault(80, "worker", 2, signal.SIGSTOP)), harm.counting(400), timeout_s=4.0)
+    assert story.wrong == []
+    assert [event["who"] for event in story.result.server["events"]] == ["worker-2"]
+
+
 DEALS: dict[str, Callable[[Any, Deal], bool]] = {
     "the first ticket": lambda launcher, deal: 0 in (ticket.number for ticket in deal.tickets),
     "the last ticket": lambda launcher, deal: 89 in (ticket.number for ticket in deal.tickets),
@@ -191,6 +198,17 @@ def test_a_new_copy_may_die_before_it_has_its_state() -> None:
     story = harm.told(faulty(Fault(40, "tail", 0), kind=Unwelcoming), harm.counting(500))
     assert story.wrong == []
     assert story.launcher._restarts == 3
+
+
+def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        harm.performed(faulty(), harm.counting(8))
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 # --- what ends a run

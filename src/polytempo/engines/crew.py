@@ -50,6 +50,8 @@ class Worker:
     notes: int
     exit_code: int | None = None
     """As `os.waitstatus_to_exitcode` says it (a signal is negative); None while it runs."""
+    stopped: bool = False
+    """Whether a signal (SIGSTOP, SIGTSTP, …) holds it. A tracer that holds it is not seen."""
     ended: int = 0
     """Counts the looks at the workers; those with one number ended as good as together."""
 
@@ -74,16 +76,27 @@ def start(work: Callable[[Seat], Result], seat: Seat, log: Path, notes: int) -> 
 
 
 def look(crew: Sequence[Worker], until: float) -> None:
-    """Sleep until a running worker has ended, at most until `until`; note which have."""
+    """Sleep until a running worker has ended, at most until `until`; note which have, and which are stopped."""
     running = [worker for worker in crew if worker.exit_code is None]
     _sleep([worker.process for worker in running], max(0.0, until - time.monotonic()))
     number = max((worker.ended for worker in crew), default=0) + 1
     for worker in running:
-        process, status = os.waitpid(worker.process, os.WNOHANG)
-        if process:
+        status = _news(worker)
+        if status is not None:
             worker.exit_code, worker.ended = os.waitstatus_to_exitcode(status), number
-            _end_group(process)
-            janitor.gone(worker.notes, process)
+            _end_group(worker.process)
+            janitor.gone(worker.notes, worker.process)
+
+
+def _news(worker: Worker) -> int | None:
+    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued."""
+    while True:
+        process, status = os.waitpid(worker.process, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if not process:
+            return None
+        if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+            return status
+        worker.stopped = os.WIFSTOPPED(status)
 
 
 def _sleep(processes: Iterable[int], timeout_s: float) -> None:
@@ -144,10 +157,10 @@ def _is_running(group: int) -> bool:
     return not os.path.isdir("/proc/self")
 
 
-def died(failed: Sequence[Worker], size: int, who: str | None = None) -> WorkerDied:
+def died(failed: Sequence[Worker], size: int, who: str | None = None, why: str = "") -> WorkerDied:
     """The error that names the first cause: who ended on its own rather than for want of a peer.
 
-    `who` names it where it has another name than its rank.
+    `who` names it where it has another name than its rank; `why` is a sentence about what it waited for.
     """
 
     def order(worker: Worker) -> tuple[bool, int, bool, int]:
@@ -157,7 +170,7 @@ def died(failed: Sequence[Worker], size: int, who: str | None = None) -> WorkerD
     cause, *others = sorted(failed, key=order)
     rank, code, lines = cause.seat.rank, cause.exit_code or 0, last_lines(cause.log, "Fatal Python error:")
     quoted = quote(f"The last lines of {who or f'rank {rank}'}", lines)
-    message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended. {quoted}"
+    message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
     if others:
         message += "\nAlso: " + "; ".join(f"rank {worker.seat.rank} {how(worker)}" for worker in others)
     if code < 0:

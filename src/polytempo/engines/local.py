@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.crew import GRACE_S, Worker, died, end, last_lines, look, quote, start, wait_all
 from polytempo.engines.fork import held_signals
@@ -64,7 +65,7 @@ def launch(
     with janitor.swept(home) as notes:
         threads = threads_per_worker(workers, threads)
         folder = (home / "logs" if logs is None else logs).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
         crew: list[Worker] = []
         try:
             with held_signals():

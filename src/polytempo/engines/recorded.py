@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from polytempo.core import files
 from polytempo.engines.gate import Life
 from polytempo.engines.recording import FORMAT, VERSION, RunFacts
 from polytempo.engines.standing import resumed
 from polytempo.report.metrics import read_metrics
 from polytempo.server.history import history
-from polytempo.server.record import Asking, Entry, Lost, Record, read_record
+from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record
 
 _MAX_FACTS_BYTES = 1 << 20
+_MOST = 100_000
 
 
 class Recorded(NamedTuple):
@@ -50,26 +51,29 @@ def read_facts(run: Path) -> tuple[Path, RunFacts]:
     if not folders:
         raise ValueError(f"{run} has no record of messages; {_why_not(run)}")
     path = folders[-1] / "run.json"
-    with path.open("rb") as stream:
-        content = stream.read(_MAX_FACTS_BYTES)
     try:
-        facts = msgspec.json.decode(content, type=RunFacts)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
+        facts = msgspec.json.decode(files.read(path, _MAX_FACTS_BYTES), type=RunFacts)
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path} is damaged ({error}); replay another run") from error
     if (facts.format, facts.version) != (FORMAT, VERSION):
         raise ValueError(f"{path} is {facts.format!r} version {facts.version}; this program reads version {VERSION}")
+    if not (0 < facts.shards <= _MOST and 0 < facts.workers <= _MOST):
+        raise ValueError(
+            f"{path} speaks of {facts.shards} shards and {facts.workers} workers; a run has 1 to {_MOST:,} of each"
+        )
     return folders[-1], facts
 
 
 def _why_not(run: Path) -> str:
     if not (run / "result.json").is_file():
         return "name the folder of a run that polytempo train has made with a parameter server"
-    result = json.loads((run / "result.json").read_bytes())
-    if result["world"] == "virtual":
+    result = files.parsed(run / "result.json")
+    world, strategy = (result.get(key) for key in ("world", "strategy")) if isinstance(result, dict) else ("", "")
+    if world == "virtual":
         return "it was simulated, so the same command gives the same bits"
-    if result["strategy"].startswith("flexrr"):
+    if str(strategy).startswith("flexrr"):
         return "flexrr's workers act on how far the others are at a moment, which is not recorded"
-    return f"{result['strategy']} has no parameter server, so the same command and seed repeat it"
+    return f"{strategy} has no parameter server, so the same command and seed repeat it"
 
 
 def read_run(run: Path) -> Recorded:
@@ -80,7 +84,10 @@ def read_run(run: Path) -> Recorded:
     records: dict[int, list[Record]] = {}
     for path in sorted(folder.glob("shard-*-node-*.jsonl")):
         record = read_record(path)
-        records.setdefault(int(record.machine.removeprefix("shard ")), []).append(record)
+        shard = record.machine.removeprefix("shard ")
+        if not shard.isdecimal() or int(shard) >= facts.shards:
+            raise RecordError(f"{path} is the record of {record.machine!r}, and the run had {facts.shards} shards")
+        records.setdefault(int(shard), []).append(record)
     start = folder / "start" if facts.snapshot is not None else None
     begins = [0] * facts.shards if start is None else list(resumed(start, facts.shards, {}).indices)
     logs = [history(records.get(shard, []), begins[shard], lost) for shard in range(facts.shards)]
@@ -92,7 +99,14 @@ def read_run(run: Path) -> Recorded:
         begins=begins,
         whole=not coordinator.torn and all(log.whole for log in logs),
         start=start,
-        finals=json.loads(end.read_bytes())["parameters_sha256"] if end.is_file() else {},
+        finals=_finals(end) if end.is_file() else {},
         rows=read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else [],
-        result=json.loads(result.read_bytes()) if end.is_file() and result.is_file() else None,
+        result=files.parsed(result) if end.is_file() and result.is_file() else None,
     )
+
+
+def _finals(end: Path) -> dict[str, str]:
+    finals = files.parsed(end)
+    if not isinstance(finals, dict) or not isinstance(finals.get("parameters_sha256"), dict):
+        raise ValueError(f"{end} holds no hashes of final weights; it is not what a run has written")
+    return dict(finals["parameters_sha256"])

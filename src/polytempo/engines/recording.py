@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.core import Strategy
+from polytempo.core import Strategy, files
 from polytempo.engines.standing import Standing, standing_path
 from polytempo.native.library import instruction_set
 from polytempo.server.message import Entry as ShardEntry
@@ -106,16 +106,17 @@ class Recording:
     def __init__(self, out: Path, facts: RunFacts, last: Standing | None) -> None:
         records = out / "record"
         if last is None:
-            shutil.rmtree(records, ignore_errors=True)
+            files.remove(records)
         generation = 0 if last is None else last.generation + 1
         self.folder = records / f"{generation:04d}"
-        shutil.rmtree(self.folder, ignore_errors=True)  # a resume that went no further than its first snapshot
-        self.folder.mkdir(parents=True)
+        files.made(records)
+        files.remove(self.folder)  # a resume that went no further than its first snapshot
+        files.made(self.folder)
         self._heard: dict[int, tuple[int, int]] = {}
         if last is not None:
             _keep(out / "checkpoint", last, self.folder / "start")
         taken = msgspec.structs.replace(facts, generation=generation, snapshot=None if last is None else last.number)
-        (self.folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(taken)) + b"\n")
+        files.replace(self.folder / "run.json", msgspec.json.format(msgspec.json.encode(taken)) + b"\n")
         self._coordinator = Recorder(self.folder / "coordinator.jsonl", "coordinator")
 
     def on_entry(self, entry: Entry) -> None:
@@ -133,7 +134,7 @@ class Recording:
 
     def end(self, finals: Mapping[str, str]) -> None:
         """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1")."""
-        (self.folder / "end.json").write_text(json.dumps({"parameters_sha256": dict(finals)}) + "\n", encoding="utf-8")
+        files.replace(self.folder / "end.json", json.dumps({"parameters_sha256": dict(finals)}) + "\n")
 
     def close(self) -> None:
         """Nothing more is recorded by the coordinator."""

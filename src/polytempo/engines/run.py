@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polytempo.core import Strategy
+from polytempo.core import Strategy, files
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
@@ -58,7 +58,7 @@ def run(
     )
     with temporary as folder:
         out = Path(folder)
-        out.mkdir(parents=True, exist_ok=True)
+        files.run_folder(out)
         given = replace(options, out=options.out and out.resolve())
         metrics = out / "metrics.jsonl"
         if not options.resume:
@@ -120,7 +120,7 @@ def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result
     write_report(out / "report.html", runs, title=title)
     write_picture(out / "compare.png", runs)
     listed = json.dumps([result.as_json() for result in results], indent=2)
-    (out / "compare.json").write_text(listed + "\n", encoding="utf-8")
+    files.replace(out / "compare.json", listed + "\n")
 
 
 class _Follower:

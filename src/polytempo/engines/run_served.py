@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from polytempo.core import PolytempoError, Strategy
+from polytempo.core import PolytempoError, Strategy, files
 from polytempo.engines import janitor
-from polytempo.engines.crew import died, how
+from polytempo.engines.crew import Worker, died, how
 from polytempo.engines.fork import held_signals
 from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
@@ -56,14 +56,17 @@ def run_served(
     try:
         with ExitStack() as stack:
             home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+            if options.out is not None:
+                files.run_folder(options.out)
             run = ServedRun(job, strategy, workers, options, home)
+            stack.callback(run.arenas.close)  # they are many files, and `run` is part of cycles
             notes = stack.enter_context(janitor.swept(home))
             if progress is not None:
                 run.happened.say = progress.note
             run.mail.open()
             out = options.out
             logs = (home / "logs" if out is None else out / "logs").absolute()
-            logs.mkdir(parents=True, exist_ok=True)
+            files.made(logs)
             show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
             writer = None
             if out is not None:
@@ -200,7 +203,7 @@ class Launcher:
             return out  # processes end now because they shall
         for role, process in self._troupe.look():
             if process.failure is not None or (process.exit_code or 0) > 0:
-                error = died([process], self._run.most_lives, who=str(role))
+                error = died([process], self._run.most_lives, who=str(role), why=self._waited_for(process, role))
                 error.rank = role.node
                 raise error
             if role.kind == "evaluator":
@@ -214,10 +217,30 @@ class Launcher:
             if not ended_well:
                 self._tell(role, how(process), again=again)
             self._silent.pop(role.node, None)
+        self._see_alive(now_s)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
+
+    def _see_alive(self, now_s: float) -> None:
+        """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
+        stopped = {role.node for role in self._troupe.stopped}
+        for role in self._troupe.running:
+            if role.node not in stopped:
+                self._heard_s[role.node] = now_s
+                self._coordinator.silence.heard(now_s, role.node)
+
+    def _waited_for(self, process: Worker, role: Role) -> str:
+        """What a process that ended for want of others waited for, as far as it is known here."""
+        if process.failure is None or not process.failure.symptom:
+            return ""
+        stopped = {other.node: str(other) for other in self._troupe.stopped}
+        holders = sorted(set(self._coordinator.dealer.holders().values()) - {role.node} - set(stopped))
+        facts = [f"{', '.join(stopped.values())} stopped by a signal"] * bool(stopped)
+        facts += [f"{', '.join(f'worker-{worker}' for worker in holders)} had batches in hand"] * bool(holders)
+        remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"
+        return f" Meanwhile {'; '.join(facts)}: {remedy}." if facts else ""
 
     def _tell(self, role: Role, how_it_ended: str, *, again: bool) -> None:
         """Say what has become of a process; where we killed it, say why."""

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
 from polytempo.engines.reshaping import num_added
-from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
+from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, go_on, resumed
 from polytempo.engines.tally import Tally
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
@@ -46,7 +45,7 @@ from polytempo.server.reshape import Reshaper
 from polytempo.server.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.shard import Shard
-from polytempo.server.snapshot import read
+from polytempo.server.snapshot import believed, read
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
 from polytempo.server.update import can_be_native
@@ -109,8 +108,7 @@ class ServedRun:
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = service_of(self.service, job, optimizer, self.batches)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
-        timing = Timing(deadline_s=options.timeout_s)
-        self.timing = replace(timing, lost_s=timing.lost_s + busy_s)
+        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
         self.evaluator = None if self.data.test is None else self.cast.evaluator
         self.most_lives = self.cast.coordinator + options.restarts + 2
         vectors = workers + _SPARE_BUFFERS + SNAPSHOTS
@@ -166,7 +164,7 @@ class ServedRun:
         found = resumed(folder, self.service.shards, self.common, per_batch, even=batches.deals == "evenly")
         self.standing, self.resumed_at = found.standing, found.standing.step
         self.incarnation = (found.standing.generation + 1) * LIVES + 1
-        self.dealer.load(found.dealer, found.applied)
+        go_on(self.dealer, found, folder)
         self.scored_again = found.scored_again(self.points, batches)
         lacks_score = set(found.batches) == {self.dealer.num_tickets} and not has_ended(
             self.out, found.standing.generation
@@ -303,7 +301,8 @@ class ServedRun:
         )
         if self.standing is not None and self.out is not None and not role.blank:
             part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)
-            shard.load(part_saved.state, part_saved.tensors)
+            with believed(self.out / "checkpoint", self.standing.number, role.shard):
+                shard.load(part_saved.state, part_saved.tensors)
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
         snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
+from polytempo.core.files import run_folder
 from polytempo.data.shard import Shard
 from polytempo.engines.given import check_strategy
 from polytempo.engines.shown import reported, show_rows
@@ -124,7 +125,7 @@ def _trained(
         show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
         writer = None
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
+            run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         courses[0].record = observer.record = recorder(writer, show)
         outcome = world.run(program)
@@ -214,7 +215,7 @@ def _finish(course: Course, summary: Summary, outcome: Outcome[Any], out: Path |
     )
     if out is None:
         return result
-    out.mkdir(parents=True, exist_ok=True)
+    run_folder(out)
     write_chrome_trace(out / "trace.json", trace.events, title=f"{result.job}, {result.strategy}, simulated")
     result.write(out)
     return reported(result, out)

@@ -17,6 +17,7 @@ from torch import nn
 
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
+from polytempo.core.files import run_folder
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of, service_of
 from polytempo.engines.reshaping import Reshapes, num_added
@@ -70,7 +71,7 @@ def simulate_served(
         show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
         writer = None
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
+            run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         run.tally.record = recorder(writer, show)
         outcome = run.world.run(run.program)

@@ -26,12 +26,13 @@ from polytempo.core import PolytempoError
 from polytempo.core.ranges import Range, Ranges
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator import Coordinator
+from polytempo.server.dealer import Dealer
 from polytempo.server.disk import LocalDisk
 from polytempo.server.message import Outbox
 from polytempo.server.saving import Saved, Snapshots
 from polytempo.server.score_snapshots import ScorePoints
 from polytempo.server.shard import Shard
-from polytempo.server.snapshot import SnapshotError, complete, discard_beyond, newest_whole, read
+from polytempo.server.snapshot import FORGED, SnapshotError, believed, complete, discard_beyond, newest_whole, read
 from polytempo.server.state import decode
 
 FORMAT = "polytempo-run-snapshot"
@@ -130,11 +131,21 @@ def _with_parts(folder: Path, num_shards: int, standing: Standing, numbers_per_b
     states = []
     for shard in range(num_shards):
         part = read(folder, standing.number, shard)
-        tensor = part.tensors[0]
-        states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
+        with believed(folder, standing.number, shard):
+            tensor = part.tensors[0]
+            states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
     numbers = [Ranges((*state.tickets, *state.let_go)) for state in states]  # neither is dealt again
     applied = tuple(_closed(each, numbers_per_batch) for each in numbers)
     return Resumed(standing, b64decode(standing.dealer), applied, tuple(state.index for state in states))
+
+
+def go_on(dealer: Dealer, found: Resumed, folder: Path) -> None:
+    """Let `dealer` deal what is left."""
+    try:
+        dealer.load(found.dealer, found.applied)
+    except FORGED as error:
+        path = standing_path(folder, found.standing.number)
+        raise SnapshotError(f"{path} does not fit this run: {error}") from error
 
 
 def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
@@ -180,7 +191,7 @@ def discard(folder: Path) -> None:
     discard_beyond(folder, None)
     for name in LocalDisk().names(folder):
         if _NAME.fullmatch(name):
-            (folder / name).unlink()
+            LocalDisk().remove(folder / name)
 
 
 def standing_path(folder: Path, number: int) -> Path:
@@ -198,7 +209,7 @@ def read_standing(folder: Path, number: int) -> Standing:
         if hashlib.sha256(file.standing).hexdigest() != file.sha256:
             raise SnapshotError(f"{path} is damaged; resume from an earlier snapshot")
         return msgspec.json.decode(file.standing, type=Standing)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
         raise SnapshotError(f"{path} cannot be read ({error}); resume from an earlier snapshot") from error
 
 
@@ -273,7 +284,8 @@ class Saves:
             for name in LocalDisk().names(self._folder):
                 match = _NAME.fullmatch(name)
                 if match and int(match[1]) < self._number - 1:
-                    (self._folder / name).unlink()
+                    with suppress(OSError):  # what is too old and cannot be removed does no harm
+                        LocalDisk().remove(self._folder / name)
         return self._ordered_s is not None
 
     def look(self, now_s: float) -> Outbox:

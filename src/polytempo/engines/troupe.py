@@ -89,6 +89,11 @@ class Troupe:
         """Who runs."""
         return [role for role, _ in self._running.values()]
 
+    @property
+    def stopped(self) -> list[Role]:
+        """Who is stopped by a signal, as of the last look. All others run, however long they compute."""
+        return [role for role, process in self._running.values() if process.stopped]
+
     def wait(self, wait_s: float) -> None:
         """Wait until all have ended, at most for `wait_s`."""
         until = time.monotonic() + wait_s

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -103,7 +104,9 @@ def _environment(seat: Seat) -> dict[str, str]:
 def _redirect(log: Path) -> None:
     """Read from nothing, write to `log`, and report errors as Python does, not as a test runner would."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    with suppress(FileNotFoundError):
+        log.unlink()  # it may be a link
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     for standard, descriptor in enumerate((nothing, written, written)):
         os.dup2(descriptor, standard)
     os.close(nothing)

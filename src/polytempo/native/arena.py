@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import sys
 import threading
 import weakref
@@ -257,16 +258,31 @@ def _nameless() -> tuple[int, bool]:
         descriptor = os.memfd_create("polytempo", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
         return descriptor, True
-    except (OSError, AttributeError):
-        pass
+    except (OSError, AttributeError) as error:
+        _check_room(error)
     try:
         return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), False  # noqa: S108
     except (OSError, AttributeError) as error:
+        _check_room(error)
         raise OSError(
             getattr(error, "errno", None) or errno.ENOSYS,
             "this system has neither memfd_create nor a /dev/shm with nameless files, so workers cannot share memory; "
             "mount a tmpfs at /dev/shm, or set POLYTEMPO_NATIVE=0 to use gloo",
         ) from error
+
+
+def _check_room(error: OSError | AttributeError) -> None:
+    """Raise where not the system lacks something, but this process, or the machine, has no more of it."""
+    code = getattr(error, "errno", None)
+    if code == errno.EMFILE:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            code,
+            f"this process has as many files open as it may, {most}, and shared memory takes one for each process of "
+            "a run; allow more (ulimit -n 4096), close some, or use fewer workers and restarts",
+        ) from error
+    if code in (errno.ENFILE, errno.ENOMEM):
+        raise OSError(code, f"no shared memory: {os.strerror(code)}; end other programs of this machine") from error
 
 
 def _reserved(descriptor: int, num_bytes: int) -> int:

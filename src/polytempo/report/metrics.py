@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from polytempo.core import files
+
 
 class MetricsWriter:
     """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
@@ -23,16 +25,15 @@ class MetricsWriter:
     def __init__(self, path: Path, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as stream:
+        with files.aside(path) as stream:
             stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)
-        temporary.replace(path)
-        self._stream = path.open("a", encoding="utf-8")
+        self._stream = files.append(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Numbers that are not finite become null: JSON has no others."""
-        self._stream.write(_line(row))
-        self._stream.flush()
+        line = memoryview(_line(row))
+        while line:
+            line = line[self._stream.write(line) :]
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -50,7 +51,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of `path`. A last line that a crash cut short is left out; a broken line before it is an error."""
     rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
+    lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     for number, line in enumerate(lines, start=1):
@@ -58,7 +59,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: {error}; remove that line to read the others") from error
@@ -66,8 +67,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any]) -> bytes:
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(plain, allow_nan=False).encode() + b"\n"

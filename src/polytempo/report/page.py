@@ -12,6 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from polytempo.core.files import replace
 from polytempo.report import plots, served
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import look
@@ -31,9 +32,7 @@ def write_report(path: Path, runs: Sequence[RunRecord], *, title: str) -> None:
     """Write the page about `runs` (at least one) to `path`, complete or not at all."""
     if not runs:
         raise ValueError("a report needs at least one run; pass the records of the runs that finished")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page(runs, title=title), encoding="utf-8")
-    temporary.replace(path)
+    replace(path, page(runs, title=title))
 
 
 def page(runs: Sequence[RunRecord], *, title: str) -> str:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from polytempo.core import files
 from polytempo.report.plots import MAX_POINTS, points, time_title, time_unit, windowed
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import look
@@ -33,9 +34,8 @@ def write_picture(path: Path, runs: Sequence[RunRecord]) -> None:
     for place, over in enumerate(("seconds", "samples")):
         axes = figure.add_axes((0.068 + 0.485 * place, bottom, 0.42, 0.9 - bottom))
         _draw(axes, runs, quantity, over)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    with files.aside(path) as stream:
+        figure.savefig(stream, format="png")
 
 
 def _legend(figure: Figure, runs: Sequence[RunRecord]) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polytempo.core import files
 from polytempo.report.metrics import read_metrics
 from polytempo.worlds.trace import Event
 
@@ -34,7 +34,7 @@ def load_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     return RunRecord(
-        json.loads(result.read_text(encoding="utf-8")),
+        files.parsed(result),
         read_metrics(metrics) if metrics.is_file() else [],
         read_events(trace) if trace.is_file() else [],
     )
@@ -42,7 +42,7 @@ def load_run(folder: Path) -> RunRecord:
 
 def read_events(path: Path) -> list[Event]:
     """The events of a Chrome trace that `worlds.trace` has written."""
-    lines = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    lines = files.parsed(path)["traceEvents"]
     return [
         Event(
             rank=line["pid"],

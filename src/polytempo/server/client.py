@@ -220,11 +220,14 @@ class Client:
             self._reshape(self._coming)
         return out + self.outbox(now_s)
 
-    def tick(self, now_s: float) -> Outbox:
-        """Send again what is late, and ask the coordinator whether the shards have moved. Raises `TimedOut`."""
+    def tick(self, now_s: float, *, all_read: bool = True) -> Outbox:
+        """Send again what is late, and ask the coordinator whether the shards have moved. Raises `TimedOut`.
+
+        Not where mail lies unread (`all_read`): the worker may have computed for hours since the answer came.
+        """
         out: Outbox = []
         for shard, asked in enumerate(self._asked):
-            if asked.waited_s(now_s) > self.timing.deadline_s:
+            if all_read and asked.waited_s(now_s) > self.timing.deadline_s:
                 raise TimedOut(self.worker, None, f"request to shard {shard}", self.timing.deadline_s)
             out += [(asked.head, request) for request in asked.late(now_s)]
         if out:

@@ -86,7 +86,7 @@ class Coordinator:
         """Nodes that were started to hold a copy and have not been heard of -> shard."""
         self._blank: set[int] = set()
         """Copies that have not been handed their shard's state yet."""
-        self._silence = Silence(self.timing)
+        self.silence = Silence(self.timing)
         self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
         self._who = Membership(len(chains), waits=dealer.rests)
         self._told: dict[tuple[int, int], int] = {}
@@ -139,7 +139,7 @@ class Coordinator:
     def lose(self, now_s: float, node: int) -> Outbox:
         """`node` is gone for good: its process has ended, or it has been silent for too long. Raises `ShardLost`."""
         self._on_entry(Lost(node))
-        self._silence.forget(node)
+        self.silence.forget(node)
         self._recruits.pop(node, None)
         self._returning.discard(node)
         out: Outbox = []
@@ -190,7 +190,7 @@ class Coordinator:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message; what is to be sent because of it."""
-        self._silence.heard(now_s, source)
+        self.silence.heard(now_s, source)
         self.reshaper.heard(source)
         out: Outbox = []
         match message:
@@ -245,7 +245,7 @@ class Coordinator:
         """Who is given up. Not the last copy with a state: it may be busy, and nobody could take its place."""
         copies = {node for chain in self.chains for node in chain if set(chain) - self._blank - {node}}
         starting = self._expected | self._returning | set(self._recruits) | self.reshaper.absent
-        return self._silence.look(now_s, copies, self.members, starting)
+        return self.silence.look(now_s, copies, self.members, starting)
 
     def _tell_members(self, now_s: float) -> Outbox:
         """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""

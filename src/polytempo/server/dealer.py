@@ -47,6 +47,7 @@ from polytempo.server.message import Deal, Ticket
 from polytempo.server.supply import Evenly, Freely, Supply
 
 _VERSION = 2
+_MOST_ABSENT = 10_000_000
 
 Order = Literal["train", "wait", "finish"]
 
@@ -362,6 +363,8 @@ class Dealer:
         for shard in applied if applied else [saved.done]:
             for first, last in Ranges(shard).missing(0, frontier - 1):
                 absent.add(first, last)
+        if (num_absent := sum(last - first + 1 for first, last in absent)) > _MOST_ABSENT:
+            raise ValueError(f"{num_absent} batches before the last one that was dealt are not done; that is no run's")
         begun = absent.tuples[0][0] // self._step * self._step if absent.tuples else frontier
         if self.deals == "evenly" and absent.covers(begun, frontier - 1):  # whole steps: they come as they came first
             absent, frontier = Ranges(), begun

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
+
+from polytempo.core import files
 
 Content = bytes | bytearray | memoryview
 
@@ -52,21 +55,21 @@ class Disk(Protocol):
 
 
 class LocalDisk:
-    """The machine's own file system."""
+    """The machine's own file system. No link is followed (see `core.files`)."""
 
     def create(self, path: Path) -> Writer:
         """See `Disk`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.made(path.parent)
         return _LocalWriter(path)
 
     def read(self, path: Path, most_bytes: int) -> bytes:
         """See `Disk`."""
-        with path.open("rb") as stream:
-            return stream.read(most_bytes)
+        return files.read(path, most_bytes)
 
     def size(self, path: Path) -> int:
         """See `Disk`."""
-        return path.stat().st_size
+        with files.opened(path) as stream:
+            return os.fstat(stream.fileno()).st_size
 
     def rename(self, old: Path, new: Path) -> None:
         """See `Disk`."""
@@ -74,11 +77,13 @@ class LocalDisk:
 
     def remove(self, path: Path) -> None:
         """See `Disk`."""
-        path.unlink()
+        if not os.path.lexists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        files.remove(path)
 
     def names(self, folder: Path) -> list[str]:
         """See `Disk`."""
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
+        return sorted(os.listdir(files.made(folder))) if os.path.lexists(folder) else []
 
     def sync_folder(self, folder: Path) -> None:
         """See `Disk`."""
@@ -91,12 +96,12 @@ class LocalDisk:
 
 class _LocalWriter:
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = files.create(path)
 
     def write(self, content: Content) -> None:
         rest = memoryview(content)
         while rest:
-            rest = rest[self._file.write(rest) :]
+            rest = rest[self._file.write(rest) :]  # unbuffered: perhaps not all at once
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.files import opened
 from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
 
 FORMAT = "polytempo-record"
@@ -244,7 +245,7 @@ def read_record(path: Path) -> Record:
     """A machine's record. A torn last line is left out; any other damage is a RecordError that names the line."""
     entries: list[Entry] = []
     decoder = msgspec.json.Decoder(Entry)
-    with path.open("rb") as stream:
+    with opened(path) as stream:
         header = _header(path, stream.readline(MAX_LINE_BYTES))
         number = 1
         while line := stream.readline(MAX_LINE_BYTES):
@@ -255,7 +256,7 @@ def read_record(path: Path) -> Record:
                 return Record(header.machine, entries, True, header.node, header.first)
             try:
                 entries.append(decoder.decode(line))
-            except msgspec.MsgspecError as error:
+            except (RecursionError, msgspec.MsgspecError) as error:
                 raise RecordError(f"{path}, line {number} is damaged ({error}); replay up to it at most") from error
     return Record(header.machine, entries, False, header.node, header.first)
 
@@ -263,7 +264,7 @@ def read_record(path: Path) -> Record:
 def _header(path: Path, line: bytes) -> _Header:
     try:
         header = msgspec.json.decode(line, type=_Header)
-    except msgspec.MsgspecError as error:
+    except (RecursionError, msgspec.MsgspecError) as error:
         raise RecordError(f"{path} is no record of a machine ({error})") from error
     if (header.format, header.version) != (FORMAT, VERSION):
         raise RecordError(f"{path} is {header.format!r} version {header.version}; this program reads version {VERSION}")

@@ -8,7 +8,10 @@ from polytempo.server.timing import Timing
 
 
 class Silence:
-    """The coordinator's ears. A copy, a worker, and one that is only starting have different patience."""
+    """The coordinator's ears. A copy, a worker, and one that is only starting have different patience.
+
+    A node is heard of when it sends a message, or when the engine sees its process run: a worker may compute for hours.
+    """
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -16,7 +19,7 @@ class Silence:
         self._looked_s: float | None = None
 
     def heard(self, now_s: float, node: int) -> None:
-        """`node` has said something."""
+        """`node` has said something, or its process was seen to run."""
         self._heard_s[node] = now_s
 
     def forget(self, node: int) -> None:

@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ MAX_MANIFEST_BYTES = 4096
 
 _PART = re.compile(r"snapshot-(\d{8,})-shard-(\d+)\.(safetensors|json)(\.partial)?")
 _STATE = "state"
+FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What comes of reading what no program of ours has written, though its hashes are right."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -115,8 +117,21 @@ def read(folder: Path, number: int, shard: int, disk: Disk | None = None) -> Par
     try:
         named = load(content)
         return Part(named.pop(_STATE).numpy().tobytes(), tuple(named[str(i)] for i in range(len(named))))
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, *FORGED) as error:
         raise SnapshotError(f"{file} holds no shard's tensors ({error}); restart from an earlier snapshot") from error
+
+
+@contextmanager
+def believed(folder: Path, number: int, shard: int) -> Iterator[None]:
+    """What goes wrong inside, where a part's content is put to use, becomes a SnapshotError that names the file."""
+    try:
+        yield
+    except (*FORGED, RuntimeError) as error:
+        file = _file(folder, number, shard)
+        raise SnapshotError(
+            f"{file} is not what a shard has written ({type(error).__name__}: {error}); restart from an earlier "
+            "snapshot, or begin another run"
+        ) from error
 
 
 def complete(folder: Path, number: int, num_shards: int, disk: Disk | None = None) -> bool:
@@ -244,7 +259,7 @@ def _read_manifest(disk: Disk, path: Path, number: int, shard: int) -> tuple[int
         num_bytes, sha256 = int(document["num_bytes"]), str(document["sha256"])
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read ({error}); the snapshot was never completed") from error
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except FORGED as error:
         raise SnapshotError(f"{path} is damaged ({type(error).__name__}); restart from an earlier snapshot") from error
     if content != _encoded(number, shard, num_bytes, sha256):
         raise SnapshotError(f"{path} is damaged or of another version; restart from an earlier snapshot")

@@ -94,7 +94,7 @@ class _Mail:
             now_s = await port.now()
             if taken is not None:
                 await self._sort(now_s, *taken)
-            await self._post(client.tick(now_s))
+            await self._post(client.tick(now_s, all_read=taken is None))
             if taken is None and until_s is not None and now_s >= until_s:
                 return
 

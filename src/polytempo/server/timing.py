@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+_STOPPED_PART = 4
+"""A stopped worker is given up after this part of the time that the others wait at most."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,8 @@ class Timing:
     beat_s: float = 0.25
     lost_s: float = 2.0
     worker_lost_s: float = 30.0
-    """The same for a worker, which says nothing while it computes: longer than any step takes."""
+    """The same for a worker, which sends nothing while it computes. Where no engine looks at the processes (see
+    `Silence`), this must be longer than any step takes."""
     deadline_s: float = 120.0
     """A request that has not been answered for so long raises `TimedOut` in its worker."""
     starting_s: float = 60.0
@@ -25,3 +29,16 @@ class Timing:
         """Refuse what could never work."""
         if not 0 < self.retry_s <= self.longest_retry_s or not 0 < self.beat_s < self.lost_s:
             raise ValueError(f"needs 0 < retry_s <= longest_retry_s and 0 < beat_s < lost_s, got {self}")
+
+    def of_processes(self, busy_s: float) -> Timing:
+        """The same for an engine that sees which processes run (see `Silence`): only one that is stopped is silent.
+
+        It is replaced before those that wait for it give up. `busy_s`: how long a copy may take to apply an update.
+        """
+        stopped_s = self.deadline_s / _STOPPED_PART
+        return replace(
+            self,
+            lost_s=self.lost_s + busy_s,
+            worker_lost_s=min(self.worker_lost_s, stopped_s),
+            starting_s=min(self.starting_s, stopped_s),
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Work
+from polytempo.core.files import replace
 from polytempo.core.state import Scalar
 from polytempo.torch.background import Background
 from polytempo.torch.checkpoint import CheckpointError, Part, commit, partial_folder, write_part
@@ -160,9 +161,7 @@ class BackgroundObserver:
     def _write_part(self, parts: _Parts, step: int, rank: int, part: Part) -> None:
         sha256 = write_part(parts.root, step, rank, part)
         said = self._hash_file(parts.root, step, rank)
-        unfinished = said.with_suffix(".tmp")
-        unfinished.write_text(sha256, encoding="ascii")
-        unfinished.replace(said)
+        replace(said, sha256)
         if rank == 0:
             self._uncommitted[step] = parts
             self._commit()

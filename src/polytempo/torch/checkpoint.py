@@ -14,11 +14,11 @@ of all ranks. Nothing is parsed before its size and hash are checked, and nothin
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,16 +30,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polytempo.core import files
 from polytempo.core.errors import PolytempoError
 from polytempo.core.state import Scalar
 
 FORMAT = "polytempo-checkpoint"
 VERSION = 1
 KEPT = 2
+_TRIES = 100
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 _MANIFEST = "manifest.json"
+_FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What comes of reading what no program of ours has written, though its hashes are right."""
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
@@ -47,6 +51,10 @@ _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
 
 class CheckpointError(PolytempoError):
     """A checkpoint cannot be written, or what is on the disk is not what was written."""
+
+
+class ForeignCheckpoint(CheckpointError, ValueError):
+    """A checkpoint is whole, and not of this model, optimizer or strategy."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ def write_part(root: Path, step: int, rank: int, part: Part) -> str:
     file = folder / part_name(rank)
     tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_partial(folder)
+        files.remove(file)  # a link of that name would be followed
         save_file(tensors, file, metadata={"scalars": json.dumps(part.scalars)})
         _sync(file)
         return _sha256(file)
@@ -107,16 +116,17 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
     content = _encoded(Manifest(step, tuple(parts), dict(about)))
     try:
         for stray in set(os.listdir(folder)) - {part.name for part in parts}:
-            (folder / stray).unlink()
-        (folder / _MANIFEST).write_bytes(content)
+            files.remove(folder / stray)
+        with files.create(folder / _MANIFEST) as stream:
+            stream.write(content)
         _sync(folder / _MANIFEST)
         _sync(folder)
         _move_into_place(folder, final)
         _sync(root)
         _sync(root.parent)
-        _prune(root, step)
     except OSError as error:
         raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {_still_there(root)}") from error
+    _prune(root, step)
     return final
 
 
@@ -130,17 +140,17 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in folder `path`, checked against its own hash."""
     file = path / _MANIFEST
     try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_MANIFEST_BYTES + 1)
+        content = files.read(file, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
     if len(content) > MAX_MANIFEST_BYTES:
         raise _damaged(path, file, f"is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
         manifest = _decoded(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        encoded = _encoded(manifest)
+    except _FORGED as error:
         raise _damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
-    if _encoded(manifest) != content:
+    if encoded != content:
         raise _damaged(path, file, "is damaged (it does not match its own sha256)")
     return manifest
 
@@ -153,16 +163,18 @@ def read_part(path: Path, rank: int) -> Part:
     expected = parts[rank]
     file = path / expected.name
     try:
-        num_bytes = file.stat().st_size
+        num_bytes = _size(file)
         if num_bytes != expected.num_bytes:
             raise _damaged(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
         if _sha256(file) != expected.sha256:
             raise _damaged(path, file, "is damaged (its sha256 is not the manifest's)")
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-            return Part(tensors, json.loads(opened.metadata()["scalars"]))
+            return Part(tensors, _scalars(opened.metadata()))
     except OSError as error:
         raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
+    except (SafetensorError, *_FORGED) as error:
+        raise _damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
 
 
 def part_name(rank: int) -> str:
@@ -185,10 +197,30 @@ def _complete(root: Path) -> dict[int, Path]:
     """Complete checkpoints by step. An old version counts while its new one is not yet in place."""
     found: dict[int, Path] = {}
     for pattern in (_REPLACED, _COMPLETE):
-        for folder in root.iterdir() if root.is_dir() else ():
-            if match := pattern.fullmatch(folder.name):
+        for folder in _within(root):
+            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
                 found[int(match[1])] = folder
     return found
+
+
+def _within(root: Path) -> list[Path]:
+    """What is in `root`, links as links; nothing where there is no `root`."""
+    if root.is_symlink():
+        raise CheckpointError(f"{root} is a link, and nothing in a run's folder is followed; move the folder here")
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def _make_partial(folder: Path) -> None:
+    """Make it, in place of whatever else has its name; all ranks may do so at once."""
+    files.made(folder.parent)
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if files.is_folder(folder):
+            return
+        with suppress(IsADirectoryError):  # another rank has made the folder meanwhile
+            folder.unlink(missing_ok=True)
+    raise FileExistsError(errno.EEXIST, "something makes files of this name again and again", str(folder))
 
 
 def _check_names(part: Part) -> None:
@@ -209,8 +241,8 @@ def _finished_part(folder: Path, rank: int, sha256: str) -> PartFile:
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ValueError(f"{sha256!r} is no sha256; pass what write_part returned, in the order of ranks")
     try:
-        num_bytes, declared = file.stat().st_size, _declared_bytes(file)
-    except (OSError, ValueError, KeyError) as error:
+        num_bytes, declared = _size(file), _declared_bytes(file)
+    except (OSError, *_FORGED) as error:
         raise CheckpointError(f"{file} is missing or unreadable; all ranks must write to one shared folder") from error
     if num_bytes != declared:
         raise CheckpointError(f"{file} has {num_bytes} bytes instead of {declared}; was the disk full?")
@@ -219,7 +251,7 @@ def _finished_part(folder: Path, rank: int, sha256: str) -> PartFile:
 
 def _declared_bytes(file: Path) -> int:
     """How long a safetensors file must be: 8 bytes of header length, the header, the data that the header lists."""
-    with file.open("rb") as stream:
+    with files.opened(file) as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {header_bytes} bytes")
@@ -249,35 +281,42 @@ def _decoded(content: bytes) -> Manifest:
     if (document["format"], document["version"]) != (FORMAT, VERSION):
         raise ValueError(f"format {document['format']!r} version {document['version']!r}, not {FORMAT!r} {VERSION}")
     parts = tuple(PartFile(**entry) for entry in document["parts"])
+    if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
+        raise ValueError("a step, a size or a hash that is none")
     if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
         raise ValueError("the parts are not one a rank, in order")
-    return Manifest(document["step"], parts, dict(document["about"]))
+    return Manifest(document["step"], parts, _checked_scalars(document["about"]))
 
 
 def _move_into_place(folder: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
+    if os.path.lexists(final):
+        files.remove(replaced)
         os.rename(final, replaced)
     os.rename(folder, final)
 
 
 def _prune(root: Path, step: int) -> None:
-    """Leftovers go first, then what is out of date; a complete folder loses its name before its files."""
+    """Leftovers go first, then what is out of date; a complete folder loses its name before its files.
+
+    What cannot be removed does no harm: the next save tries again.
+    """
     complete = _complete(root)
-    for folder in list(root.iterdir()):
+    for folder in _within(root):
         match = _LEFTOVER.fullmatch(folder.name)
         if match and folder not in complete.values() and (match[2] != "partial" or int(match[1]) <= step):
-            shutil.rmtree(folder)
+            with suppress(OSError):
+                files.remove(folder)
     kept = sorted((other for other in complete if other <= step), reverse=True)[:KEPT]
     for other in complete.keys() - kept:
         removed = root / f".step-{other:08d}.removed"
-        os.rename(complete[other], removed)
-        shutil.rmtree(removed)
+        with suppress(OSError):
+            os.rename(complete[other], removed)
+            files.remove(removed)
     for other in kept:
         if complete[other] != _final(root, other):  # an old version whose new one never came
-            os.rename(complete[other], _final(root, other))
+            with suppress(OSError):
+                os.rename(complete[other], _final(root, other))
 
 
 def _sync(path: Path) -> None:
@@ -288,8 +327,23 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _size(file: Path) -> int:
+    with files.opened(file) as stream:
+        return os.fstat(stream.fileno()).st_size
+
+
+def _scalars(metadata: Mapping[str, str]) -> dict[str, Scalar]:
+    return _checked_scalars(json.loads(metadata["scalars"]))
+
+
+def _checked_scalars(found: Any) -> dict[str, Scalar]:
+    if not isinstance(found, dict) or any(isinstance(value, list | dict) for value in found.values()):
+        raise ValueError("no scalars by name")
+    return found
+
+
 def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
+    with files.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

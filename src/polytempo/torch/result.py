@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polytempo.core import files
+
 
 @dataclass(frozen=True)
 class Result:
@@ -57,9 +59,7 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Leave `result.json`, complete or not at all."""
-        temporary = folder / "result.json.tmp"
-        temporary.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / "result.json")
+        files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
 
 
 def parameters_sha256(parameters: Iterable[Tensor]) -> str:

@@ -15,7 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.core import Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.torch.agree import agree, gather_json
-from polytempo.torch.checkpoint import Part, commit, latest, read_manifest, read_part, write_part
+from polytempo.torch.checkpoint import (
+    CheckpointError,
+    ForeignCheckpoint,
+    Part,
+    commit,
+    latest,
+    read_manifest,
+    read_part,
+    write_part,
+)
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.torch.plain import plain, typed
 from polytempo.torch.replica import saved_states
@@ -109,12 +118,27 @@ async def load(port: Port, course: Course, root: Path) -> int:
         raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
     manifest = read_manifest(folder)
     strategy = str(course.replica.strategy)
-    if manifest.about["strategy"] != strategy:
-        raise ValueError(f"{folder} was saved by {manifest.about['strategy']}, this run uses {strategy}; use the same")
-    job = manifest.about["job"]
+    saved, job = (manifest.about.get(name) for name in ("strategy", "job"))
+    if saved != strategy:
+        raise ValueError(f"{folder} was saved by {saved}, this run uses {strategy}; use the same")
     if job != course.job.name:
         raise ValueError(f"{folder} was saved by job {job!r}, this run trains {course.job.name!r}; use another --out")
-    saved_ranks = len(manifest.parts)
+    try:
+        fresh = _go_on(port, course, folder, len(manifest.parts))
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
+        raise ForeignCheckpoint(
+            f"{folder} does not fit this run ({type(error).__name__}: {error}); resume with the model and the "
+            "optimizer that saved it, or begin another run in another folder"
+        ) from error
+    if course.options.lr is not None:
+        _set_rates(course, fresh, folder)
+    return course.replica.step
+
+
+def _go_on(port: Port, course: Course, folder: Path, saved_ranks: int) -> list[Any]:
+    """Take over what the ranks saved. Returns the learning rates that were in force before."""
     own = read_part(folder, port.rank % saved_ranks)
     in_step = course.replica.strategy.in_step
     whole = own if "optimizer" in own.scalars else read_part(folder, 0)
@@ -131,9 +155,7 @@ async def load(port: Port, course: Course, root: Path) -> int:
     course.seconds = float(own.scalars["seconds"] or 0.0)
     if course.scheduler is not None:
         schedule_restore(course.scheduler, str(own.scalars["schedule"]))
-    if course.options.lr is not None:
-        _set_rates(course, fresh, folder)
-    return course.replica.step
+    return fresh
 
 
 def _strategy(part: Part) -> Saved:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Port, Strategy
+from polytempo.core.files import run_folder
 from polytempo.data.shard import Shard
 from polytempo.report.metrics import MetricsWriter
 from polytempo.strategies import sync_sgd
@@ -93,7 +94,7 @@ class Trainer:
         out, world, course = self.options.out, self.world, self.course
         resumed_at = None
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            run_folder(out)
             if self.options.resume:
                 resumed_at = world.drive(load(world.port, course, out / "checkpoint"))
         with ExitStack() as files:

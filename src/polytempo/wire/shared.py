@@ -36,6 +36,12 @@ class Arenas:
         self._numbers = by_base
         self._bases = [self._arenas[i].base for i in by_base]
 
+    def close(self) -> None:
+        """Close the arenas' files in this process. Tensors over their memory keep it; nothing more is found in it."""
+        for arena in self._arenas:
+            arena.close()
+        self._arenas, self._bases, self._numbers = [], [], []
+
     def __len__(self) -> int:
         return len(self._arenas)
 
@@ -69,6 +75,8 @@ class Arenas:
         return within.tensor(offset, shape, dtype)
 
     def _known(self, arena: int) -> _Inherited:
+        if not self._arenas:
+            raise ValueError("the arenas are closed")
         if not 0 <= arena < len(self._arenas):
             raise ValueError(f"there are arenas 0 to {len(self._arenas) - 1}, not {arena}")
         return self._arenas[arena]
@@ -80,7 +88,8 @@ class _Inherited(Arena):
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
         self._owner = -1
-        weakref.finalize(self, os.close, self._descriptor)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        """Close the file; what is mapped stays. Otherwise that happens with the last reference."""
 
     def adopted(self) -> _Inherited:
         """This arena, belonging to this process."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from polytempo.core import files
+
 _PACKED = struct.Struct("<iiiqqdd")
 
 
@@ -128,6 +130,4 @@ def _tracks(events: list[Event]) -> list[int]:
 
 def write_chrome_trace(path: Path, events: Iterable[Event], *, title: str) -> None:
     """Write `chrome_trace` as JSON, complete or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(chrome_trace(events, title=title)), encoding="utf-8")
-    temporary.replace(path)
+    files.replace(path, json.dumps(chrome_trace(events, title=title)))

@@ -1,0 +1,214 @@
+"""Checkpoints, snapshots and records whose hashes are right and whose content is nonsense: refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import polytempo as pt
+from polytempo.engines import standing
+from polytempo.engines.recorded import read_facts, read_run
+from polytempo.server import snapshot
+from polytempo.server.dealer import Dealer
+from polytempo.server.record import RecordError
+from polytempo.server.snapshot import SnapshotError
+from polytempo.torch.checkpoint import CheckpointError, Part, commit, read_manifest, read_part, write_part
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def saved(root: Path) -> Path:
+    return commit(root, 1, [write_part(root, 1, 0, Part({"weight": torch.ones(3)}, {"epoch": 1}))], {})
+
+
+def forge(folder: Path, **entries: Any) -> None:
+    """Another manifest, with the right hashes of everything."""
+    file = folder / "rank-0.safetensors"
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    part = {"name": file.name, "num_bytes": file.stat().st_size, "sha256": sha256}
+    body: dict[str, Any] = {"format": "polytempo-checkpoint", "version": 1, "step": 1, "parts": [part], "about": {}}
+    body |= entries
+    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    (folder / "manifest.json").write_bytes(json.dumps({**body, "sha256": own}, indent=1).encode() + b"\n")
+
+
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "a step in letters": {"step": "x"},
+    "a step of truth": {"step": True},
+    "a list as step": {"step": []},
+    "parts that are numbers": {"parts": [1, 2]},
+    "parts that are a billion": {"parts": 10**9},
+    "a size in letters": {"parts": [{"name": "rank-0.safetensors", "num_bytes": "x", "sha256": ""}]},
+    "no hash": {"parts": [{"name": "rank-0.safetensors", "num_bytes": 1, "sha256": None}]},
+    "another key": {"parts": [{"name": "rank-0.safetensors", "size": 1}]},
+    "notes that are none": {"about": [1]},
+    "notes nested deeply": {"about": {"x": json.loads("[" * 900 + "]" * 900)}},
+}
+
+
+@pytest.mark.parametrize("what", MANIFESTS)
+def test_a_forged_manifest_is_refused(tmp_path: Path, what: str) -> None:
+    folder = saved(tmp_path)
+    forge(folder, **MANIFESTS[what])
+    with pytest.raises(CheckpointError, match=r"manifest\.json is .*; there is no earlier checkpoint; delete"):
+        read_manifest(folder)
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "manifest.json").write_text(DEEP)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged \(RecursionError"):
+        read_manifest(folder)
+
+
+def overwrite(content: bytes) -> Callable[[Path], None]:
+    return lambda file: file.write_bytes(content) and None
+
+
+def scalars(text: str | None) -> Callable[[Path], None]:
+    metadata = None if text is None else {"scalars": text}
+    return lambda file: save_file({"weight": torch.ones(3)}, file, metadata=metadata)
+
+
+PARTS: dict[str, Callable[[Path], None]] = {
+    "nothing": overwrite(b""),
+    "noise": overwrite(bytes(range(256)) * 8),
+    "a header of 2^63 bytes": overwrite(b"\xff" * 7 + b"\x7f" + b"{}"),
+    "no metadata": scalars(None),
+    "no JSON": scalars("{"),
+    "a list": scalars("[1]"),
+    "a number": scalars("1"),
+    "a scalar that is a list": scalars('{"epoch": [1]}'),
+    "JSON nested deeply": scalars(DEEP),
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_a_forged_part_is_refused(tmp_path: Path, what: str) -> None:
+    folder = saved(tmp_path)
+    PARTS[what](folder / "rank-0.safetensors")
+    forge(folder)
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is not what a rank has written .*; there is no"):
+        read_part(folder, 0)
+
+
+# ---- a checkpoint of something else
+
+
+def fit(out: Path, **options: Any) -> pt.Result:
+    samples = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    job = pt.Job(
+        model=lambda: nn.Linear(2, 1),
+        data=lambda folder: pt.Data(samples),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9),
+        batch_size=4,
+        name="line",
+    )
+    return pt.Trainer(job, pt.strategies.sync_sgd(), out=out, **options).fit()
+
+
+def without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def harm(tensors: dict[str, Any], scalars: dict[str, Any]) -> None:
+        tensors.pop(name, None)
+        scalars.pop(name, None)
+
+    return harm
+
+
+def with_scalar(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, scalars: scalars.update({name: value})
+
+
+CONTENTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "no model": without("model/weight"),
+    "another shape": lambda tensors, scalars: tensors.update({"model/weight": torch.ones(7)}),
+    "no optimizer": without("optimizer"),
+    "an optimizer of letters": with_scalar("optimizer", '{"groups": "x", "numbers": 3}'),
+    "an optimizer nested deeply": with_scalar("optimizer", DEEP),
+    "no position": without("shard"),
+    "a position of letters": with_scalar("shard", '{"epoch": "x"}'),
+    "no time": without("seconds"),
+    "time in letters": with_scalar("seconds", "soon"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    fit(out, epochs=1)
+    return out
+
+
+@pytest.mark.parametrize("what", CONTENTS)
+def test_a_checkpoint_that_does_not_fit_is_refused(run: Path, tmp_path: Path, what: str) -> None:
+    (folder,) = (run / "checkpoint").iterdir()
+    part, about = read_part(folder, 0), read_manifest(folder).about
+    CONTENTS[what](part.tensors, part.scalars)
+    root = tmp_path / "checkpoint"
+    commit(root, 2, [write_part(root, 2, 0, part)], about)
+    with pytest.raises(CheckpointError, match=r"step-00000002 does not fit this run \(\w+: "):
+        fit(tmp_path, epochs=2, resume=True)
+
+
+# ---- snapshots and records of a parameter server
+
+
+def test_a_snapshot_that_holds_no_shard_is_refused(tmp_path: Path) -> None:
+    dealer = '{"version": "x"}'
+    standing.write_standing(tmp_path, standing.Standing(1, 0, 4, {"shards": 1}, dealer))
+    for tensors in ([], [torch.ones(3)], [torch.ones(2, 2)]):
+        snapshot.write(tmp_path, 1, 0, b"no state of a shard", tensors)
+        with pytest.raises(SnapshotError, match=r"snapshot-00000001-shard-0\.safetensors is not what a shard has"):
+            standing.resumed(tmp_path, 1, {})
+
+
+def facts(**entries: Any) -> dict[str, Any]:
+    given = {"format": "polytempo-run", "version": 1, "job": "j", "origin": None, "origin_sha256": None}
+    given |= {"strategy": "downpour()", "workers": 2, "shards": 1, "options": {}, "native": False, "threads": 1}
+    return given | {"bits": {}} | entries
+
+
+@pytest.mark.parametrize(
+    "content",
+    [facts(shards=10**9), facts(shards=0), facts(workers=-1), facts(shards="x"), {}, json.loads("[" * 900 + "]" * 900)],
+    ids=["a billion shards", "no shard", "workers", "letters", "nothing", "deep"],
+)
+def test_a_forged_record_is_refused(tmp_path: Path, content: Any) -> None:
+    folder = tmp_path / "record" / "0000"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"run\.json (is damaged|speaks of)"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "end"), [("shard x", None), ("shard 7", None), ("shard 0", "[]"), ("shard 0", "{")]
+)
+def test_a_forged_history_is_refused(tmp_path: Path, machine: str, end: str | None) -> None:
+    folder = tmp_path / "record" / "0000"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(facts()))
+    header = {"format": "polytempo-record", "version": 2, "machine": "coordinator", "node": 0, "first": 1}
+    (folder / "coordinator.jsonl").write_text(json.dumps(header) + "\n")
+    (folder / "shard-0-node-2.jsonl").write_text(json.dumps(header | {"machine": machine}) + "\n")
+    if end is not None:
+        (folder / "end.json").write_text(end)
+    with pytest.raises((ValueError, RecordError), match=r"jsonl is the record of|end\.json "):
+        read_run(tmp_path)
+
+
+def test_a_dealer_is_not_sent_to_deal_a_billion_batches_again() -> None:
+
+    state = msgspec.msgpack.decode(Dealer(4, 8, "freely", 1).dump())
+    with pytest.raises(ValueError, match="batches before the last one that was dealt are not done"):
+        Dealer(4, 8, "freely", 1).load(msgspec.msgpack.encode(state), [[(10**12, 10**12)]])
