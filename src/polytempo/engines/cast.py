@@ -25,6 +25,7 @@ from polytempo.torch.options import RunOptions
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
 from polytempo.torch.shard_rule import shard_rule_of
+from polytempo.torch.training import check_goals
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -73,7 +74,7 @@ def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batche
 
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool) -> Dealer:
     """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
-    _check(job, options, has_test)
+    check_goals(job, options, has_test=has_test)
     if service.reassigns is not None:  # every worker cuts a share of every step into slices
         check_enough(batches.num_samples, batches.size)
     return Dealer(
@@ -116,14 +117,6 @@ def reached(row: dict[str, float], options: RunOptions) -> bool | None:
         row["loss"] <= target if name == "loss" else (row["accuracy"] or 0.0) >= target
         for name, target in options.until.items()
     )
-
-
-def _check(job: Job, options: RunOptions, has_test: bool) -> None:
-    """Refuse before the first step what could only fail later."""
-    if options.until and not has_test:
-        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
-    if "accuracy" in options.until and job.correct is None:
-        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
 
 
 def scheduled_steps(batches: Batches) -> int:
