@@ -22,6 +22,7 @@ from polytempo.server.score_snapshots import ScorePoints, score_points
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import made_schedule
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
 from polytempo.torch.shard_rule import shard_rule_of
@@ -67,8 +68,8 @@ def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batche
     Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
     """
     made = replace(service, optimizer=shard_rule_of(service, optimizer))
-    if job.schedule is not None:
-        check_schedule(optimizer, job.schedule, scheduled_steps(batches), _movable(service))
+    if (schedule := made_schedule(job)) is not None:
+        check_schedule(optimizer, schedule, scheduled_steps(batches), _movable(service))
     return made
 
 
@@ -144,10 +145,10 @@ def course_of(
     assert server is not None, "whoever has no server has no part in this"
     decay = LocalDecay(optimizer) if server.decays == "workers" else None
     schedule = None
-    if job.schedule is not None:
+    if (make := made_schedule(job)) is not None:
         steps = scheduled_steps(batches)
         schedule = RateSchedule(
-            *(optimizer, job.schedule), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
+            *(optimizer, make), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
         )
     return ServedCourse(
         job=job,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.torch.job import Job, OfBatch
-from polytempo.torch.parts import called, described, wrong
+from polytempo.torch.parts import called, described, who, wrong
 
 _LOSS, _LOSS_OF_BATCH = "loss(output, target)", "loss(model, batch)"
 _CORRECT, _CORRECT_OF_BATCH = "correct(output, target)", "correct(model, batch)"
@@ -35,7 +35,7 @@ def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
     """
     if isinstance(job.loss, OfBatch):
         return _loss_of_batch(job, job.loss, model, batch)
-    inputs, target = pair_of(batch)
+    inputs, target = pair_of(job, batch)
     return _loss_of_pair(job, _output(job, model, inputs), target)
 
 
@@ -44,7 +44,7 @@ def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
     loss, correct = job.loss, job.correct
     output = target = None
     if not (isinstance(loss, OfBatch) and (correct is None or isinstance(correct, OfBatch))):
-        inputs, target = pair_of(batch)
+        inputs, target = pair_of(job, batch)
         output = _output(job, model, inputs)
     if isinstance(loss, OfBatch):  # noqa: SIM108  # one line would be longer than a line may be
         value = _loss_of_batch(job, loss, model, batch)
@@ -81,14 +81,14 @@ def _facts(**values: Any) -> str:
     return ", ".join(f"{name} is {described(value)}" for name, value in values.items())
 
 
-def pair_of(batch: Any) -> Sequence[Any]:
+def pair_of(job: Job, batch: Any) -> Sequence[Any]:
     """The batch as (input, target), which `loss(output, target)` needs. Raises ValueError for anything else."""
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
         return batch
     raise ValueError(
-        f"loss(output, target) needs batches that are pairs (input, target), but this one is {described(batch)}; "
-        "let the job have loss=pt.of_batch(lambda model, batch: ...), which is called with the whole batch, or give "
-        "its data a collate function that makes pairs"
+        f"{who(job)}: loss(output, target) needs batches that are pairs (input, target), but this one is "
+        f"{described(batch)}; let the job have loss=pt.of_batch(lambda model, batch: ...), which is called with the "
+        "whole batch, or give its data a collate function that makes pairs"
     )
 
 

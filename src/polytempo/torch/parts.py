@@ -94,6 +94,19 @@ def schedule_of(job: Job, optimizer: Optimizer, steps_per_epoch: int) -> LRSched
     return schedule
 
 
+def made_schedule(job: Job) -> Callable[[Optimizer, int], LRScheduler] | None:
+    """The job's `schedule`, checked whenever it is called."""
+    if job.schedule is None:
+        return None
+
+    def make(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
+        schedule = schedule_of(job, optimizer, steps_per_epoch)
+        assert schedule is not None
+        return schedule
+
+    return make
+
+
 def next_batch(job: Job, batches: Iterator[Any]) -> Any:
     """The next batch, or None at the end; JobFailed where reading or collating the samples raises."""
     try:
@@ -109,7 +122,7 @@ def called(job: Job, form: str, function: Callable[..., Any], *given: Any, facts
     except Exception as error:
         if isinstance(error, TypeError) and (takes := _other_arguments(function, given)):
             part = form.partition("(")[0]
-            text = f"{_who(job)}: {part} is called as {form}, and the function{_where(function)} takes {takes}"
+            text = f"{who(job)}: {part} is called as {form}, and the function{_where(function)} takes {takes}"
             raise ValueError(text) from error
         raise failed(job, form, error, facts()) from error
 
@@ -121,15 +134,15 @@ def failed(job: Job, form: str, error: Exception, facts: str = "") -> Exception:
         return error
     own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, _OURS))]
     said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    lines = "".join(traceback.format_list(own[-_MOST_FRAMES:])).rstrip()
-    return JobFailed(f"{_who(job)}: {form} raised {said}" + (f"; {facts}" if facts else "") + (lines and f"\n{lines}"))
+    lines = [f'\n  File "{at.filename}", line {at.lineno}, in {at.name}\n    {at.line}' for at in own[-_MOST_FRAMES:]]
+    return JobFailed(f"{who(job)}: {form} raised {said}" + (f"; {facts}" if facts else "") + "".join(lines))
 
 
 def wrong(job: Job, form: str, returned: object, expected: str, function: object = None) -> ValueError:
     """The error for what the job's `form` returned. `returned` is the value, or words for it."""
     said = returned if isinstance(returned, str) else described(returned)
     where = "" if function is None else _where(function)
-    return ValueError(f"{_who(job)}: {form} returned {said}{where}; expected {expected}")
+    return ValueError(f"{who(job)}: {form} returned {said}{where}; expected {expected}")
 
 
 def described(value: Any) -> str:
@@ -161,7 +174,8 @@ def _a(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def _who(job: Job) -> str:
+def who(job: Job) -> str:
+    """How messages call the job: by its name, or by where it was found."""
     return f"job {job.name if job.name != 'job' else job.origin or 'job'}"
 
 
