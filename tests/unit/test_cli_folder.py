@@ -37,6 +37,10 @@ def test_the_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
     assert default_folder("digits", resume=False, parent=tmp_path) == tmp_path / "digits-2"
     leave_run(tmp_path / "digits-2", "metrics.jsonl")
     (tmp_path / "digits-3").mkdir()
+    (tmp_path / "digits-3" / "notes.txt").write_text("mine")
+    assert default_folder("digits", resume=False, parent=tmp_path) == tmp_path / "digits-4"
+    assert default_folder("digits", resume=True, parent=tmp_path) == tmp_path / "digits-2"
+    (tmp_path / "digits-3" / "notes.txt").unlink()
     assert default_folder("digits", resume=False, parent=tmp_path) == tmp_path / "digits-3"
 
 
@@ -60,3 +64,19 @@ def test_a_named_folder_is_not_overwritten(tmp_path: Path) -> None:
         checked_folder(taken, resume=False)
     with pytest.raises(ValueError, match="this is a file; name a folder"):
         checked_folder(file, resume=False)
+
+
+def test_a_folder_with_others_files_is_only_written_into_by_force(tmp_path: Path) -> None:
+    """Also on a resume, which finds no run there; an empty folder is free."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    assert checked_folder(mine, resume=False) == mine
+    for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
+        (mine / name).write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"files that are no run's are in it \(a.txt, b.txt, c.txt, …\).*--force"):
+            checked_folder(mine, resume=resume)
+    assert checked_folder(mine, resume=False, force=True) == mine
+    leave_run(mine / "run")
+    with pytest.raises(ValueError, match="a run is in it"):
+        checked_folder(mine / "run", resume=False, force=True)

@@ -133,6 +133,7 @@ def test_no_character_sees_the_ones_after_it() -> None:
     ("name", "message"),
     [
         ("mnist", "job mnist needs --data FOLDER, a folder with train-images-idx3-ubyte"),
+        ("mnist_cnn", "job mnist_cnn needs --data FOLDER, a folder with train-images-idx3-ubyte"),
         ("chars", "job chars needs --data PATH, a file or a folder with input.txt"),
         ("housing", "job housing needs --data PATH, a file or a folder with housing.csv"),
         ("a9a", "job a9a needs --data FOLDER, a folder with the files a9a and a9a.t"),
@@ -181,6 +182,21 @@ def test_your_own_job_by_file_and_by_module(tmp_path: Path, monkeypatch: pytest.
         jobs.find("my_own_job.py:yours")
     with pytest.raises(ValueError, match=r"'number' of my_own_job is a int, not a job; its jobs are mine"):
         jobs.find("my_own_job:number")
+
+
+def test_a_file_alone_lists_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "several.py"
+    for text, message in (
+        ("x = 1", r"several.py has no jobs; write job = pt.Job\(...\) in it, and name it .*several.py:job$"),
+        (OWN, r"several.py has one job; name it: .*several.py:mine$"),
+        (OWN + "other = make()\n", r"several.py has 2 jobs; name one of them: .*several.py:mine, .*several.py:other$"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            jobs.find(str(file))
+    with pytest.raises(ValueError, match=r"there is no file .*nothing.py"):
+        jobs.find(str(tmp_path / "nothing.py"))
 
 
 @pytest.mark.parametrize(

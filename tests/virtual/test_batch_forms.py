@@ -191,11 +191,11 @@ DICTS, PAIRS = FORMS["dicts"], FORMS["pairs"]
         (FORMS["one tensor"]._replace(loss=entropy), r"this one is int64 \(2, 7\)"),
         (
             PAIRS._replace(loss=lambda output, target: nn.functional.cross_entropy(output, target, reduction="none")),
-            r"loss\(output, target\) must answer the mean loss, .* it answered a tensor of shape \(2,\); take its mean",
+            r"loss\(output, target\) returned a tensor of shape \(2,\) .*expected the mean loss, .*; take its mean",
         ),
         (
             DICTS._replace(loss=pt.of_batch(lambda model, batch: {"loss": model(batch["ids"]).sum()})),  # type: ignore[arg-type,return-value]
-            r"loss\(model, batch\) must answer .* answered a dict with 'loss': float32 \(\); .*model\(\*\*batch\).loss",
+            r"loss\(model, batch\) returned a dict with 'loss': float32 \(\) .*expected .*model\(\*\*batch\).loss",
         ),
     ],
 )

@@ -23,7 +23,9 @@ def compare(given: Mapping[str, object], config: Path | None) -> None:
     with notes_on_stderr():
         job = job_of(options)
     name = run_name(options, "compare")
-    out = checked_folder(options.out, resume=False) if options.out else default_folder(name, resume=False)
+    out = default_folder(name, resume=False)
+    if options.out is not None:
+        out = checked_folder(options.out, resume=False, force=options.force)
     taken = run_options(options, out)
     if options.dry_run:
         names = [strategy.name for strategy in strategies]

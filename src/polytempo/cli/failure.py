@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import typer
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 _VALUE_ERROR = "ValueError: "
+
+
+_OF_LAUNCHERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""Variables of torchrun, Slurm and Open MPI: this process is one of several that they end."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: what it has started and written ends with it."""
 
 
 @contextmanager
 def exit_code() -> Generator[None]:
     """Turn what goes wrong inside into a message and an exit code.
 
-    `ValueError`, a wrong value, is 2, in a worker too; Ctrl-C is 130; everything else, a run that failed, is 1. With
-    `POLYTEMPO_DEBUG=1` the traceback is shown, too.
+    `ValueError`, a wrong value, is 2, in a worker too; Ctrl-C is 130, SIGTERM 143; everything else, a run that failed,
+    is 1. With `POLYTEMPO_DEBUG=1` the traceback is shown, too.
     """
     try:
-        yield
+        with _sigterm_raises():
+            yield
     except ValueError as error:
         raise _ended(USAGE, error) from None
+    except Terminated as error:
+        raise _ended(TERMINATED, error) from None
     except KeyboardInterrupt as error:
         raise _ended(INTERRUPTED, error) from None
     except (typer.Exit, BrokenPipeError):
@@ -32,6 +45,29 @@ def exit_code() -> Generator[None]:
     except Exception as error:
         wrong = wrong_value(error)
         raise (_ended(FAILED, error) if wrong is None else _ended(USAGE, error, wrong)) from None
+
+
+@contextmanager
+def _sigterm_raises() -> Generator[None]:
+    """Let SIGTERM raise, so that what is open closes. A launcher's worker may wait in native code, where nothing is
+    raised: there it ends the process, as always.
+    """
+    handled = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if not handled or any(name in os.environ for name in _OF_LAUNCHERS):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
+    raise Terminated
 
 
 def wrong_value(error: Exception) -> str | None:
@@ -50,7 +86,7 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
     if os.environ.get("POLYTEMPO_DEBUG") == "1":
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:
         print(f"error: {message or str(error) or type(error).__name__}", file=sys.stderr)
     return typer.Exit(code)

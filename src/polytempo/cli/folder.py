@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
+_MOST_NAMED = 3
 MAX_RUNS = 10_000
 
 
@@ -13,27 +14,40 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in _TRACES_OF_A_RUN)
 
 
-def checked_folder(folder: Path, *, resume: bool) -> Path:
-    """`folder`, unless it holds a run that is not resumed."""
+def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:
+    """`folder`, unless it holds a run that is not resumed, or files that are no run's and `force` does not allow."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder}: this is a file; name a folder")
-    if holds_run(folder) and not resume:
-        raise ValueError(f"--out {folder}: a run is in it; go on with --resume, or name another folder")
+    if holds_run(folder):
+        if not resume:
+            raise ValueError(f"--out {folder}: a run is in it; go on with --resume, or name another folder")
+    elif folder.exists() and (others := sorted(entry.name for entry in folder.iterdir())) and not force:
+        named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
+        raise ValueError(
+            f"--out {folder}: files that are no run's are in it ({named}); name another folder, or write beside them "
+            "with --force"
+        )
     return folder
 
 
+def _is_taken(folder: Path) -> bool:
+    """Whether a new run would meet anything in it."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
 def default_folder(name: str, *, resume: bool, parent: Path = Path("runs")) -> Path:
-    """`runs/<name>`, or with `-2`, `-3`, … behind it the first that holds no run. With `resume`, the last that does."""
+    """`runs/<name>`, or with `-2`, `-3`, … behind it the first that holds nothing. With `resume`, the last run's."""
     candidates = [parent / (name if number == 1 else f"{name}-{number}") for number in range(1, MAX_RUNS + 1)]
     taken = 0
-    while taken < MAX_RUNS and holds_run(candidates[taken]):
+    while taken < MAX_RUNS and _is_taken(candidates[taken]):
         taken += 1
-    if resume and taken == 0:
+    held = [folder for folder in candidates[:taken] if holds_run(folder)]
+    if resume and not held:
         raise ValueError(
             f"--resume: {parent / name} holds no run; name its folder with --out, or begin without --resume"
         )
     if resume:
-        return candidates[taken - 1]
+        return held[-1]
     if taken == MAX_RUNS:
-        raise ValueError(f"{parent} holds {MAX_RUNS:,} runs named {name}; name another folder with --out")
+        raise ValueError(f"{parent} holds {MAX_RUNS:,} folders named {name}; name another folder with --out")
     return candidates[taken]

@@ -93,6 +93,7 @@ class TrainOptions(BaseModel):
     transport: Literal["shared", "tcp"] = "shared"
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
     out: Path | None = None
+    force: bool = False
     resume: bool = False
     as_json: bool = Field(default=False, alias="json")
     dry_run: bool = False

@@ -44,6 +44,7 @@ Restarts = Annotated[
     typer.Option(metavar="N", help="With a parameter server: restart killed processes so often. Default: 20."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder. Default: a new one under runs/.")]
+Force = Annotated[bool | None, typer.Option("--force", help="Write into a folder that holds files of others, too.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint.")]
 Json = Annotated[bool | None, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print what would be run, and end.")]

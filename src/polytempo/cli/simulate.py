@@ -27,7 +27,9 @@ def simulate(given: Mapping[str, object], config: Path | None) -> None:
     with notes_on_stderr():
         job = job_of(options)
     name = run_name(options, options.strategy, "simulated")
-    out = checked_folder(options.out, resume=False) if options.out else default_folder(name, resume=False)
+    out = default_folder(name, resume=False)
+    if options.out is not None:
+        out = checked_folder(options.out, resume=False, force=options.force)
     taken = run_options(options, out)
     if options.dry_run:
         world = f"virtual: {cluster.name}"

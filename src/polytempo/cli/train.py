@@ -49,5 +49,5 @@ def _folder(options: TrainOptions, *, shared: bool) -> Path:
     """Where the run's files go. Workers that were started apart must all come to the same answer by themselves."""
     name = run_name(options, options.strategy)
     if options.out is not None or shared:
-        return checked_folder(options.out or Path("runs") / name, resume=options.resume)
+        return checked_folder(options.out or Path("runs") / name, resume=options.resume, force=options.force)
     return default_folder(name, resume=options.resume)

@@ -34,6 +34,10 @@ class Deadlock(PolytempoError):
     """Every rank of a virtual world waits for something that nobody will do."""
 
 
+class JobFailed(PolytempoError):
+    """A function of the job raised. The message has its lines of the traceback; the exception itself is the cause."""
+
+
 class Mismatch(PolytempoError):
     """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""
 

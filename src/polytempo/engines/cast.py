@@ -22,9 +22,11 @@ from polytempo.server.score_snapshots import ScorePoints, score_points
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import made_schedule
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
 from polytempo.torch.served import ServedCourse, gradients_of
 from polytempo.torch.shard_rule import shard_rule_of
+from polytempo.torch.training import check_goals
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -66,14 +68,14 @@ def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batche
     Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
     """
     made = replace(service, optimizer=shard_rule_of(service, optimizer))
-    if job.schedule is not None:
-        check_schedule(optimizer, job.schedule, scheduled_steps(batches), _movable(service))
+    if (schedule := made_schedule(job)) is not None:
+        check_schedule(optimizer, schedule, scheduled_steps(batches), _movable(service))
     return made
 
 
 def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool) -> Dealer:
     """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
-    _check(job, options, has_test)
+    check_goals(job, options, has_test=has_test)
     if service.reassigns is not None:  # every worker cuts a share of every step into slices
         check_enough(batches.num_samples, batches.size)
     return Dealer(
@@ -118,14 +120,6 @@ def reached(row: dict[str, float], options: RunOptions) -> bool | None:
     )
 
 
-def _check(job: Job, options: RunOptions, has_test: bool) -> None:
-    """Refuse before the first step what could only fail later."""
-    if options.until and not has_test:
-        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
-    if "accuracy" in options.until and job.correct is None:
-        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
-
-
 def scheduled_steps(batches: Batches) -> int:
     """The steps of an epoch for the learning-rate schedule: one worker's part of the batches."""
     return max(1, len(batches) // batches.size)
@@ -151,10 +145,10 @@ def course_of(
     assert server is not None, "whoever has no server has no part in this"
     decay = LocalDecay(optimizer) if server.decays == "workers" else None
     schedule = None
-    if job.schedule is not None:
+    if (make := made_schedule(job)) is not None:
         steps = scheduled_steps(batches)
         schedule = RateSchedule(
-            *(optimizer, job.schedule), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
+            *(optimizer, make), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
         )
     return ServedCourse(
         job=job,

@@ -16,6 +16,7 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
 from polytempo.engines import janitor
+from polytempo.engines.capacity import check_processes
 from polytempo.engines.crew import GRACE_S, Worker, died, end, last_lines, look, quote, start, wait_all
 from polytempo.engines.fork import held_signals
 from polytempo.engines.worker import Result, Seat, result_path
@@ -61,6 +62,7 @@ def launch(
     """
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
+    check_processes(workers, workers)
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"  # short: sockets lie in it
     with janitor.swept(home) as notes:
         threads = threads_per_worker(workers, threads)
@@ -68,9 +70,9 @@ def launch(
         made(folder)
         crew: list[Worker] = []
         try:
-            with held_signals():
-                for rank in range(workers):
-                    seat = Seat(rank, workers, home, threads)
+            for rank in range(workers):
+                seat = Seat(rank, workers, home, threads)
+                with held_signals():  # between two starts a signal ends the run
                     crew.append(start(work, seat, folder / f"rank-{rank}.log", notes))
             _run(crew, timeout_s, tick)
         finally:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy, files
+from polytempo.data.plan import check_enough
+from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
+from polytempo.engines.folder import began
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.names import slug
-from polytempo.engines.run_served import run_served
+from polytempo.engines.rehearsal import rehearse
+from polytempo.engines.run_served import num_processes, run_served
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.worker import Seat
 from polytempo.report.page import write_report
@@ -51,33 +54,52 @@ def run(
     """
     check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
-    if strategy.server is not None:
-        return run_served(job, strategy, workers, options, progress)
-    temporary: AbstractContextManager[str] = (
-        tempfile.TemporaryDirectory(prefix="polytempo-") if options.out is None else nullcontext(str(options.out))
-    )
-    with temporary as folder:
-        out = Path(folder)
-        files.run_folder(out)
-        given = replace(options, out=options.out and out.resolve())
-        metrics = out / "metrics.jsonl"
-        if not options.resume:
-            metrics.unlink(missing_ok=True)
+    _prepare(job, [strategy], workers, options)
+    return _performed(job, strategy, workers, options, progress)
+
+
+def _prepare(job: Job, strategies: Sequence[Strategy], workers: int, options: RunOptions) -> None:
+    """Refuse, before anything is started or written, what cannot become a run; say what may surprise."""
+    for strategy in strategies:
+        check_strategy(strategy)
+    check_processes(max(num_processes(strategy, workers) for strategy in strategies), workers)
+    import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
+    found = rehearse(job, strategies, options)
+    if found.samples is not None:
+        check_enough(found.samples, workers)
+    check_memory(found.private_bytes, workers)
+    notes = [*found.warned, *batch_notes(found.samples, workers, options.batch_size or job.batch_size)]
+    for note in [*cores_notes(workers), *notes]:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _performed(job: Job, strategy: Strategy, workers: int, options: RunOptions, progress: Progress | None) -> Result:
+    """The run itself."""
+    with began(options.out):
+        if strategy.server is not None:
+            return run_served(job, strategy, workers, options, progress)
+        out = options.out and options.out.resolve()
+        given = replace(options, out=out)
 
         def work(seat: Seat) -> dict[str, Any] | None:
             world = init(timeout_s=options.timeout_s, quiet=True)
             result = Trainer(job, strategy, given, world=world).fit()
             return result.as_json() if seat.rank == 0 else None
 
-        import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
         with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
-            follower = _Follower(metrics, show)
-            results = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)
-            follower.look()
-        answer = results[0]
+            if out is None:
+                [answer, *_] = launch(work, workers, threads=options.threads)
+            else:
+                files.run_folder(out)
+                metrics = out / "metrics.jsonl"
+                if not options.resume:
+                    metrics.unlink(missing_ok=True)
+                follower = _Follower(metrics, show)
+                [answer, *_] = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)
+                follower.look()
         assert isinstance(answer, dict)
         result = Result(**answer)
-        return result if options.out is None else reported(result, out)
+        return result if options.out is None else reported(result, options.out)
 
 
 def join(
@@ -104,11 +126,14 @@ def compare(
 ) -> list[Result]:
     """Train `job` with one strategy after the other, and report them side by side in `out`."""
     options = replace(options or RunOptions(), **more)
+    if not strategies:
+        raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
+    _prepare(job, strategies, workers, options)
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
         folders.append(folder)
-        results.append(run(job, strategy, workers, replace(options, out=folder), progress=progress))
+        results.append(_performed(job, strategy, workers, replace(options, out=folder), progress))
     if options.out is not None:
         report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
     return results

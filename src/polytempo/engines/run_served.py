@@ -19,7 +19,6 @@ import torch
 from polytempo.core import PolytempoError, Strategy, files
 from polytempo.engines import janitor
 from polytempo.engines.crew import Worker, died, how
-from polytempo.engines.fork import held_signals
 from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
@@ -85,18 +84,23 @@ def run_served(
     return reported(result, options.out)
 
 
+def num_processes(strategy: Strategy, workers: int) -> int:
+    """How many processes a run on this host has beside the launcher and its janitor."""
+    service = strategy.server
+    return workers if service is None else workers + service.shards * (1 + service.replicas) + 1
+
+
 def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int) -> Outcome:
     """Start everybody, be the coordinator until the end, and see that nobody is left."""
     troupe = Troupe(run.part, home, notes, logs, threads=threads, most_lives=run.most_lives)
     with _closed(troupe):
-        with held_signals():
-            for worker in run.cast.workers:
-                troupe.start("worker", worker, incarnation=run.incarnation)
-            for shard, chain in enumerate(run.cast.chains):
-                for node in chain:
-                    troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
-            if run.evaluator is not None:
-                troupe.start("evaluator", run.evaluator)
+        for worker in run.cast.workers:
+            troupe.start("worker", worker, incarnation=run.incarnation)
+        for shard, chain in enumerate(run.cast.chains):
+            for node in chain:
+                troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
+        if run.evaluator is not None:
+            troupe.start("evaluator", run.evaluator)
         launcher = Launcher(run, troupe)
         run.conduct(launcher)
         run.happened.restarts = launcher.restarts

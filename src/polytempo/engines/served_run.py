@@ -51,6 +51,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, optimizer_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
@@ -93,7 +94,7 @@ class ServedRun:
         self.home = home
         self.out = None if options.out is None else options.out.absolute()
         self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
-        self.data = job.data(options.data)
+        self.data = data_of(job, options.data)
         self.batches = Batches(
             self.data.training(),
             size=workers,
@@ -208,10 +209,10 @@ class ServedRun:
 
     def _model(self) -> nn.Module:
         torch.manual_seed(self.options.seed)
-        return self.job.model()
+        return model_of(self.job)
 
     def _optimizer(self, model: nn.Module) -> Optimizer:
-        return self.job.optimizer(model.parameters(), self.options.lr or self.job.lr)
+        return optimizer_of(self.job, model, self.options.lr)
 
     # ------------------------------------------------------------------ what the processes do
 

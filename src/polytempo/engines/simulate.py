@@ -15,6 +15,7 @@ from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.shard import Shard
+from polytempo.engines.folder import began
 from polytempo.engines.given import check_strategy
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.simulate_served import simulate_served
@@ -25,6 +26,7 @@ from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, optimizer_of, schedule_of
 from polytempo.torch.priced import meta_step, priced_step
 from polytempo.torch.replica import Replica
 from polytempo.torch.result import Result
@@ -69,15 +71,7 @@ def simulate(
     """
     check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
-    if options.resume:
-        raise ValueError("a simulation is not resumed: the same arguments give the same run; leave out resume")
-    if options.checkpoint_every and (meta or strategy.server is not None):
-        why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
-        raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
-    if meta and strategy.server is not None:
-        raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
-    if meta and (options.epochs or options.until):
-        raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
+    _check(strategy, options, meta=meta)
     if cluster is None:
         cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))
     num_hosts = len(set(cluster.hosts(workers)))
@@ -89,13 +83,27 @@ def simulate(
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
-        if strategy.server is not None:
-            return simulate_served(job, strategy, workers, cluster, options, progress)
-        if meta:
-            return _priced(job, strategy, workers, cluster, options)
-        return _trained(job, strategy, workers, cluster, options, progress)
+        with began(options.out):
+            if strategy.server is not None:
+                return simulate_served(job, strategy, workers, cluster, options, progress)
+            if meta:
+                return _priced(job, strategy, workers, cluster, options)
+            return _trained(job, strategy, workers, cluster, options, progress)
     finally:
         torch.set_num_threads(threads)
+
+
+def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
+    """Raises ValueError for options that no simulation, or none of this strategy, can have."""
+    if options.resume:
+        raise ValueError("a simulation is not resumed: the same arguments give the same run; leave out resume")
+    if options.checkpoint_every and (meta or strategy.server is not None):
+        why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
+        raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
+    if meta and strategy.server is not None:
+        raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
+    if meta and (options.epochs or options.until):
+        raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
 
 
 def default_cluster(strategy: Strategy, workers: int) -> str:
@@ -107,7 +115,7 @@ def _trained(
     job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
 ) -> Result:
     world = VirtualWorld(cluster, workers, seed=options.seed)
-    data = job.data(options.data)
+    data = data_of(job, options.data)
     model = _model(job, options.seed)
     flops = flops_per_sample(job, model, data, options.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
@@ -146,7 +154,7 @@ def _course(
 ) -> Course:
     workers = observer.size
     model = _model(job, options.seed)
-    optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
+    optimizer = optimizer_of(job, model, options.lr)
     replica = Replica(model, optimizer, strategy, workers)
     batch_size = options.batch_size or job.batch_size
     shard = Shard(data.training(), rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
@@ -158,7 +166,7 @@ def _course(
         data=data,
         take_step=priced_step(replica, job, flops, updates),
         observer=observer,
-        scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+        scheduler=schedule_of(job, optimizer, len(shard)),
     )
 
 
@@ -166,11 +174,11 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
     """Only the time: models on the meta device."""
     steps = options.steps or 10
     batch_size = options.batch_size or job.batch_size
-    data = job.data(options.data)
+    data = data_of(job, options.data)
     flops = batch_size * flops_per_sample(job, _model(job, options.seed), data, options.seed)
     with torch.device("meta"):
-        models = [job.model() for _ in range(workers)]
-    replicas = [Replica(m, job.optimizer(m.parameters(), options.lr or job.lr), strategy, workers) for m in models]
+        models = [model_of(job) for _ in range(workers)]
+    replicas = [Replica(m, optimizer_of(job, m, options.lr), strategy, workers) for m in models]
 
     updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
 
@@ -228,7 +236,7 @@ def _updates(strategy: Strategy, seed: int, rank: int) -> Updates:
 
 def _model(job: Job, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return job.model()
+    return model_of(job)
 
 
 async def _no_step(port: Port, batch: Any, samples: int) -> Any:

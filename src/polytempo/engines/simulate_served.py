@@ -39,6 +39,7 @@ from polytempo.server.timing import Timing
 from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, optimizer_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
@@ -88,7 +89,7 @@ class _Run:
         self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
         self.native = native
         self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
-        self.data = job.data(options.data)
+        self.data = data_of(job, options.data)
         batch_size = options.batch_size or job.batch_size
         self.batches = Batches(
             self.data.training(), size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
@@ -284,11 +285,11 @@ class _Launcher:
 
 def _model(job: Job, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return job.model()
+    return model_of(job)
 
 
 def _optimizer(job: Job, model: nn.Module, options: RunOptions) -> torch.optim.Optimizer:
-    return job.optimizer(model.parameters(), options.lr or job.lr)
+    return optimizer_of(job, model, options.lr)
 
 
 def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:

@@ -41,6 +41,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.update import can_be_native
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, optimizer_of
 from polytempo.torch.result import parameters_sha256
 from polytempo.torch.running import Running
 from polytempo.torch.scorer import Scorer
@@ -62,7 +63,7 @@ class Stage:
         self.facts, self.job, self.strategy = facts, job, strategy
         self.options = options_of(facts, data)
         self.service = strategy.server
-        self.data = job.data(self.options.data)
+        self.data = data_of(job, self.options.data)
         self.batches = Batches(
             self.data.training(),
             size=facts.workers,
@@ -204,8 +205,8 @@ class Stage:
 
     def _replica(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(self.options.seed)
-        model = self.job.model()
-        return model, self.job.optimizer(model.parameters(), self.options.lr or self.job.lr)
+        model = model_of(self.job)
+        return model, optimizer_of(self.job, model, self.options.lr)
 
 
 def options_of(facts: RunFacts, data: Path | None) -> RunOptions:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.engines.crew import Worker, end, look, start
+from polytempo.engines.fork import held_signals
 from polytempo.engines.worker import Seat
 
 
@@ -62,7 +63,8 @@ class Troupe:
         self._lives += 1
         seat = Seat(role.life, self._most_lives, self._home, self._threads)
         log = self._logs / f"{role}.log"
-        self._running[node] = role, start(lambda _: self._work(role), seat, log, self._notes)
+        with held_signals():  # a process that has been started is known here, too
+            self._running[node] = role, start(lambda _: self._work(role), seat, log, self._notes)
         return role
 
     def look(self) -> list[tuple[Role, Worker]]:

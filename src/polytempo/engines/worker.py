@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 
-from polytempo.core.errors import PeerLost, TimedOut
+from polytempo.core.errors import JobFailed, PeerLost, TimedOut
 from polytempo.engines import janitor
 from polytempo.engines.fork import default_signals, die_with
 
@@ -73,7 +73,10 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
     try:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
-        traceback.print_exc()
+        if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error))
         _write(failure_path(seat.rendezvous, seat.rank), list(failure))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

@@ -40,12 +40,24 @@ def find(text: str) -> Job:
     Modules are looked for in the current directory too. Raises ValueError, listing what there is.
     """
     where, colon, name = SHIPPED.get(text, text).rpartition(":")
+    if not colon and text.endswith(".py"):
+        raise ValueError(_choice(text))
     if not (colon and where and name):
         raise ValueError(f"there is no job {text!r}; there are {', '.join(SHIPPED)}, and your own as {FORMS}")
     if where.endswith(".py"):
         found = _job_of(_from_file(Path(where)), name, where)
         return replace(found, origin=f"{Path(where).resolve()}:{name}")
     return replace(_job_of(_from_module(where, text), name, where), origin=text)
+
+
+def _choice(file: str) -> str:
+    """What to write for each job of a file."""
+    have = _jobs_in(_from_file(Path(file)))
+    if not have:
+        return f"{file} has no jobs; write job = pt.Job(...) in it, and name it {file}:job"
+    if len(have) == 1:
+        return f"{file} has one job; name it: {file}:{have[0]}"
+    return f"{file} has {len(have)} jobs; name one of them: " + ", ".join(f"{file}:{each}" for each in have)
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -84,13 +96,19 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
+def _jobs_in(module: ModuleType) -> list[str]:
+    from polytempo.torch.job import Job  # here, because it imports torch, which `names()` must not
+
+    return [key for key, value in vars(module).items() if isinstance(value, Job)]
+
+
 def _job_of(module: ModuleType, name: str, where: str) -> Job:
     from polytempo.torch.job import Job  # here, because it imports torch, which `names()` must not
 
     found = getattr(module, name, None)
     if isinstance(found, Job):
         return found
-    have = [key for key, value in vars(module).items() if isinstance(value, Job)]
+    have = _jobs_in(module)
     wrong = f"{name!r} of {where} is a {type(found).__name__}" if found is not None else f"{where} has no {name!r}"
     there = f"its jobs are {', '.join(have)}" if have else f"it has no jobs; write {name} = pt.Job(...) in it"
     raise ValueError(f"{wrong}, not a job; {there}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,9 +41,9 @@ def convolutional() -> nn.Module:
     )
 
 
-def read(given: Path | None) -> Data:
-    """The four IDX files in the folder given as `--data`."""
-    return Data(*data.mnist(folder_of(given, "mnist", EXPECTED)))
+def read(given: Path | None, job: str = "mnist") -> Data:
+    """The four IDX files in the folder given as `--data`; errors call the job by its name."""
+    return Data(*data.mnist(folder_of(given, job, EXPECTED)))
 
 
 def optimizer(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
@@ -69,5 +70,5 @@ job = Job(
 )
 """60,000 images to train on, 10,000 to test with."""
 
-cnn = replace(job, name="mnist_cnn", model=convolutional)
+cnn = replace(job, name="mnist_cnn", model=convolutional, data=partial(read, job="mnist_cnn"))
 """The same with a convolutional network."""

@@ -49,7 +49,7 @@ class Evaluation:
         if not hasattr(test, "__len__"):
             raise ValueError(f"a test set needs a length, and {type(test).__name__} has none; make it a map-style one")
         self._test: Dataset[Any] = test
-        self._length = len(test)
+        self.length = len(test)
         self._model = _copied(model).eval()
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
@@ -66,11 +66,11 @@ class Evaluation:
             return means(torch.stack([self._sums(part, parts) for part in range(parts)]).sum(0))
 
     def _sums(self, rank: int, size: int) -> Tensor:
-        scorers = min(size, -(-self._length // _FEWEST))
+        scorers = min(size, -(-self.length // _FEWEST))
         sums = torch.zeros(4, dtype=torch.float64)
         if rank >= scorers:
             return sums
-        start, stop = (self._length * r // scorers for r in (rank, rank + 1))
+        start, stop = (self.length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
             for batch, samples in self._batches(start, stop):
                 loss, right = judged(self._job, self._model, batch)

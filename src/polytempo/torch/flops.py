@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from polytempo.data.shard import Shard
 from polytempo.torch.job import Data, Job
 from polytempo.torch.objective import loss_of
+from polytempo.torch.parts import next_batch
 
 _SAMPLES = 2
 
@@ -20,7 +21,7 @@ def flops_per_sample(job: Job, model: nn.Module, data: Data, seed: int) -> float
     for each parameter forward and four backward. Of ragged samples it is the cost of the two that come first.
     """
     shard = Shard(data.training(), rank=0, size=1, batch_size=_SAMPLES, seed=seed)
-    batch = next(iter(shard))
+    batch = next_batch(job, iter(shard))
     gradients = [parameter.grad for parameter in model.parameters()]
     buffers = [buffer.clone() for buffer in model.buffers()]
     state = torch.get_rng_state()

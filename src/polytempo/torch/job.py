@@ -12,6 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+_CALLED = {
+    "model": "model()",
+    "data": "data(path)",
+    "loss": "loss(output, target)",
+    "optimizer": "optimizer(parameters, lr)",
+    "correct": "correct(output, target)",
+    "schedule": "schedule(optimizer, steps_per_epoch)",
+}
+
 
 class Data(NamedTuple):
     """What a job learns from, and what it is measured on (None: nothing).
@@ -69,7 +78,7 @@ class Job:
 
     job = pt.Job(
         model=lambda: nn.Linear(64, 10),
-        data=lambda folder: pt.data.digits(),
+        data=lambda path: pt.Data(*pt.data.digits()),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
     )
@@ -98,6 +107,23 @@ class Job:
     name: str = "job"
     origin: str | None = None
     """What `jobs.find` found it by, so that another process can find it again; a file's path is absolute."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no function where one is called, and numbers that no run could use."""
+        for name, makes in _CALLED.items():
+            part = getattr(self, name)
+            if isinstance(part, nn.Module) and name == "model":
+                raise ValueError(
+                    f"job {self.name}: model is a {type(part).__name__} that is made already, and each worker makes "
+                    f"its own; write model=lambda: {type(part).__name__}(…)"
+                )
+            if not callable(part) and not (part is None and name in ("correct", "schedule")):
+                shown = part if isinstance(part, str | int | float | None) else f"a {type(part).__name__}"
+                raise ValueError(f"job {self.name}: {name} is {shown!s}; expected a function, called as {makes}")
+        for name in ("lr", "batch_size", "epochs"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"job {self.name}: {name} is {value!r}; expected a number above 0")
 
 
 def most_likely(output: Tensor, target: Tensor) -> Tensor:

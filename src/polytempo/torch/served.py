@@ -26,6 +26,7 @@ from polytempo.server.message import Ticket
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.objective import loss_of
+from polytempo.torch.parts import BATCH, ON_BATCH, called
 from polytempo.torch.rate_schedule import RateSchedule
 from polytempo.torch.reassigned import Reassigned
 from polytempo.torch.replica import trainable
@@ -210,7 +211,7 @@ class _Worker:
         """The gradient of the ticket's batch; how many samples it is of."""
         course = self._course
         seed_step(course.seed, 0, ticket.number, "data")
-        batch = course.batches.at(ticket.epoch, ticket.batch)
+        batch = called(course.job, BATCH, course.batches.at, ticket.epoch, ticket.batch, facts=lambda: ON_BATCH)
         seed_step(course.seed, 0, ticket.number, "model")
         samples = course.batches.pick(ticket.batch).num_samples
         self._client.begin((ticket.number,), self._rates_at(ticket), samples)

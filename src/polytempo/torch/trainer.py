@@ -26,6 +26,7 @@ from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
 from polytempo.torch.objective import loss_of
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, optimizer_of, schedule_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.snapshot import load
 from polytempo.torch.training import Course, Observer, Summary, TakeStep, train
@@ -61,10 +62,10 @@ class Trainer:
         self.world = world or current()
         options = self.options
         torch.manual_seed(options.seed)
-        self.model: nn.Module = job.model()
-        self.data = job.data(options.data)
+        self.model: nn.Module = model_of(job)
+        self.data = data_of(job, options.data)
         lr = options.lr or job.lr
-        optimizer = job.optimizer(self.model.parameters(), lr)
+        optimizer = optimizer_of(job, self.model, lr)
         self.batch_size = options.batch_size or job.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
         facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
@@ -86,7 +87,7 @@ class Trainer:
             data=self.data,
             take_step=attached_step(self.handle, job),
             observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
-            scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+            scheduler=schedule_of(job, optimizer, len(shard)),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:

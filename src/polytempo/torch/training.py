@@ -22,6 +22,7 @@ from polytempo.data.shard import Shard
 from polytempo.torch.evaluate import Score
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import next_batch
 from polytempo.torch.replica import Replica
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
@@ -166,7 +167,7 @@ async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock
     while not course.observer.over(course.replica.step):
         step = course.replica.step
         seed_step(course.options.seed, port.rank, step, "data")
-        batch = next(batches, None)
+        batch = next_batch(course.job, batches)
         if batch is None:
             break
         course.observer.begins(port.rank, step)
@@ -232,11 +233,15 @@ def _finished(course: Course) -> bool:
 
 def _check(course: Course) -> None:
     """Refuse before the first step what could only fail later."""
-    until = course.options.until
     check_length(course.shard)
-    if until and course.data.test is None:
+    check_goals(course.job, course.options, has_test=course.data.test is not None)
+
+
+def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
+    """Raises ValueError where `until` asks for what the job does not measure."""
+    if options.until and not has_test:
         raise ValueError("until needs a test set, and this job has none; use epochs or steps")
-    if "accuracy" in until and course.job.correct is None:
+    if "accuracy" in options.until and job.correct is None:
         raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
 
 

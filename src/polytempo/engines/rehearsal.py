@@ -1,0 +1,112 @@
+"""A rehearsal: before a run starts its workers, one process makes everything that a worker makes, and one gradient.
+
+So a mistake in a job is one error in the launcher, before there is a folder, instead of one in each worker. It is a
+process of its own because its random numbers, threads and memory must not be the launcher's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from polytempo.core import Strategy
+from polytempo.core.errors import JobFailed
+from polytempo.data.shard import Shard
+from polytempo.engines.crew import WorkerDied
+from polytempo.engines.local import launch
+from polytempo.engines.worker import Seat
+from polytempo.torch.evaluate import Evaluation, tensors_of
+from polytempo.torch.job import Job
+from polytempo.torch.objective import loss_of
+from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import data_of, model_of, next_batch, optimizer_of, schedule_of
+from polytempo.torch.requirements import check_model, fitted
+from polytempo.torch.training import check_goals
+
+_SMAPS = Path("/proc/self/smaps_rollup")
+
+
+_KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal found out."""
+
+    samples: int | None
+    """Of the training data; None where the rehearsal came to no end, or the data have no length."""
+    private_bytes: int
+    """Memory that the process had for itself, beside what it shared with the launcher; 0 where that is not known."""
+    warned: tuple[str, ...]
+    """What the model, the loss and the optimizer warned of."""
+
+
+def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
+    """Make the job's parts in a process of its own, and the gradient of one batch.
+
+    Errors: ValueError and JobFailed as `torch.parts` says them, of what any of the functions does wrong, and of a
+    strategy that does not fit. A process that dies says nothing here: the run itself will. Cost: a worker's start (the
+    data are read once more) and one step; the same job and options are rehearsed once in a process.
+    """
+    known = _KNOWN.setdefault(job, {})
+    key = (options.data, options.seed, options.batch_size, options.lr, tuple(options.until), options.threads)
+    if key not in known:
+        known[key] = _tried(job, strategies, options)
+    return known[key]
+
+
+def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
+    def work(seat: Seat) -> dict[str, Any]:
+        try:
+            return {"found": list(_rehearsed(job, strategies, options))}
+        except JobFailed as error:
+            return {"failed": str(error)}
+        except ValueError as error:
+            return {"wrong": str(error)}
+
+    try:
+        [told] = launch(work, 1, threads=options.threads)
+    except WorkerDied:
+        return Rehearsed(None, 0, ())
+    if "failed" in told:
+        raise JobFailed(told["failed"])
+    if "wrong" in told:
+        raise ValueError(told["wrong"])
+    samples, private_bytes, warned = told["found"]
+    return Rehearsed(samples, private_bytes, tuple(warned))
+
+
+def _rehearsed(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
+    torch.manual_seed(options.seed)
+    model = model_of(job)
+    data = data_of(job, options.data)
+    batch_size = options.batch_size or job.batch_size
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        for strategy in strategies:
+            fitted(strategy, optimizer_of(job, model, options.lr))
+            check_model(model, strategy)
+        shard = Shard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)
+        if shard.num_samples is not None:
+            schedule_of(job, optimizer_of(job, model, options.lr), len(shard))
+        check_goals(job, options, has_test=data.test is not None)
+        batch = next_batch(job, iter(shard))
+        loss_of(job, model, batch).backward()
+        if data.test is not None:
+            evaluation = Evaluation(job, model, data)
+            evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples
+    own = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning))
+    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own))
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no other process has."""
+    try:
+        lines = _SMAPS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
