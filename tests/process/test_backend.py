@@ -25,6 +25,9 @@ from polytempo.torch.backend.work import Lane, Queued
 pytestmark = pytest.mark.process
 
 SIZE = 3
+GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Older versions of torch have only the older names."""
 Answer = Sequence[Tensor]
 Call = Callable[[Any, int], Answer]
 """A collective in a group, called by a rank; answers what the rank then has."""
@@ -123,7 +126,7 @@ def all_gather_of_columns(group: Any, rank: int) -> Answer:
 
 def all_gather_single(group: Any, rank: int) -> Answer:
     into = torch.zeros(SIZE * 40, 50)
-    dist.all_gather_single(into, values(rank, 40, 50), group=group)
+    GATHER_SINGLE(into, values(rank, 40, 50), group=group)
     return [into]
 
 
@@ -147,7 +150,7 @@ def reduce_scatter(group: Any, rank: int) -> Answer:
 
 def reduce_scatter_single(group: Any, rank: int) -> Answer:
     into = torch.zeros(11, 2)
-    dist.reduce_scatter_single(into, values(rank, SIZE * 11, 2), group=group)
+    SCATTER_SINGLE(into, values(rank, SIZE * 11, 2), group=group)
     return [into]
 
 
@@ -248,18 +251,18 @@ def coalesced_pieces(group: Any, rank: int) -> Answer:
     gathered = [torch.zeros(SIZE * count) for count in (3, 500)]
     with dist._coalescing_manager(group=group):
         for into in gathered:
-            dist.all_gather_single(into, values(rank, into.numel() // SIZE), group=group)
+            GATHER_SINGLE(into, values(rank, into.numel() // SIZE), group=group)
     scattered = [torch.zeros(count) for count in (3, 500)]
     with dist._coalescing_manager(group=group):
         for into in scattered:
-            dist.reduce_scatter_single(into, values(rank, into.numel() * SIZE), group=group)
+            SCATTER_SINGLE(into, values(rank, into.numel() * SIZE), group=group)
     return [*gathered, *scattered]
 
 
 OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 BITS = {"and": ReduceOp.BAND, "or": ReduceOp.BOR, "exclusive or": ReduceOp.BXOR}
 DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
-MOVED = (torch.float32, torch.bool, torch.complex64)
+MOVED = (torch.float32, torch.bool)
 
 TABLE: dict[str, Call] = {
     **{f"all_reduce, {name}": all_reduce(op) for name, op in OPS.items()},
@@ -288,6 +291,7 @@ def every_other_column(a: Tensor, b: Any) -> Tensor:
 WITHOUT_GLOO: dict[str, tuple[Call, Callable[[int], Answer]]] = {
     "average": (all_reduce(ReduceOp.AVG), lambda rank: [sum(values(i, 1000) for i in range(SIZE)) / SIZE]),  # type: ignore[list-item]
     "bool": (all_reduce(dtype=torch.bool), lambda rank: [torch.ones(1000, dtype=torch.bool)]),
+    "complex": (broadcast(torch.complex64), lambda rank: [values(2, 1000).to(torch.complex64).view(torch.uint8)]),
     "int16": (broadcast(torch.int16), lambda rank: [values(2, 1000, dtype=torch.int16).view(torch.uint8)]),
     "float8": (
         broadcast(torch.float8_e4m3fn),

@@ -6,7 +6,33 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, Store
+
+
+class DeviceBackend(Backend):
+    """What torch finds behind a group's device. It has a name and no collectives: those are the group's own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Its name in torch."""
+        return "polytempo"
+
+
+for _name, _found in vars(Backend).items():  # torch answers them through the subclass, which asks torch: without an end
+    if "supports_" in _name and isinstance(_found, property):
+        setattr(DeviceBackend, _name, property(lambda _: False))
+
+
+def _device_backend(rank: int, size: int) -> DeviceBackend | None:
+    """Torch 2.15 asks the backend of every device of a group for its hooks. Older versions ask nothing of it, and there
+    no backend can be made in Python.
+    """
+    try:
+        return DeviceBackend(rank, size)
+    except TypeError:
+        return None
 
 
 class NamedGroup(dist.ProcessGroup):
@@ -17,7 +43,10 @@ class NamedGroup(dist.ProcessGroup):
         self.store = store
         self.set_timeout(timeout)
         self._name = self._description = "undefined"
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
+        custom = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(custom)
+        self._behind = _device_backend(rank, size)  # kept: torch holds only its C++ half
+        self._register_backend(torch.device("cpu"), custom, self._behind)
 
     def getBackendName(self) -> str:  # noqa: N802
         """Its name in torch."""

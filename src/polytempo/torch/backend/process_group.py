@@ -32,6 +32,11 @@ def _patience_s(num_ranks: int) -> float:
     return 0.0 if len(os.sched_getaffinity(0)) >= 2 * num_ranks else _PATIENCE_S
 
 
+def _blocks(opts: Any) -> bool:
+    """Whether the caller waits at once. Some options of older versions do not say so: they count as asynchronous."""
+    return not getattr(opts, "asyncOp", True)
+
+
 class SharedMemoryGroup(NamedGroup):
     """Ranks of one host. All collectives of one group run in the order in which they were issued, on every rank.
 
@@ -58,7 +63,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """The reduction of all ranks' tensors, on every rank."""
-        if self._quick and opts is not None and not opts.asyncOp and len(tensors) == 1:
+        if self._quick and _blocks(opts) and len(tensors) == 1:
             tensor = tensors[0]
             codes = CODES.get((tensor.dtype, opts.reduceOp.op))
             if codes and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
@@ -91,7 +96,7 @@ class SharedMemoryGroup(NamedGroup):
                 if flat is not tensor:
                     tensor.copy_(flat)
 
-        return self._lane.issue(run, tensors, blocking=opts is not None and not opts.asyncOp)
+        return self._lane.issue(run, tensors, blocking=_blocks(opts))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Each rank's piece of the reduction."""
@@ -109,7 +114,7 @@ class SharedMemoryGroup(NamedGroup):
                 if flat is not output:
                     output.copy_(flat)
 
-        return self._lane.issue(run, list(outputs), blocking=opts is not None and not opts.asyncOp)
+        return self._lane.issue(run, list(outputs), blocking=_blocks(opts))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, from one tensor that holds all pieces."""
@@ -227,14 +232,14 @@ class SharedMemoryGroup(NamedGroup):
                     if tensor is not None and flat is not None and flat is not tensor:
                         tensor.copy_(flat)
 
-        return self._lane.issue(run, result, blocking=opts is not None and not opts.asyncOp)
+        return self._lane.issue(run, result, blocking=_blocks(opts))
 
     # ------------------------------------------------------------------ barriers
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait until all ranks are here."""
         limit_s = self._limit_s(opts)
-        blocking = opts is not None and not opts.asyncOp
+        blocking = _blocks(opts)
         if blocking and self._quick:
             self.group.check(self._lane.at_once(self._quick.barrier, limit_s), "barrier", limit_s)
             return DONE
