@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from polytempo.core import Port, Strategy, identity
 from polytempo.native.arena import shared_empty
 from polytempo.strategies import sync_sgd
-from polytempo.torch.agree import agree, facts
+from polytempo.torch.agree import agree_to_train
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES
 from polytempo.torch.handle import Handle
 from polytempo.torch.hogwild import in_turns
@@ -109,7 +109,7 @@ def _handle(
     world: ProcessWorld, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: _Options
 ) -> Handle:
     asked = options._asdict() | {"scaler": scaler_facts(options.scaler)}
-    world.drive(agree(world.port, facts(model, optimizer, strategy) | asked))
+    world.drive(agree_to_train(world.port, model, optimizer, strategy, asked))
     group = host_group(world, strategy)
     if world.size > 1:
         world.drive(_begin(world.port, model, optimizer, shares=group is not None))
