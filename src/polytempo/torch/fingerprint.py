@@ -1,12 +1,12 @@
 """A 64-bit hash of tensors' memory, at its bandwidth: equal bits have equal hashes, and a flip of any one bit shows.
 
 words      x₀ x₁ x₂ …           the memory as 64-bit integers, the last one filled up with zeros
-block      h = Σ wᵢ xᵢ + C Σ lᵢ  mod 2⁶⁴     wᵢ: odd, another for each place; lᵢ: the words' signed halves
-tensors    d ← M d + h                      block after block; M is odd
+block      h = Σ wᵢ xᵢ + Σ vᵢ ⌊xᵢ / 2³²⌋  mod 2⁶⁴     wᵢ, vᵢ: odd, others for each place
+tensors    d ← M d + h                          block after block; M is odd
 
-One flipped bit moves h by ±2ᵇ wᵢ ± 2ᶜ C with b - c of 0 or 32, which is never 0 as w is odd and C twice an odd number;
-and M is odd, so d differs, too. Other changes escape with a probability of about 2⁻⁶⁴. Without the second sum two
-flips of top bits would cancel, as a change of sign of float64 is. No secret is in it: it finds faults, not forgery.
+One flipped bit b moves h by ±2ᵇ wᵢ, from b = 32 on by ±2ᵇ wᵢ ± 2ᵇ⁻³² vᵢ. That is never 0, as w and v are odd; and d differs,
+too, as M is. Other changes escape with a probability of about 2⁻³³ if they touch nothing but top bits, else 2⁻⁶⁴. No
+secret is in it: it finds faults, not forgery.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
-_OF_HALVES = 2 * 0x2545F4914F6CDD1D
+_MIXER = 0x2545F4914F6CDD1D
 _BLOCK_WORDS = 32768
 """A block and its weights fit into the second-level cache."""
 _SMALL_BYTES = 32768
@@ -59,16 +59,16 @@ def combined(parts: Iterable[int]) -> int:
 
 def _hashes(flat: Tensor) -> list[Tensor]:
     words = _words(flat)
-    weights = _weights(words.device)
-    halves = words.view(torch.int32)
+    weights, of_halves = _weights(words.device)
     found = []
     for begin in range(0, words.numel(), _BLOCK_WORDS):
         block = words[begin : begin + _BLOCK_WORDS]
-        of_halves = halves[2 * begin : 2 * (begin + _BLOCK_WORDS)].sum()
-        used = weights[: block.numel()]
-        product = torch.dot(block, used) if block.device.type == "cpu" else (block * used).sum()
-        found.append(product.add(of_halves, alpha=_signed(_OF_HALVES)))
+        found.append(_dot(block, weights[: block.numel()]) + _dot(block >> 32, of_halves[: block.numel()]))
     return found
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()  # CUDA has no dot of integers
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -84,11 +84,12 @@ def _words(flat: Tensor) -> Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers without a pattern that data have."""
-    mixed = torch.arange(1, _BLOCK_WORDS + 1, dtype=torch.int64) * _signed(_MULTIPLIER)
-    mixed = (mixed ^ (mixed >> 29)) * _signed(_OF_HALVES + 1)
-    return ((mixed ^ (mixed >> 32)) | 1).to(device)
+def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Odd numbers without a pattern that data have: w and v."""
+    mixed = torch.arange(1, 2 * _BLOCK_WORDS + 1, dtype=torch.int64) * _signed(_MULTIPLIER)
+    mixed = (mixed ^ (mixed >> 29)) * _MIXER
+    w, v = ((mixed ^ (mixed >> 32)) | 1).to(device).chunk(2)
+    return w, v
 
 
 def _signed(value: int) -> int:
