@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
@@ -45,6 +45,37 @@ def frozen() -> nn.Module:
     net = small()
     net[0].bias.requires_grad_(False)
     return net
+
+
+def registered(*names: str) -> nn.Module:
+    """Equal layers under the same names, in this order."""
+    net = nn.Module()
+    for name in names:
+        net.add_module(name, nn.Linear(2, 2, bias=False))
+    return net
+
+
+def buffered(*names: str, size: int = 2) -> nn.Module:
+    net = nn.Linear(2, 2)
+    for name in names:
+        net.register_buffer(name, torch.zeros(size))
+    return net
+
+
+def in_groups(*places: list[int], **of_the_last: float) -> Callable[..., Optimizer]:
+    """Makes an optimizer whose groups hold the parameters at these places."""
+
+    def make(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+        held = list(parameters)
+        groups: list[dict[str, Any]] = [{"params": [held[i] for i in group]} for group in places]
+        groups[-1].update(of_the_last)
+        return SGD(groups, lr=lr)
+
+    return make
+
+
+def with_options(**options: Any) -> Callable[..., Optimizer]:
+    return lambda parameters, lr: SGD(parameters, **{"lr": lr, **options})
 
 
 def trained(**more: Any) -> None:
@@ -101,8 +132,75 @@ CASES: dict[str, tuple[Act, Act, str, tuple[str, str]]] = {
     "optimizer's parameters": (
         attached,
         lambda: attached(optimizer=lambda parameters, lr: SGD(list(parameters)[:3], lr=lr)),
-        "optimizer",
-        ("[4]", "[3]"),
+        "optimizer groups[0][3]",
+        ("'2.bias'", "'nothing'"),
+    ),
+    "layers in another order": (
+        lambda: attached(net=registered("first", "second")),
+        lambda: attached(net=registered("second", "first")),
+        "model's order of parameters[0]",
+        ("'first.weight'", "'second.weight'"),
+    ),
+    "buffers in another order": (
+        lambda: attached(net=buffered("a", "b")),
+        lambda: attached(net=buffered("b", "a")),
+        "model's order of buffers[0]",
+        ("'a'", "'b'"),
+    ),
+    "a buffer of another shape": (
+        lambda: attached(net=buffered("a")),
+        lambda: attached(net=buffered("a", size=3)),
+        "model's buffers.a",
+        ("[[2],", "[[3],"),
+    ),
+    "a shape with as many elements": (
+        lambda: attached(net=nn.Linear(2, 3, bias=False)),
+        lambda: attached(net=nn.Linear(3, 2, bias=False)),
+        "model.weight",
+        ("[[3, 2],", "[[2, 3],"),
+    ),
+    "parameters in another order in the optimizer": (
+        attached,
+        lambda: attached(optimizer=lambda parameters, lr: SGD(list(parameters)[::-1], lr=lr)),
+        "optimizer groups[0][0]",
+        ("'0.weight'", "'2.bias'"),
+    ),
+    "groups of as many parameters": (
+        lambda: attached(optimizer=in_groups([0, 1], [2, 3])),
+        lambda: attached(optimizer=in_groups([0, 2], [1, 3])),
+        "optimizer groups[0][1]",
+        ("'0.bias'", "'2.weight'"),
+    ),
+    "one group more": (
+        attached,
+        lambda: attached(optimizer=in_groups([0, 1], [2, 3])),
+        "optimizer groups[0][2]",
+        ("'2.weight'", "'nothing'"),
+    ),
+    "lr": (attached, lambda: attached(optimizer=with_options(lr=0.2)), "optimizer options[0].lr", ("0.1", "0.2")),
+    "momentum": (
+        attached,
+        lambda: attached(optimizer=with_options(momentum=0.9)),
+        "optimizer options[0].momentum",
+        ("0", "0.9"),
+    ),
+    "nesterov": (
+        lambda: attached(optimizer=with_options(momentum=0.9)),
+        lambda: attached(optimizer=with_options(momentum=0.9, nesterov=True)),
+        "optimizer options[0].nesterov",
+        ("False", "True"),
+    ),
+    "weight decay of the second group": (
+        lambda: attached(optimizer=in_groups([0, 1], [2, 3])),
+        lambda: attached(optimizer=in_groups([0, 1], [2, 3], weight_decay=0.01)),
+        "optimizer options[1].weight_decay",
+        ("0", "0.01"),
+    ),
+    "betas": (
+        lambda: attached(optimizer=Adam),
+        lambda: attached(optimizer=lambda parameters, lr: Adam(parameters, lr=lr, betas=(0.8, 0.999))),
+        "optimizer options[0].betas",
+        ("[0.9, 0.999]", "[0.8, 0.999]"),
     ),
     "buffers": (attached, lambda: attached(buffers="leave"), "buffers", ("average", "leave")),
     "bucket_bytes": (

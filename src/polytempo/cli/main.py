@@ -45,6 +45,7 @@ def train(
     seed: p.Seed = None,
     threads: p.Threads = None,
     checkpoint_every: p.CheckpointEvery = None,
+    on_drift: p.OnDrift = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
     restarts: p.Restarts = None,

@@ -89,6 +89,7 @@ class TrainOptions(BaseModel):
     seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
     checkpoint_every: Count | None = None
+    on_drift: Literal["stop", "restore", "ignore"] = "stop"
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20

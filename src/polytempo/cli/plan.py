@@ -40,6 +40,7 @@ def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
         resume=options.resume,
         threads=options.threads,
         checkpoint_every=options.checkpoint_every,
+        on_drift=options.on_drift,
         timeout_s=options.timeout_s,
         transport=options.transport,
         restarts=options.restarts,

@@ -2,7 +2,7 @@
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
-from polytempo.core.errors import Deadlock, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
+from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
@@ -28,6 +28,7 @@ __all__ = [
     "Codec",
     "CodecState",
     "Deadlock",
+    "Drifted",
     "Late",
     "Law",
     "Mismatch",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PolytempoError(RuntimeError):
     """Base of the errors that come from running, not from wrong arguments (those are `ValueError`)."""
@@ -40,6 +42,14 @@ class JobFailed(PolytempoError):
 
 class Mismatch(PolytempoError):
     """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""
+
+
+class Drifted(PolytempoError):
+    """Ranks that promise equal models differ. `ranks`: those in the minority; empty where there is no majority."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = list(ranks)
+        super().__init__(message)
 
 
 class NotFinite(ValueError):

@@ -174,6 +174,8 @@ class Backward:
         self.exchanged, self.answered = True, any(answers)
         self.num_exchanges += 1
         self._unsure = not self._replica.strategy.gradients.linear
+        if self._replica.drift is not None:
+            self._replica.drift.after_exchange()
         self.mark_s = self._world.now_s()
 
     def _agree_on_overflow(self, scale: LossScale) -> None:

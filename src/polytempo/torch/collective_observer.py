@@ -49,12 +49,16 @@ class CollectiveObserver:
         out = course.options.out
         assert out is not None
         await course.replica.settle()
+        if course.replica.drift is not None:  # what has drifted never replaces a good checkpoint
+            course.replica.drift.check(buffers=True)
         await self._outside(port, save(port, course, out / "checkpoint"))
 
     async def finish(
         self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
         """Score the final model, unless that has been done."""
+        if course.replica.drift is not None:
+            course.replica.drift.check(buffers=False)
         if self._evaluation is None:
             return None, None
         if self._newest is None or self._newest[0] != moment.step:

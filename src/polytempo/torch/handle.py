@@ -194,6 +194,10 @@ class Handle:
         if self.world.size > 1 and self.replica.exchanges_parameters:
             self.world.record("compute", self._backward.mark_s)
         self.world.drive(self.replica.finish_step(self.world.port))
+        if self.replica.drift is not None:
+            if not self.replica.exchanges_gradients:
+                self.replica.drift.after_exchange()
+            self.replica.drift.after_step()
         self.world.step = self.replica.step
         self._backward.end_step()
 
@@ -284,6 +288,8 @@ class Handle:
         All ranks must call it, because exchanges that are under way are finished first.
         """
         self.world.drive(self.replica.settle())
+        if self.replica.drift is not None:
+            self.replica.drift.check(buffers=False)
         tensors, scalars = self.replica.state()
         return {
             "strategy": str(self.replica.strategy),
@@ -321,6 +327,8 @@ class Handle:
         """
         for hook in [*self._hooks, *self._loaded.hooks, *self.replica.hooks]:
             hook.remove()
+        if self.replica.drift is not None:
+            self.replica.drift.end()
         self._hooks = []
         if self._ownership is not None:
             self._ownership.end()

@@ -59,28 +59,33 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-async def broadcast_optimizer(port: Port, optimizer: Optimizer) -> None:
-    """Give rank 0's optimizer state to all ranks; they may not have any yet. Hyper-parameters too."""
+async def broadcast_optimizer(
+    port: Port, optimizer: Optimizer, *, source: int = 0, into: frozenset[int] | None = None
+) -> None:
+    """Give the optimizer state of `source` to the ranks in `into` (None: to all); they may not have any yet.
+
+    Hyper-parameters too.
+    """
     mine = optimizer_saved(optimizer)
     layout = {
         name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type] for name, t in mine.tensors.items()
     }
     about = json.dumps({"text": mine.scalars["optimizer"], "layout": layout}).encode()
-    length = int(await port.broadcast(torch.tensor([len(about)])))
+    length = int(await port.broadcast(torch.tensor([len(about)]), source))
     text = torch.zeros(length, dtype=torch.uint8)
-    if port.rank == 0:
+    if port.rank == source:
         text = torch.frombuffer(bytearray(about), dtype=torch.uint8)
-    described = json.loads(bytes((await port.broadcast(text)).tolist()))
+    described = json.loads(bytes((await port.broadcast(text, source)).tolist()))
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype, device_type) in described["layout"].items():
-        if port.rank == 0:
+        if port.rank == source:
             # Transports send raw memory: strides other than a fresh tensor's would arrive as a permutation.
             given = mine.tensors[name].detach().clone(memory_format=torch.contiguous_format)
         else:
             device = state_device(optimizer, name, device_type)
             given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        tensors[name] = await port.broadcast(given)
-    if port.rank:
+        tensors[name] = await port.broadcast(given, source)
+    if port.rank != source and (into is None or port.rank in into):
         optimizer_restore(optimizer, Saved(tensors, {"optimizer": described["text"]}))
 
 

@@ -30,6 +30,8 @@ class RunOptions:
     """Threads per worker; None: the cores of this host, shared among its workers."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: at the end of every epoch, at least four steps apart (a simulation: none)."""
+    on_drift: Literal["stop", "restore", "ignore"] = "stop"
+    """Where ranks that promise equal models differ: end the run, take the state of the majority, or compare nothing."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
     transport: Literal["shared", "tcp"] = "shared"

@@ -25,6 +25,7 @@ from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
 from polytempo.torch.loss_scale import LossScale
 from polytempo.torch.requirements import fitted
+from polytempo.torch.watch import Watch
 
 BufferRule = Literal["average", "broadcast", "leave"]
 
@@ -99,6 +100,8 @@ class Replica:
         """By what ranks met since the last step, if they did by another way than `exchange`."""
         self._tentative: _Contact | None = None
         """By what they met in the last exchange, which counts if the optimizer steps on it."""
+        self._buffers_met = False
+        self.drift: Watch | None = None
         self.hooks: list[RemovableHandle] = []
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.fill_gradients))
@@ -137,10 +140,16 @@ class Replica:
         self._met = self._tentative = None
         if self.exchanges_parameters:
             met = await self._exchange_parameters(port) or met
-        if met is not None and port.size > 1 and self.buffer_rule != "leave":
+        self._buffers_met = met is not None and port.size > 1 and self.buffer_rule != "leave"
+        if self._buffers_met:
             agreed = await self._met_buffers(port.on_channel(_BUFFER_CHANNEL), met)
             for name, buffer in self._buffers().items():
                 buffer.copy_(agreed[name])
+
+    def equal_buffers(self) -> dict[str, Tensor]:
+        """The buffers that ranks in step hold equal right after this step, by name: those that met in it."""
+        found = self._buffers() if self._buffers_met else {}
+        return {name: b for name, b in found.items() if self.buffer_rule == "broadcast" or b.is_floating_point()}
 
     def has_met(self) -> None:
         """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
@@ -314,14 +323,21 @@ def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
     return found
 
 
-async def take_over(port: Port, model: nn.Module, shared: frozenset[str] = frozenset()) -> None:
-    """Give rank 0's parameters and buffers to all ranks; not those parameters that will be `shared`."""
+async def take_over(
+    port: Port,
+    model: nn.Module,
+    shared: frozenset[str] = frozenset(),
+    *,
+    source: int = 0,
+    into: frozenset[int] | None = None,
+) -> None:
+    """Give the parameters and buffers of `source` to the ranks in `into` (None: to all); not parameters in `shared`."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if name not in shared}
     everything = parameters | dict(model.named_buffers())
     for group in _by_kind(everything).values():
         bundle = Bundle(group)
-        flat = await port.broadcast(bundle.flat)
-        if port.rank:
+        flat = await port.broadcast(bundle.flat, source)
+        if port.rank != source and (into is None or port.rank in into):
             torch._foreach_copy_(list(group.values()), list(bundle.with_flat(flat).views.values()))
 
 

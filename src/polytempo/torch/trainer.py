@@ -71,7 +71,14 @@ class Trainer:
         facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         self.world.drive(agree(self.world.port, facts))
-        self.handle: Handle = attach(self.model, optimizer, strategy or sync_sgd(), world=self.world, seed=options.seed)
+        self.handle: Handle = attach(
+            self.model,
+            optimizer,
+            strategy or sync_sgd(),
+            world=self.world,
+            seed=options.seed,
+            on_drift=options.on_drift,
+        )
         shard = Shard(
             self.data.training(),
             rank=self.world.rank,

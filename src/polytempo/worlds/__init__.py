@@ -1,5 +1,6 @@
 """Who performs the operations: a virtual clock, or real processes."""
 
+from polytempo.worlds.beside import beside
 from polytempo.worlds.current import current, set_current
 from polytempo.worlds.process import ProcessWorld
 from polytempo.worlds.trace import Event, Trace, chrome_trace, combined_hash, write_chrome_trace
@@ -11,6 +12,7 @@ __all__ = [
     "ProcessWorld",
     "Trace",
     "VirtualWorld",
+    "beside",
     "chrome_trace",
     "combined_hash",
     "current",
