@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.engines.crew import diverged
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
@@ -46,7 +47,8 @@ def run(
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
-    Errors: `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
+    Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
+    infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
     killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
@@ -70,7 +72,7 @@ def run(
             return result.as_json() if seat.rank == 0 else None
 
         import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
-        with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
+        with diverged(), show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
             follower = _Follower(metrics, show)
             results = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)
             follower.look()

@@ -107,7 +107,7 @@ class ServedRun:
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer, self.batches)
+        self.service = service_of(self.service, job, optimizer, self.batches, options)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         timing = Timing(deadline_s=options.timeout_s)
         self.timing = replace(timing, lost_s=timing.lost_s + busy_s)

@@ -20,6 +20,7 @@ from polytempo.engines.simulate_served import simulate_served
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.torch.evaluate import Evaluation
+from polytempo.torch.finite import unfinite_names
 from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
 from polytempo.torch.job import Data, Job
@@ -146,7 +147,7 @@ def _course(
     workers = observer.size
     model = _model(job, options.seed)
     optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
-    replica = Replica(model, optimizer, strategy, workers)
+    replica = Replica(model, optimizer, strategy, workers, allow_nan=options.allow_nan)
     batch_size = options.batch_size or job.batch_size
     shard = Shard(data.training(), rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
     return Course(
@@ -158,6 +159,7 @@ def _course(
         take_step=priced_step(replica, job, flops, updates),
         observer=observer,
         scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+        unchecked=unfinite_names(model),
     )
 
 

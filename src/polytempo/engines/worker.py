@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 
-from polytempo.core.errors import PeerLost, TimedOut
+from polytempo.core.errors import NotFinite, PeerLost, TimedOut
 from polytempo.engines import janitor
 from polytempo.engines.fork import default_signals, die_with
 
@@ -47,6 +47,8 @@ class Failure(NamedTuple):
     symptom: bool
     message: str = ""
     """What the exception says, on one line and not too long."""
+    facts: dict[str, Any] = {}
+    """Of a `NotFinite`, what it is made of."""
 
 
 def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
@@ -73,7 +75,8 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
         traceback.print_exc()
-        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error))
+        facts = error.facts if isinstance(error, NotFinite) else {}
+        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
         _write(failure_path(seat.rendezvous, seat.rank), list(failure))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0

@@ -46,6 +46,7 @@ def attach(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     seed: int | None = None,
     scaler: GradScaler | None = None,
+    allow_nan: bool = True,
 ) -> Handle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
 
@@ -80,6 +81,10 @@ def attach(
     batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
     `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
     one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
+    `allow_nan`: NaN and infinities in gradients travel as in DDP, and what to do about them is the loop's affair. With
+    False the rank that has brought one raises `NotFinite`, with step, rank and parameter, before any other rank gets it
+    (CPU tensors; a look at each gradient, or parameter, a step). Where a `scaler` is given, what overflows is its
+    affair: the step is skipped, and no error.
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
     where given, must be the same everywhere.
 
@@ -89,7 +94,7 @@ def attach(
     strategy = sync_sgd() if strategy is None else strategy
     _check(model, strategy)
     check_hooks(optimizer)
-    options = _Options(buffers, find_unused, bucket_bytes, seed, scaler)
+    options = _Options(buffers, find_unused, bucket_bytes, seed, scaler, allow_nan)
     handle = _handle(world or current(), model, optimizer, strategy, options)
     _handles[model] = ref(handle)
     return handle
@@ -103,6 +108,7 @@ class _Options(NamedTuple):
     bucket_bytes: int
     seed: int | None
     scaler: GradScaler | None
+    allow_nan: bool
 
 
 def _handle(
@@ -122,6 +128,7 @@ def _handle(
         bucket_bytes=options.bucket_bytes,
         buffer_rule=options.buffers,
         empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
+        allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)

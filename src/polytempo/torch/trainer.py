@@ -20,6 +20,7 @@ from polytempo.torch.attach import attach
 from polytempo.torch.background_observer import BackgroundObserver
 from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation
+from polytempo.torch.finite import unfinite_names
 from polytempo.torch.handle import Handle
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
@@ -69,7 +70,12 @@ class Trainer:
         facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         self.world.drive(agree(self.world.port, facts))
-        self.handle: Handle = attach(self.model, optimizer, strategy or sync_sgd(), world=self.world, seed=options.seed)
+        self.handle: Handle = attach(
+            *(self.model, optimizer, strategy or sync_sgd()),
+            world=self.world,
+            seed=options.seed,
+            allow_nan=options.allow_nan,
+        )
         shard = Shard(
             self.data.training(),
             rank=self.world.rank,
@@ -86,6 +92,7 @@ class Trainer:
             take_step=attached_step(self.handle, job),
             observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
             scheduler=job.schedule(optimizer, len(shard)) if job.schedule else None,
+            unchecked=unfinite_names(self.model),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
@@ -150,6 +157,8 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
         world.share = replica.share
         optimizer.zero_grad()
         loss = loss_of(job, model, batch)
+        if replica.guard is not None:
+            replica.guard.loss(loss, replica.step, port.rank)
         loss.backward()
         optimizer.step()
         return loss
