@@ -35,6 +35,9 @@ LearningRate = Annotated[float | None, typer.Option("--lr", metavar="R", help="L
 Seed = Annotated[int | None, typer.Option(metavar="S", help="Seed of weights, order and noise. Default: 0.")]
 Threads = Annotated[int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, shared.")]
 CheckpointEvery = Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints. Default: an epoch.")]
+AllowNan = Annotated[
+    bool | None, typer.Option("--allow-nan", help="Go on where a loss or parameter is NaN or infinite.")
+]
 Timeout = Annotated[float | None, typer.Option(metavar="S", help="Longest wait for another worker. Default: 300 s.")]
 Transport = Annotated[
     str | None, typer.Option(metavar="T", help="A parameter server's messages: shared (memory; default) or tcp.")

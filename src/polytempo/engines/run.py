@@ -48,8 +48,8 @@ def run(
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
     Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
-    infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
-    killed and the run goes on (see `run_served`).
+    infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
+    be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
     options = replace(options or RunOptions(), **more)

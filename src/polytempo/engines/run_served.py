@@ -49,7 +49,8 @@ def run_served(
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
 
-    Errors: `NotFinite` as `run`; `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy of a shard has died.
+    Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
+    of a shard has died.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks

@@ -27,7 +27,7 @@ from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
 from polytempo.engines.reshaping import num_added
-from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, resumed
+from polytempo.engines.standing import LIVES, Saves, discard, resumed, shard_saves
 from polytempo.engines.tally import Tally
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
@@ -307,12 +307,15 @@ class ServedRun:
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
         snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
 
+        saves = shard_saves(role.shard, self.parameters, spans, self.options)
+
         def on_entry(index: int, entry: ShardEntry) -> None:
             recorder.on_entry(index, entry)
             if snapshots is not None:
                 snapshots.on_entry(index, entry)
+            if saves is not None:
+                saves.look()
 
-        saves = None if self.out is None else ShardSaves(self.out / "checkpoint", role.shard)
         node = Node(
             role.node,
             shard,

@@ -47,7 +47,7 @@ class Failure(NamedTuple):
     symptom: bool
     message: str = ""
     """What the exception says, on one line and not too long."""
-    facts: dict[str, Any] = {}
+    facts: Mapping[str, Any] | None = None
     """Of a `NotFinite`, what it is made of."""
 
 
@@ -75,7 +75,7 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
         traceback.print_exc()
-        facts = error.facts if isinstance(error, NotFinite) else {}
+        facts = error.facts if isinstance(error, NotFinite) else None
         failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
         _write(failure_path(seat.rendezvous, seat.rank), list(failure))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

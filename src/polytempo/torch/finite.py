@@ -32,7 +32,7 @@ class Bad(NamedTuple):
     """The first value of a tensor that is NaN or infinite."""
 
     name: str
-    index: int
+    element: int
     value: float
 
 
@@ -56,14 +56,14 @@ def unfinite_names(model: nn.Module) -> frozenset[str]:
 
 
 def check_saved(tensors: Mapping[str, Tensor], unchecked: Collection[str], step: int, rank: int | None) -> None:
-    """Raise NotFinite for what is to be saved after `step` steps; those `unchecked` tensors of the model may be anything."""
+    """Raise NotFinite for what is to be saved after `step` steps; `unchecked` tensors of the model may be anything."""
     kept = {f"{MODEL}{name}" for name in unchecked}
     bad = first_bad((name, tensor) for name, tensor in tensors.items() if name not in kept)
     if bad is not None:
         name = bad.name.removeprefix(MODEL)
         where = f"parameter {name!r}" if name != bad.name else repr(name)
         advice = f"so the checkpoint of step {step} is not written, and the earlier ones stay; {_CAUSES}; {GOES_ON}"
-        raise NotFinite("", bad.index, bad.value, where, step=step - 1, rank=rank, parameter=name, advice=advice)
+        raise NotFinite("", bad.element, bad.value, where, step=step - 1, rank=rank, parameter=name, advice=advice)
 
 
 def check_final(parameters: Mapping[str, Tensor], unchecked: Collection[str], step: int) -> None:
@@ -72,7 +72,7 @@ def check_final(parameters: Mapping[str, Tensor], unchecked: Collection[str], st
     if bad is not None:
         where = f"parameter {bad.name!r} after the last step"
         raise NotFinite(
-            "", bad.index, bad.value, where, step=step - 1, parameter=bad.name, advice=f"{_CAUSES}; {GOES_ON}"
+            "", bad.element, bad.value, where, step=step - 1, parameter=bad.name, advice=f"{_CAUSES}; {GOES_ON}"
         )
 
 
@@ -119,7 +119,7 @@ class Guard:
         if bad is not None:
             where = f"parameter {bad.name!r} after the update"
             raise NotFinite(
-                *("", bad.index, bad.value, where),
+                *("", bad.element, bad.value, where),
                 step=step,
                 rank=rank,
                 parameter=bad.name,
@@ -143,7 +143,7 @@ class Guard:
         if bad is not None:
             where = f"the gradient of {bad.name!r}"
             raise NotFinite(
-                *("", bad.index, bad.value, where),
+                *("", bad.element, bad.value, where),
                 step=step,
                 rank=rank,
                 parameter=bad.name,
@@ -154,8 +154,9 @@ class Guard:
         """Say what made the loss what it is: parameters that are not finite, or else which gradients come of it."""
         value = next(float(each) for each in loss.detach().reshape(-1) if not bool(each.isfinite()))
         bad = first_bad((name, p.detach()) for name, p in self._model.named_parameters())
+        name: str | None
         if bad is not None:
-            name, cause = bad.name, f"because element {bad.index} of parameter {bad.name!r} is {bad.value}"
+            name, cause = bad.name, f"because element {bad.element} of parameter {bad.name!r} is {bad.value}"
         else:
             names = self._bad_gradients(loss)
             name = names[0] if names else None
