@@ -23,7 +23,18 @@ if TYPE_CHECKING:
         torch,
         worlds,
     )
-    from polytempo.core import Bundle, Deadlock, Mismatch, PeerLost, PolytempoError, Port, Strategy, TimedOut, Transform
+    from polytempo.core import (
+        Bundle,
+        Deadlock,
+        Mismatch,
+        NotFinite,
+        PeerLost,
+        PolytempoError,
+        Port,
+        Strategy,
+        TimedOut,
+        Transform,
+    )
     from polytempo.engines.crew import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.local import launch
@@ -60,6 +71,7 @@ _HOMES = {
         "Bundle",
         "Deadlock",
         "Mismatch",
+        "NotFinite",
         "PeerLost",
         "PolytempoError",
         "Port",
@@ -91,6 +103,7 @@ __all__ = [
     "Handle",
     "Job",
     "Mismatch",
+    "NotFinite",
     "PeerLost",
     "PolytempoError",
     "Port",

@@ -88,6 +88,7 @@ class TrainOptions(BaseModel):
     lr: Positive | None = None
     seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
+    allow_nan: bool = False
     checkpoint_every: Count | None = None
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     timeout_s: Positive = 300.0

@@ -42,6 +42,9 @@ OnDrift = Annotated[
         help="Where ranks that promise equal models differ: stop, restore (the majority's state), ignore. Default: stop.",
     ),
 ]
+AllowNan = Annotated[
+    bool | None, typer.Option("--allow-nan", help="Go on where a loss or parameter is NaN or infinite.")
+]
 Timeout = Annotated[float | None, typer.Option(metavar="S", help="Longest wait for another worker. Default: 300 s.")]
 Transport = Annotated[
     str | None, typer.Option(metavar="T", help="A parameter server's messages: shared (memory; default) or tcp.")

@@ -39,6 +39,7 @@ def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
         out=out,
         resume=options.resume,
         threads=options.threads,
+        allow_nan=options.allow_nan,
         checkpoint_every=options.checkpoint_every,
         on_drift=options.on_drift,
         timeout_s=options.timeout_s,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class PolytempoError(RuntimeError):
@@ -52,20 +53,56 @@ class Drifted(PolytempoError):
         super().__init__(message)
 
 
-class NotFinite(ValueError):
-    """A tensor to be encoded holds NaN or an infinity, which the codec could only hide.
+class NotFinite(PolytempoError):
+    """NaN or an infinity in a loss, a gradient, a parameter, what a codec is to encode, or what is to be saved.
 
-    Other ranks may not know of it: who skips the step alone leaves them waiting. `bf16()` and `fp16()` between workers
-    and without feedback hand such values on, for those who want to see them in the sum (loss scaling).
+    `where` holds it, `index` is its element (None: a single number) and `value` its value. `step` and `rank` say which
+    rank brought it in which step (counted from 0), and `parameter` names the parameter, each as far as it is known.
+    `codec` is what could only hide the value ("": no codec). Of the ranks of a collective only those raise it that
+    found the value; the others lose a peer (`PeerLost`), so who skips the step alone leaves them waiting. `bf16()` and
+    `fp16()` between workers and without feedback hand such values on, for those who want to see them in the sum (loss
+    scaling).
     """
 
-    def __init__(self, codec: str, index: int, value: float, where: str = "") -> None:
-        self.codec, self.index, self.value = codec, index, value
-        place = f"element {index} of {where}" if where else f"element {index}"
-        super().__init__(
-            f"{place} is {value}, which {codec} cannot encode; look for the cause (a learning rate too high?), and "
-            "skip the step only where all ranks skip it (a GradScaler does, with pt.attach(…, scaler=scaler))"
+    def __init__(
+        self,
+        codec: str,
+        index: int | None,
+        value: float,
+        where: str = "",
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        parameter: str | None = None,
+        advice: str = "",
+    ) -> None:
+        self.codec, self.index, self.value, self.where = codec, index, value, where
+        self.step, self.rank, self.parameter, self.advice = step, rank, parameter, advice
+        place = where if index is None else f"element {index} of {where}" if where else f"element {index}"
+        before = ", ".join(
+            f"{name} {number}" for name, number in (("rank", rank), ("step", step)) if number is not None
         )
+        if codec:
+            advice = advice or (
+                f"which {codec} cannot encode; look for the cause (a learning rate too high?), and "
+                "skip the step only where all ranks skip it (a GradScaler does, with pt.attach(…, scaler=scaler))"
+            )
+        super().__init__(f"{before}{before and ': '}{place} is {value}{advice and ', '}{advice}")
+
+    def at(self, step: int) -> NotFinite:
+        """The same error, with the step if that was not known."""
+        return self if self.step is not None else NotFinite.from_facts(self.facts | {"step": step})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its arguments as plain values, for `from_facts` in another process."""
+        names = ("codec", "index", "where", "step", "rank", "parameter", "advice")
+        return {name: getattr(self, name) for name in names} | {"value": str(self.value)}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> NotFinite:
+        """The same error again."""
+        return cls(**{**facts, "value": float(facts["value"])})
 
 
 def _where(rank: int, step: int | None) -> str:

@@ -184,4 +184,6 @@ class Service:
     numbers_per_batch: int = 1
     """By how many ticket numbers the shards know one batch, the last of which closes it; more than 1 where batches are
     cut into slices."""
+    allow_nan: bool = False
+    """Whether shards apply gradients that hold NaN or infinities; otherwise they refuse such a push."""
     decays: Literal["shards", "workers"] = "shards"

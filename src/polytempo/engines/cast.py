@@ -19,11 +19,13 @@ from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.server.dealer import Dealer
 from polytempo.server.score_snapshots import ScorePoints, score_points
+from polytempo.torch.finite import Guard
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import made_schedule
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
+from polytempo.torch.replica import trainable
 from polytempo.torch.served import ServedCourse, gradients_of
 from polytempo.torch.shard_rule import shard_rule_of
 from polytempo.torch.training import check_goals
@@ -62,12 +64,12 @@ def cast_of(service: Service, workers: int, added: int = 0) -> Cast:
     return Cast(tuple(range(workers)), chains[:shards], workers + (shards + added) * copies, chains[shards:])
 
 
-def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batches) -> Service:
-    """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away.
+def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batches, options: RunOptions) -> Service:
+    """`service` with the optimizer that its shards apply, as `options` want it. `optimizer`, the job's, is given away.
 
     Raises ValueError where the shards cannot do what the job's optimizer and schedule say.
     """
-    made = replace(service, optimizer=shard_rule_of(service, optimizer))
+    made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=options.allow_nan)
     if (schedule := made_schedule(job)) is not None:
         check_schedule(optimizer, schedule, scheduled_steps(batches), _movable(service))
     return made
@@ -161,6 +163,7 @@ def course_of(
         seed=options.seed,
         schedule=schedule,
         decay=decay,
+        guard=None if options.allow_nan else Guard(model, trainable(model, optimizer)),
     )
 
 

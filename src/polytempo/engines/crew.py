@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from polytempo.core.errors import PolytempoError
+from polytempo.core.errors import NotFinite, PolytempoError
 from polytempo.engines import janitor
 from polytempo.engines.fork import fork
 from polytempo.engines.worker import Failure, Result, Seat, failure_path, result_path, serve
@@ -32,8 +32,10 @@ class WorkerDied(PolytempoError):
     """A worker ended without a result, and so did the run.
 
     `exit_code` is None where a signal killed it, and `signal` its name, like "SIGKILL", else None.
-    `last_lines` are the last of its log.
+    `last_lines` are the last of its log. `not_finite` is what it raised, where that was a `NotFinite`.
     """
+
+    not_finite: NotFinite | None = None
 
     def __init__(self, message: str, rank: int, exit_code: int | None, killed_by: str | None, last_lines: list[str]):
         self.rank, self.exit_code, self.signal, self.last_lines = rank, exit_code, killed_by, last_lines
@@ -175,7 +177,21 @@ def died(failed: Sequence[Worker], size: int, who: str | None = None, why: str =
         message += "\nAlso: " + "; ".join(f"rank {worker.seat.rank} {how(worker)}" for worker in others)
     if code < 0:
         return WorkerDied(message, rank, None, _signal_name(-code), lines)
-    return WorkerDied(message, rank, code, None, lines)
+    error = WorkerDied(message, rank, code, None, lines)
+    if cause.failure is not None and cause.failure.facts:
+        error.not_finite = NotFinite.from_facts(cause.failure.facts)
+    return error
+
+
+@contextmanager
+def diverged() -> Generator[None]:
+    """Where a worker has ended with `NotFinite`, raise that: it says all there is to know."""
+    try:
+        yield
+    except WorkerDied as error:
+        if error.not_finite is None:
+            raise
+        raise error.not_finite from error
 
 
 def how(worker: Worker) -> str:

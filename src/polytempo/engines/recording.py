@@ -64,7 +64,7 @@ class RunFacts(msgspec.Struct, frozen=True):
 
 def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, native: bool, threads: int) -> RunFacts:
     """The facts of a run that is about to begin on this machine."""
-    kept = ("epochs", "steps", "batch_size", "lr", "seed")
+    kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan")
     taken = {name: getattr(options, name) for name in kept}
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
     return RunFacts(

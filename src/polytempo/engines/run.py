@@ -14,6 +14,7 @@ from typing import Any
 from polytempo.core import Strategy, files
 from polytempo.data.plan import check_enough
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
+from polytempo.engines.crew import diverged
 from polytempo.engines.folder import began
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
@@ -49,8 +50,9 @@ def run(
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
-    Errors: `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may be
-    killed and the run goes on (see `run_served`).
+    Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
+    infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
+    be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
     options = replace(options or RunOptions(), **more)
@@ -86,7 +88,7 @@ def _performed(job: Job, strategy: Strategy, workers: int, options: RunOptions, 
             result = Trainer(job, strategy, given, world=world).fit()
             return result.as_json() if seat.rank == 0 else None
 
-        with show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
+        with diverged(), show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
             if out is None:
                 [answer, *_] = launch(work, workers, threads=options.threads)
             else:

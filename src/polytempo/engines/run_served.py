@@ -18,7 +18,7 @@ import torch
 
 from polytempo.core import PolytempoError, Strategy, files
 from polytempo.engines import janitor
-from polytempo.engines.crew import Worker, died, how
+from polytempo.engines.crew import Worker, died, diverged, how
 from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
@@ -48,7 +48,8 @@ def run_served(
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
 
-    Errors: `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy of a shard has died.
+    Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
+    of a shard has died.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
@@ -74,7 +75,8 @@ def run_served(
             run.tally.record = recorder(writer, show)
             threads_each = threads_per_worker(workers, options.threads)
             stack.enter_context(run.kept(threads_each))
-            outcome = _conducted(run, home, notes, logs, threads_each)
+            with diverged():
+                outcome = _conducted(run, home, notes, logs, threads_each)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)

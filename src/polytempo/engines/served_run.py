@@ -26,7 +26,7 @@ from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
 from polytempo.engines.reshaping import num_added
-from polytempo.engines.standing import LIVES, Saves, ShardSaves, discard, go_on, resumed
+from polytempo.engines.standing import LIVES, Saves, discard, go_on, resumed, shard_saves
 from polytempo.engines.tally import Tally
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
@@ -107,7 +107,7 @@ class ServedRun:
         self.parameters = parameters_of(model, optimizer, strategy)
         self.spans = shard_map(self.parameters, self.service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer, self.batches)
+        self.service = service_of(self.service, job, optimizer, self.batches, options)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
         self.evaluator = None if self.data.test is None else self.cast.evaluator
@@ -307,12 +307,15 @@ class ServedRun:
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
         snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
 
+        saves = shard_saves(role.shard, self.parameters, spans, self.options)
+
         def on_entry(index: int, entry: ShardEntry) -> None:
             recorder.on_entry(index, entry)
             if snapshots is not None:
                 snapshots.on_entry(index, entry)
+            if saves is not None:
+                saves.look()
 
-        saves = None if self.out is None else ShardSaves(self.out / "checkpoint", role.shard)
         node = Node(
             role.node,
             shard,

@@ -22,6 +22,7 @@ from polytempo.engines.simulate_served import simulate_served
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.torch.evaluate import Evaluation
+from polytempo.torch.finite import unfinite_names
 from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
 from polytempo.torch.job import Data, Job
@@ -155,7 +156,7 @@ def _course(
     workers = observer.size
     model = _model(job, options.seed)
     optimizer = optimizer_of(job, model, options.lr)
-    replica = Replica(model, optimizer, strategy, workers)
+    replica = Replica(model, optimizer, strategy, workers, allow_nan=options.allow_nan)
     batch_size = options.batch_size or job.batch_size
     shard = Shard(data.training(), rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
     return Course(
@@ -167,6 +168,7 @@ def _course(
         take_step=priced_step(replica, job, flops, updates),
         observer=observer,
         scheduler=schedule_of(job, optimizer, len(shard)),
+        unchecked=unfinite_names(model),
     )
 
 

@@ -185,7 +185,7 @@ class _Run:
         """The copies of the shards, each with the first view: so nobody's first request comes too early."""
         optimizer = _optimizer(self.job, model, self.options)
         flat, running = flat_of(model, optimizer), Running(model).vector()
-        service = service_of(self.service, self.job, optimizer, self.batches)
+        service = service_of(self.service, self.job, optimizer, self.batches, self.options)
         view = View(1, self.cast.chains, ())
         nodes: dict[int, Node] = {}
         for number, chain in enumerate((*self.cast.chains, *self.cast.spares)):

@@ -149,7 +149,7 @@ class Stage:
         model, optimizer = self._replica()
         spans = self.spans[number]
         weights = part(flat_of(model, optimizer), spans).clone()
-        service = service_of(self.service, self.job, optimizer, self.batches)
+        service = service_of(self.service, self.job, optimizer, self.batches, self.options)
         native = self.facts.native and can_be_native(self.dtype)
         running = Running(model).vector()
         shard = Shard(number, self.parameters, spans, weights, service, native=native, running=running)

@@ -15,25 +15,28 @@ import hashlib
 import re
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from polytempo.core import PolytempoError
+from polytempo.core import NotFinite, PolytempoError
 from polytempo.core.ranges import Range, Ranges
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.dealer import Dealer
 from polytempo.server.disk import LocalDisk
+from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Outbox
+from polytempo.server.pieces import split, without_tables
 from polytempo.server.saving import Saved, Snapshots
 from polytempo.server.score_snapshots import ScorePoints
 from polytempo.server.shard import Shard
 from polytempo.server.snapshot import FORGED, SnapshotError, believed, complete, discard_beyond, newest_whole, read
 from polytempo.server.state import decode
+from polytempo.torch.options import RunOptions
 
 FORMAT = "polytempo-run-snapshot"
 VERSION = 1
@@ -226,26 +229,53 @@ def write_standing(folder: Path, standing: Standing) -> None:
 
 
 class ShardSaves:
-    """A shard's part of the run's snapshots, written in the background. `on_save` is for its `Node`."""
+    """The parts of the run's snapshots of a shard with `spans` of `parameters`, written in the background.
 
-    def __init__(self, folder: Path, shard: int) -> None:
-        self._snapshots = Snapshots(folder, shard)
+    `on_save` is for its `Node`. What is not finite is never written; without `allow_nan` NotFinite says so.
+    """
+
+    def __init__(
+        self, folder: Path, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
+    ) -> None:
+        self._snapshots, self._allow_nan = Snapshots(folder, shard), allow_nan
+        self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
 
     def on_save(self, number: int, shard: Shard) -> None:
         """Begin snapshot `number`; should another one still be under way, that one first."""
         state, tensors = shard.dump()
-        self._say(self._snapshots.poll())
+        self.look()
         if not self._snapshots.begin(number, state, tensors):
             self.close()
             self._snapshots.begin(number, state, tensors)
+
+    def look(self) -> None:
+        """What has become of the one that is under way, if it is done."""
+        self._say(self._snapshots.poll())
 
     def close(self) -> None:
         """Wait for the one that is under way."""
         self._say(self._snapshots.close(_LONGEST_WRITE_S))
 
     def _say(self, saved: Saved | None) -> None:
-        if saved is not None and saved.error:
+        if saved is None or not saved.error:
+            return
+        error = saved.not_finite
+        if error is None or self._allow_nan:
             print(saved.error, file=sys.stderr)  # into the log of this copy
+            return
+        if error.index is None or error.index >= sum(span.numel for span in self._spans):
+            raise error
+        name = describe(self._parameters, flat_index(self._spans, error.index))
+        where = f"{name} ({error.where})"
+        raise NotFinite.from_facts(error.facts | {"parameter": name, "index": None, "where": where}) from error
+
+
+def shard_saves(shard: int, parameters: Sequence[Parameter], spans: Spans, options: RunOptions) -> ShardSaves | None:
+    """Those of a copy of `shard`; None where the run has no folder."""
+    if options.out is None:
+        return None
+    folder = options.out.absolute() / "checkpoint"
+    return ShardSaves(folder, shard, parameters, spans, allow_nan=options.allow_nan)
 
 
 class Saves:

@@ -13,6 +13,7 @@ from polytempo.engines.cast import reached, samples_behind
 from polytempo.engines.standing import Standing
 from polytempo.server.dealer import Dealer
 from polytempo.server.message import Statistics
+from polytempo.torch.finite import check_score
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result
@@ -87,6 +88,8 @@ class Tally:
         seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
         samples = samples_behind(self._dealer, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
+        if not self._options.allow_nan and self._tested is not None:
+            check_score(self._tested["loss"], self.last_step)
         return Result(
             job=self._job.name,
             strategy=str(self._strategy),

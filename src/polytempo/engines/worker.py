@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 
-from polytempo.core.errors import JobFailed, PeerLost, TimedOut
+from polytempo.core.errors import JobFailed, NotFinite, PeerLost, TimedOut
 from polytempo.engines import janitor
 from polytempo.engines.fork import default_signals, die_with
 
@@ -48,6 +48,8 @@ class Failure(NamedTuple):
     symptom: bool
     message: str = ""
     """What the exception says, on one line and not too long."""
+    facts: Mapping[str, Any] | None = None
+    """Of a `NotFinite`, what it is made of."""
 
 
 def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
@@ -77,7 +79,8 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error))
+        facts = error.facts if isinstance(error, NotFinite) else None
+        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
         _write(failure_path(seat.rendezvous, seat.rank), list(failure))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0

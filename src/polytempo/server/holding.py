@@ -33,6 +33,11 @@ class Held(NamedTuple):
     """It may be written over again."""
 
 
+def _nothing_bad(gradient: Tensor, lrs: tuple[float, ...]) -> int:
+    """A look that lets NaN and infinities pass."""
+    return -1
+
+
 def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables: Sequence[Tensor]) -> Tensor:
     """What `spans` name of all parameters, put together from the dense part and the pieces of tables: a copy."""
     values = torch.empty(numel_of(spans), dtype=dense.dtype)
@@ -75,7 +80,10 @@ class Holder:
         pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
         weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis, shown=shown)
         return weights, Admission(
-            self._parameters, spans, values, optimizer, weights.look, tables=self._tables, pushes=pushes
+            *(self._parameters, spans, values, optimizer),
+            _nothing_bad if self._service.allow_nan else weights.look,
+            tables=self._tables,
+            pushes=pushes,
         )
 
     def multiplied(self, vector: Tensor, spans: Spans, factor: Factor) -> Tensor:

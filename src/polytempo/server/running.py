@@ -24,7 +24,7 @@ class RunningStatistics:
         self.total, self.count = total, count
         """The sum over the gradients that are summed, and how many these are."""
 
-    def fault(self, push: Push) -> str:
+    def fault(self, push: Push, *, allow_nan: bool = False) -> str:
         """Why what came with a push is refused; "" if it is not."""
         if push.running is None and self.present is None:
             return ""
@@ -32,7 +32,7 @@ class RunningStatistics:
         theirs, mine = (None if one is None else (one.dtype, tuple(one.shape)) for one in (given, self.present))
         if theirs != mine:
             return f"{who}: the running statistics of norms are {theirs}, and the shard holds {mine}"
-        if given is None or bool(given.isfinite().all()):
+        if given is None or allow_nan or bool(given.isfinite().all()):
             return ""
         bad = int((~given.isfinite()).nonzero()[0])
         return f"{who}: element {bad} of the running statistics of norms is {float(given[bad])}"

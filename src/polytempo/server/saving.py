@@ -9,6 +9,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
+from polytempo.core.errors import NotFinite
 from polytempo.server.disk import Disk
 from polytempo.server.snapshot import SnapshotError, write
 
@@ -18,6 +19,8 @@ class Saved(NamedTuple):
 
     number: int
     error: str = ""
+    not_finite: NotFinite | None = None
+    """Where it was left out for a value that is NaN or infinite."""
 
 
 @final
@@ -71,6 +74,8 @@ class Snapshots:
         try:
             write(self._folder, number, self._shard, state, tensors, self._disk)
             self._saved = Saved(number)
+        except NotFinite as error:
+            self._saved = Saved(number, str(error), error)
         except (SnapshotError, ValueError) as error:
             self._saved = Saved(number, str(error))
         except BaseException as error:

@@ -159,7 +159,7 @@ class Shard:
     def _push(self, push: Push, replies: list[Reply]) -> None:
         verdict: Verdict = "refused"
         push, reason = self._admission.admit(push, self.version, self._queues.waiting)
-        reason = reason or self._running.fault(push)
+        reason = reason or self._running.fault(push, allow_nan=self.service.allow_nan)
         if not reason:
             verdict, reason = self.decided.had(push)
         waiting = waiting_for(push)

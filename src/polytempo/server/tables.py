@@ -119,6 +119,7 @@ class Tables:
         assert service.optimizer is not None, "the shard has seen to it"
         self.pieces = pieces
         self._rule, self._modifiers = service.optimizer, service.modifiers
+        self._allow_nan = service.allow_nan
         self._dtype = values[0].dtype
         self._tables = [_Table(piece, table, self._rule) for piece, table in zip(pieces, values, strict=True)]
         self._last_group = max(piece.group for piece in pieces)
@@ -131,7 +132,8 @@ class Tables:
         numbers = [rows.piece for rows in push.rows]
         if numbers != sorted(set(numbers)) or not all(0 <= number < len(self.pieces) for number in numbers):
             return f"{who} pushes rows of the pieces {numbers}, but the shard holds 0 to {len(self.pieces) - 1}"
-        faults = (_fault(rows, self.pieces[rows.piece], self._dtype) for rows in push.rows)
+        known = ((rows, self.pieces[rows.piece]) for rows in push.rows)
+        faults = (_fault(rows, piece, self._dtype, allow_nan=self._allow_nan) for rows, piece in known)
         return next((f"{who}, clock {push.clock}: {fault}" for fault in faults if fault), "")
 
     def add(self, rows: Sequence[Rows], multiples: Multiples, gradient: Tensor, weights: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class Tables:
             table.load(state)
 
 
-def _fault(rows: Rows, piece: Piece, dtype: torch.dtype) -> str:
+def _fault(rows: Rows, piece: Piece, dtype: torch.dtype, *, allow_nan: bool) -> str:
     index, values, name = rows.rows, rows.values, piece.name
     if index.dim() != 1 or index.dtype != torch.int64 or values.shape != (len(index), piece.width):
         return f"rows {tuple(index.shape)} and values {tuple(values.shape)} are none of {name}, {piece.width} wide"
@@ -201,7 +203,7 @@ def _fault(rows: Rows, piece: Piece, dtype: torch.dtype) -> str:
             f"rows of {name} must be ascending, each once, from 0 to {piece.num_rows - 1}; they are from "
             f"{int(index.min())} to {int(index.max())}"
         )
-    if math.isfinite(float(values.sum())):  # a sum may overflow, but no sum hides a NaN or an infinity
+    if allow_nan or math.isfinite(float(values.sum())):  # a sum may overflow, but no sum hides a NaN or an infinity
         return ""
     bad = (~torch.isfinite(values)).nonzero()
     if not len(bad):

@@ -48,6 +48,7 @@ def attach(
     seed: int | None = None,
     scaler: GradScaler | None = None,
     on_drift: OnDrift = "stop",
+    allow_nan: bool = True,
 ) -> Handle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
 
@@ -87,6 +88,10 @@ def attach(
     steps, and before `state_dict()` in any case, at half a percent of a step. Ranks that differ raise `Drifted`, which
     names the minority where there is one ("stop"); or the minority takes over the state of the others ("restore", from
     three ranks on); or nothing is compared ("ignore").
+    `allow_nan`: NaN and infinities in gradients travel as in DDP, and what to do about them is the loop's affair. With
+    False the rank that has brought one raises `NotFinite`, with step, rank and parameter, before any other rank gets it
+    (CPU tensors; a look at each gradient, or parameter, a step). Where a `scaler` is given, what overflows is its
+    affair: the step is skipped, and no error.
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
     where given, must be the same everywhere.
 
@@ -96,7 +101,7 @@ def attach(
     strategy = sync_sgd() if strategy is None else strategy
     _check(model, strategy)
     check_hooks(optimizer)
-    options = _Options(buffers, find_unused, bucket_bytes, seed, scaler, on_drift)
+    options = _Options(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
     handle = _handle(world or current(), model, optimizer, strategy, options)
     _handles[model] = ref(handle)
     return handle
@@ -111,6 +116,7 @@ class _Options(NamedTuple):
     seed: int | None
     scaler: GradScaler | None
     on_drift: OnDrift
+    allow_nan: bool
 
 
 def _handle(
@@ -130,6 +136,7 @@ def _handle(
         bucket_bytes=options.bucket_bytes,
         buffer_rule=options.buffers,
         empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
+        allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)

@@ -22,11 +22,11 @@ from polytempo.core import Port, Work
 from polytempo.core.files import replace
 from polytempo.core.state import Scalar
 from polytempo.torch.background import Background
-from polytempo.torch.checkpoint import CheckpointError, Part, commit, partial_folder, write_part
+from polytempo.torch.checkpoint import CheckpointError, partial_folder
 from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation, Score, tensors_of
 from polytempo.torch.options import RunOptions
-from polytempo.torch.snapshot import about, part_of
+from polytempo.torch.snapshot import about, complete, part_of, written_part
 from polytempo.torch.training import Course, Moment, meets
 from polytempo.worlds import ProcessWorld
 
@@ -112,7 +112,8 @@ class BackgroundObserver:
             self._raise()
             raise TimeoutError(f"step {moment.step}: no checkpoint could be written for {course.options.timeout_s:g} s")
         part, parts = part_of(port, course), _Parts(out / "checkpoint", port.size, about(port, course))
-        self._write(partial(self._write_part, parts, moment.step, port.rank, part), self._saves_room.release)
+        write = partial(written_part, course, parts.root, moment.step, port.rank, part)
+        self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
     async def finish(
         self, port: Port, course: Course, moment: Moment, final: Mapping[str, Tensor]
@@ -158,8 +159,8 @@ class BackgroundObserver:
         self._rows.append(moment.row("test") | score._asdict())
         self._reached = self._reached or bool(meets(score, options))
 
-    def _write_part(self, parts: _Parts, step: int, rank: int, part: Part) -> None:
-        sha256 = write_part(parts.root, step, rank, part)
+    def _write_part(self, parts: _Parts, step: int, rank: int, write: Callable[[], str]) -> None:
+        sha256 = write()
         said = self._hash_file(parts.root, step, rank)
         replace(said, sha256)
         if rank == 0:
@@ -177,7 +178,7 @@ class BackgroundObserver:
             files = [self._hash_file(parts.root, step, rank) for rank in range(parts.size)]
             if not all(file.exists() for file in files):
                 return False
-            commit(parts.root, step, [file.read_text(encoding="ascii") for file in files], parts.notes)
+            complete(parts.root, step, [file.read_text(encoding="ascii") for file in files], parts.notes)
             del self._uncommitted[step]
         return True
 

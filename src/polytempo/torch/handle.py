@@ -63,6 +63,8 @@ class Handle:
         self._dtypes = [p.dtype for p in replica.trainable.values()]
         self._hooks: list[Any] = []
         self._idle = copy is None and not (replica.exchanges_gradients or replica.exchanges_parameters)
+        if replica.guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
+            self._hooks.append(optimizer.register_step_pre_hook(self._look_at_gradients))
         if not self._idle or self._feels_scales:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._ownership = Ownership(replica.model, optimizer) if meets else None
@@ -81,6 +83,11 @@ class Handle:
         return self.replica.step
 
     # ------------------------------------------------------------------ the step
+
+    def _look_at_gradients(self, *_: Any) -> None:
+        """Where nothing is exchanged, so that no exchange looks at them."""
+        if self.replica.guard is not None:
+            self.replica.guard.gradients(self.replica.step, self.world.rank)
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_parameters()

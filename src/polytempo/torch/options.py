@@ -28,6 +28,9 @@ class RunOptions:
     resume: bool = False
     threads: int | None = None
     """Threads per worker; None: the cores of this host, shared among its workers."""
+    allow_nan: bool = False
+    """Go on where a loss, a gradient or a parameter is NaN or infinite; otherwise the run ends there with `NotFinite`.
+    Checkpoints with such values are left out either way, and codecs cannot encode them."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: at the end of every epoch, at least four steps apart (a simulation: none)."""
     on_drift: Literal["stop", "restore", "ignore"] = "stop"

@@ -7,6 +7,7 @@ network                                    | exchange bucket 0    | exchange buc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +30,23 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
 
-    def forward_and_backward(batch: Any) -> Tensor:
+    guard = replica.guard
+
+    def forward_and_backward(batch: Any, rank: int) -> Tensor:
         replica.optimizer.zero_grad()
         loss = loss_of(job, replica.model, batch)
+        if guard is not None:
+            guard.loss(loss, replica.step, rank)
         loss.backward()
+        if guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
+            guard.gradients(replica.step, rank)
         return loss.detach()
 
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         flops = updates.varied(flops_per_sample * samples)
         update = replica.optimizer.step
-        loss: Tensor = await _step(port, replica, flops, lambda: forward_and_backward(batch), update, updates)
+        computed = partial(forward_and_backward, batch, port.rank)
+        loss: Tensor = await _step(port, replica, flops, computed, update, updates)
         return loss
 
     return take_step

@@ -155,7 +155,12 @@ class Reassigned:
         before_s = await port.now()
         seed_step(self._course.seed, 0, do.ticket.number, f"slice {do.slice.number}")
         part = samples.collated(do.slice.begin, do.slice.end)
-        loss = await self._course.compute_gradients(port, part, do.slice.samples) * do.slice.samples
+        loss = await self._course.compute_gradients(port, part, do.slice.samples)
+        if (guard := self._course.guard) is not None:
+            step = do.ticket.number // self._course.batches.size
+            guard.loss(loss, step, self._client.worker)
+            guard.gradients(step, self._client.worker)
+        loss = loss * do.slice.samples
         share.busy_s += await port.now() - before_s
         share.losses = loss if share.losses is None else share.losses + loss
         share.computed += do.slice.samples

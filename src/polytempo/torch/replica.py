@@ -20,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from polytempo.aggregation.outer import anchors
 from polytempo.collectives import tree
-from polytempo.core import Bundle, Port, State, Strategy, Transform, averaging, identity, is_idle, native
+from polytempo.core import Bundle, NotFinite, Port, State, Strategy, Transform, averaging, identity, is_idle, native
 from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
 from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
+from polytempo.torch.finite import Guard
 from polytempo.torch.loss_scale import LossScale
 from polytempo.torch.requirements import fitted
 from polytempo.torch.watch import Watch
@@ -43,7 +44,8 @@ class _Contact(NamedTuple):
 class Replica:
     """One rank's training state. `share` is its part of the present global batch (None: equal parts).
 
-    `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind.
+    `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind. Without `allow_nan`
+    what is not finite is refused before another rank gets it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Replica:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         buffer_rule: BufferRule = "average",
         empty: Empty | None = None,
+        allow_nan: bool = True,
     ) -> None:
         if buffer_rule not in ("average", "broadcast", "leave"):
             raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
@@ -77,6 +80,7 @@ class Replica:
         """What losses were multiplied by, where a transform must not see it."""
         self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self.trainable = trainable(model, optimizer)
+        self.guard = None if allow_nan else Guard(model, self.trainable)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
         self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
         self.buckets: list[Bucket] = []
@@ -116,10 +120,15 @@ class Replica:
         """
         state = await bucket.spendable()
         bundle = bucket.gathered(self.share)
+        if self.guard is not None:
+            self.guard.bundle(bundle, self.step, port.rank)
         if self.loss_scale is not None:
             self.loss_scale.take_off_(bundle)
         contact = _Contact(self.strategy.gradients, state)
-        answer, after = await contact.transform.apply(port.on_channel(bucket.index), bundle, state)
+        try:
+            answer, after = await contact.transform.apply(port.on_channel(bucket.index), bundle, state)
+        except NotFinite as error:  # of a codec, which knows no steps
+            raise error.at(self.step) from None
         answered = answer is not bundle
         if answered:
             self._tentative = contact
@@ -139,6 +148,8 @@ class Replica:
         met = self._met or (self._tentative if any(committed) else None)
         self._met = self._tentative = None
         if self.exchanges_parameters:
+            if self.guard is not None:
+                self.guard.parameters(self.step - 1, port.rank)
             met = await self._exchange_parameters(port) or met
         self._buffers_met = met is not None and port.size > 1 and self.buffer_rule != "leave"
         if self._buffers_met:

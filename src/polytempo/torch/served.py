@@ -23,6 +23,7 @@ from polytempo.data.batches import Batches
 from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
+from polytempo.torch.finite import Guard, check_final
 from polytempo.torch.job import Data, Job
 from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.objective import loss_of
@@ -57,6 +58,8 @@ class ServedCourse:
     seed: int = 0
     schedule: RateSchedule | None = None
     decay: LocalDecay | None = None
+    guard: Guard | None = None
+    """Looks for what is not finite; None: it may be."""
 
 
 class Attendance(NamedTuple):
@@ -102,6 +105,7 @@ async def work(port: Port, course: ServedCourse, client: Client) -> Attendance:
             case "finish":
                 await worker.push_all()
                 await worker.fetch()
+                worker.look_at_final()
                 await asker.ask(port, worker.taken_rows())  # which says goodbye
                 return worker.attendance
         if not asker.is_open:
@@ -120,6 +124,11 @@ def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> Compute
         return await port.compute(lambda: compute(batch), flops_per_sample * samples)
 
     return compute_gradients
+
+
+def step_of(course: ServedCourse, ticket: Ticket) -> int:
+    """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
+    return ticket.number // course.batches.size
 
 
 class _Worker:
@@ -179,6 +188,12 @@ class _Worker:
         self._layout = self._client.layout
         self._place(Bundle(self._values).with_flat(await self._port.pull(self._steps)))
 
+    def look_at_final(self) -> None:
+        """Refuse final weights that are not finite."""
+        if self._course.guard is not None:
+            self._course.guard.catch_up(self._client.worker)
+            check_final(self._values, (), max(1, int(self._position["step"])))
+
     async def _renew(self) -> None:
         """Fetch the weights, but leave parameters as they are that are the worker's own."""
         if not self._is_apart:
@@ -202,6 +217,8 @@ class _Worker:
         await port.mark(self._steps)
         samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
         await self._exchange(empty=False)
+        if self._course.guard is not None and self._is_apart:
+            self._course.guard.parameters(step_of(self._course, ticket), self._client.worker)
         self._steps += 1
         self._samples += samples
         self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
@@ -215,7 +232,11 @@ class _Worker:
         seed_step(course.seed, 0, ticket.number, "model")
         samples = course.batches.pick(ticket.batch).num_samples
         self._client.begin((ticket.number,), self._rates_at(ticket), samples)
-        self._meter.add(await course.compute_gradients(self._port, batch, samples))
+        loss = await course.compute_gradients(self._port, batch, samples)
+        if course.guard is not None:
+            course.guard.loss(loss, step_of(course, ticket), self._client.worker)
+            course.guard.gradients(step_of(course, ticket), self._client.worker)
+        self._meter.add(loss)
         return samples
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
@@ -323,7 +344,7 @@ class _Worker:
         batches = self._course.batches
         stop = batches.pick(ticket.batch).stop
         self._position = {
-            "step": ticket.number // batches.size + 1,
+            "step": step_of(self._course, ticket) + 1,
             "epoch": ticket.epoch + stop / batches.num_samples,
             "samples": ticket.epoch * batches.num_samples + stop,
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import Port, Work
+from polytempo.core import NotFinite, Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.torch.agree import agree, gather_json
 from polytempo.torch.checkpoint import (
@@ -21,10 +23,12 @@ from polytempo.torch.checkpoint import (
     Part,
     commit,
     latest,
+    partial_folder,
     read_manifest,
     read_part,
     write_part,
 )
+from polytempo.torch.finite import MODEL
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.torch.plain import plain, typed
 from polytempo.torch.replica import saved_states
@@ -41,10 +45,32 @@ async def save(port: Port, course: Course, root: Path) -> None:
     await course.replica.settle()
     part = _part(course, course.replica.state(), whole=_writes_all(port, course))
     step = course.replica.step
-    hashes = await gather_json(port, write_part(root, step, port.rank, part))
+    hashes = await gather_json(port, written_part(course, root, step, port.rank, part))
     if port.rank == 0:
-        commit(root, step, hashes, about(port, course))
+        complete(root, step, hashes, about(port, course))
     await port.barrier()
+
+
+def written_part(course: Course, root: Path, step: int, rank: int, part: Part) -> str:
+    """`write_part` of what `course` saves. "" where that is not finite and the run goes on: nothing is written then."""
+    try:
+        return write_part(root, step, rank, part, unchecked=course.unchecked)
+    except NotFinite as error:
+        if not course.options.allow_nan:
+            raise
+        found = f"element {error.index} of {error.where} is {error.value}"
+        print(
+            f"rank {rank}: the checkpoint of step {step} is left out, for {found}; earlier ones stay", file=sys.stderr
+        )
+        return ""
+
+
+def complete(root: Path, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar]) -> None:
+    """`commit`, or where a rank has left out its part, removal of the others' parts."""
+    if all(hashes):
+        commit(root, step, hashes, notes)
+    else:
+        shutil.rmtree(partial_folder(root, step), ignore_errors=True)
 
 
 def part_of(port: Port, course: Course) -> Part:
@@ -76,7 +102,7 @@ async def write_when_landed(port: Port, course: Course, root: Path, written: Cal
         settling = [(path, copied(state, lambda leaf: landing[id(leaf)])) for path, state in states]
         strategy = saved_states([(path, await settled(state)) for path, state in settling], step)
         tensors, scalars = _strategy_part(strategy)
-        written(write_part(root, step, port.rank, Part(part.tensors | tensors, part.scalars | scalars)))
+        written(written_part(course, root, step, port.rank, Part(part.tensors | tensors, part.scalars | scalars)))
 
     return await port.start(write())
 
@@ -170,7 +196,7 @@ def _part(course: Course, strategy: Saved, *, whole: bool) -> Part:
         scalars["schedule"] = schedule_saved(course.scheduler)
     if whole:
         optimizer = optimizer_saved(course.replica.optimizer)
-        tensors |= {f"model/{name}": tensor for name, tensor in course.replica.model.state_dict().items()}
+        tensors |= {f"{MODEL}{name}": tensor for name, tensor in course.replica.model.state_dict().items()}
         tensors |= optimizer.tensors
         scalars |= optimizer.scalars
     return Part(tensors, scalars)

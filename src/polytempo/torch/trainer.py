@@ -21,6 +21,7 @@ from polytempo.torch.attach import attach
 from polytempo.torch.background_observer import BackgroundObserver
 from polytempo.torch.collective_observer import CollectiveObserver
 from polytempo.torch.evaluate import Evaluation
+from polytempo.torch.finite import unfinite_names
 from polytempo.torch.handle import Handle
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
@@ -72,12 +73,11 @@ class Trainer:
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
-            self.model,
-            optimizer,
-            strategy or sync_sgd(),
+            *(self.model, optimizer, strategy or sync_sgd()),
             world=self.world,
             seed=options.seed,
             on_drift=options.on_drift,
+            allow_nan=options.allow_nan,
         )
         shard = Shard(
             self.data.training(),
@@ -95,6 +95,7 @@ class Trainer:
             take_step=attached_step(self.handle, job),
             observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
             scheduler=schedule_of(job, optimizer, len(shard)),
+            unchecked=unfinite_names(self.model),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
@@ -159,6 +160,8 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
         world.share = replica.share
         optimizer.zero_grad()
         loss = loss_of(job, model, batch)
+        if replica.guard is not None:
+            replica.guard.loss(loss, replica.step, port.rank)
         loss.backward()
         optimizer.step()
         return loss

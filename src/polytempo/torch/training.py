@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.core import Port, Program
 from polytempo.data.shard import Shard
 from polytempo.torch.evaluate import Score
+from polytempo.torch.finite import check_final, check_score
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import next_batch
@@ -93,6 +94,8 @@ class Course:
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
     """Training time so far, over all runs; a checkpoint carries it."""
+    unchecked: frozenset[str] = frozenset()
+    """Tensors of the model that were not finite at the beginning, so may stay so."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
 
@@ -143,7 +146,13 @@ async def train(port: Port, course: Course) -> Summary:
     course.seconds = moment.seconds
     await course.replica.settle()
     parameters, buffers = await course.replica.consensus(port), await course.replica.consensus_buffers(port)
+    guard = course.replica.guard
+    if guard is not None:
+        guard.catch_up(port.rank)
+        check_final(parameters, course.unchecked, moment.step)
     score, reached = await course.observer.finish(port, course, moment, parameters | buffers)
+    if guard is not None and score is not None:
+        check_score(score.loss, moment.step)
     return Summary(
         steps=moment.step,
         epochs=moment.epoch,
@@ -193,6 +202,8 @@ def _saves_at(course: Course, step: int) -> bool:
 
 async def _save(port: Port, course: Course, clock: _Clock) -> None:
     if course.options.out is not None:
+        if course.replica.guard is not None:
+            course.replica.guard.catch_up(port.rank)
         moment = await _moment(port, course, clock)
         course.seconds = moment.seconds
         await course.observer.save(port, course, moment)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Work
-from polytempo.torch.checkpoint import commit
 from polytempo.torch.evaluate import Evaluation, Score, tensors_of
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.randomness import kept_random_states
-from polytempo.torch.snapshot import about, write_when_landed
+from polytempo.torch.snapshot import about, complete, write_when_landed
 from polytempo.torch.training import Course, Moment, meets
 
 
@@ -135,7 +134,7 @@ class VirtualObserver:
         hashes = self._hashes.setdefault(step, {})
         hashes[rank] = sha256
         if len(hashes) == self.size:
-            commit(root, step, _in_order(self._hashes.pop(step)), notes)
+            complete(root, step, _in_order(self._hashes.pop(step)), notes)
 
 
 def _in_order(hashes: Mapping[int, str]) -> Sequence[str]:
