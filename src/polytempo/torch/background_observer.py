@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Work
-from polytempo.core.files import replace
+from polytempo.core.files import made, replace
 from polytempo.core.state import Scalar
 from polytempo.torch.background import Background
 from polytempo.torch.checkpoint import CheckpointError, partial_folder
@@ -162,6 +162,7 @@ class BackgroundObserver:
     def _write_part(self, parts: _Parts, step: int, rank: int, write: Callable[[], str]) -> None:
         sha256 = write()
         said = self._hash_file(parts.root, step, rank)
+        made(said.parent)  # which a part that was left out has not made
         replace(said, sha256)
         if rank == 0:
             self._uncommitted[step] = parts
