@@ -25,9 +25,9 @@ from polytempo.torch.local_decay import LocalDecay
 from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import made_schedule
 from polytempo.torch.rate_schedule import RateSchedule, check_schedule
-from polytempo.torch.replica import trainable
 from polytempo.torch.served import ServedCourse, gradients_of
 from polytempo.torch.shard_rule import shard_rule_of
+from polytempo.torch.trainable import trainable
 from polytempo.torch.training import check_goals
 
 _MOST_HELD = 1024

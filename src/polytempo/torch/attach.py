@@ -29,7 +29,8 @@ from polytempo.torch.loss_scale import facts as scaler_facts
 from polytempo.torch.one_copy import host_group, one_copy_of
 from polytempo.torch.optimizer_state import broadcast_optimizer
 from polytempo.torch.ownership import check_hooks
-from polytempo.torch.replica import BufferRule, Replica, sparse_tables, take_over, trainable
+from polytempo.torch.replica import BufferRule, Replica, take_over
+from polytempo.torch.trainable import sparse_tables, trainable
 from polytempo.worlds import ProcessWorld, current
 
 _handles: WeakKeyDictionary[nn.Module, ref[Handle]] = WeakKeyDictionary()
@@ -56,47 +57,38 @@ def attach(
         for x, y in pt.shard(loader):
             optimizer.zero_grad(); loss_fn(model(x), y).backward(); optimizer.step()
 
-    One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that
-    train together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What
-    begins to train later (`add_param_group`, thawed layers, an optimizer that is made anew) needs detach() and a new
-    attach; `step` says so, also that of another optimizer. Of an optimizer that wraps another, as SAM and Lookahead do,
-    attach the one whose `step` is called.
+    One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that train
+    together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What begins to
+    train later (`add_param_group`, thawed layers, a new optimizer) needs detach() and a new attach; `step` says so. Of
+    an optimizer that wraps another, as SAM and Lookahead do, attach the one whose `step` is called.
 
-    Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all
-    run the same strategy on the same model with the same versions (`Mismatch` names both values).
+    Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all run the same
+    strategy on the same model with the same versions (`Mismatch` names both values).
 
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
     strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
     GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
     refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
-    Gradients that are put into `.grad` by hand (`autograd.grad`) are exchanged by `step` where no backward pass came
-    since the last step; where one did, they are taken for edits of its answer, so let that pass be inside `no_sync()`.
+    Gradients put into `.grad` by hand (`autograd.grad`) are exchanged by `step` where no backward pass came since the
+    last step, and taken for edits of its answer where one did: let that pass be inside `no_sync()`.
     After `model.load_state_dict()` (by all ranks) the strategy begins anew from there; other changes in place, as
-    clipped weights, count as movements of the step.
-    A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank
-    used keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` it is otherwise: `.grad` is
-    this rank's own gradient, `step` does all the rest and waits for all (so all take or skip it alike), clipping is
-    the handle's `clip_grad_norm_`, and who changes parameters in other ways does it on one rank: all see the same.
+    clipped weights, count as movements of the step. A parameter that this rank did not use counts as a zero gradient;
+    with `find_unused` one that no rank used keeps `.grad` None, for one more small all-reduce a step. Under
+    `shared_memory()` `.grad` is this rank's own gradient, `step` does all the rest and waits for all (so all take or
+    skip it alike), clipping is the handle's `clip_grad_norm_`, and other changes of parameters are made by one rank.
 
     `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
     strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
     batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
     `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
     one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
-    `on_drift`: where the strategy promises equal models after each step, ranks compare hashes of parameters, optimizer
-    state, its options and buffers that have met. That finds a flipped bit, or a step that one rank left out, within 256
-    steps, and before `state_dict()` in any case, at half a percent of a step. Ranks that differ raise `Drifted`, which
-    names the minority where there is one ("stop"); or the minority takes over the state of the others ("restore", from
-    three ranks on); or nothing is compared ("ignore").
-    `allow_nan`: NaN and infinities in gradients travel as in DDP, and what to do about them is the loop's affair. With
-    False the rank that has brought one raises `NotFinite`, with step, rank and parameter, before any other rank gets it
-    (CPU tensors; a look at each gradient, or parameter, a step). Where a `scaler` is given, what overflows is its
-    affair: the step is skipped, and no error.
-    `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
-    where given, must be the same everywhere.
-
-    Cost alone: nothing but a counter a step for strategies that are idle with one rank. Memory: one flat
-    copy of the gradients, which `.grad` then points into.
+    `on_drift`: where the strategy promises equal models, ranks compare hashes of all that is equal then, and find a
+    flipped bit within 256 steps (`torch.drift_watch`). Ranks that differ raise `Drifted` ("stop"), the minority of
+    them takes over the others' state ("restore"), or nothing is compared ("ignore").
+    `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
+    and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
+    `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
+    the same everywhere. Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
     """
     strategy = sync_sgd() if strategy is None else strategy
     _check(model, strategy)

@@ -27,7 +27,7 @@ from polytempo.flexrr.step import Work, covered_step
 from polytempo.server.asker import Asker
 from polytempo.server.client import Client
 from polytempo.server.message import Ticket
-from polytempo.torch.replica import trainable
+from polytempo.torch.trainable import trainable
 from polytempo.torch.training import seed_step
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from polytempo.torch.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
 from polytempo.torch.finite import Guard
 from polytempo.torch.loss_scale import LossScale
 from polytempo.torch.requirements import fitted
+from polytempo.torch.trainable import sparse_tables, trainable
 from polytempo.torch.watch import Watch
 
 BufferRule = Literal["average", "broadcast", "leave"]
@@ -352,33 +353,8 @@ async def take_over(
             torch._foreach_copy_(list(group.values()), list(bundle.with_flat(flat).views.values()))
 
 
-def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name: those that need gradients and that the optimizer holds."""
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    found = {name: p for name, p in model.named_parameters() if id(p) in held}
-    if not found:
-        raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
-    strangers = held.keys() - {id(p) for p in found.values()}
-    if strangers:
-        shapes = [list(p.shape) for key, p in held.items() if key in strangers]
-        raise ValueError(
-            f"the optimizer trains {len(shapes)} tensors that are no parameters of the model, the first of shape "
-            f"{shapes[0]}; nobody would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
-        )
-    return found
-
-
 def _holds(source: Saved, path: str) -> bool:
     return any(name == path or name.startswith(f"{path}/") for name in [*source.tensors, *source.scalars])
-
-
-def sparse_tables(model: nn.Module) -> frozenset[str]:
-    """The parameters whose gradients come as rows."""
-    return frozenset(
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    )
 
 
 def _moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:

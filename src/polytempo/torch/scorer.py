@@ -12,8 +12,8 @@ from polytempo.data.batches import Batches
 from polytempo.torch.evaluate import Evaluation, tensors_of
 from polytempo.torch.job import Data, Job
 from polytempo.torch.randomness import kept_random_states
-from polytempo.torch.replica import trainable
 from polytempo.torch.running import Running
+from polytempo.torch.trainable import trainable
 
 
 class Scorer:

@@ -30,10 +30,10 @@ from polytempo.torch.objective import loss_of
 from polytempo.torch.parts import BATCH, ON_BATCH, called
 from polytempo.torch.rate_schedule import RateSchedule
 from polytempo.torch.reassigned import Reassigned
-from polytempo.torch.replica import trainable
 from polytempo.torch.running import Running
 from polytempo.torch.shard_rule import parameters_of, rates_of
 from polytempo.torch.table_rows import ModelTables
+from polytempo.torch.trainable import trainable
 from polytempo.torch.training import ROWS_PER_EPOCH, Meter, seed_step
 
 ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]

@@ -14,8 +14,8 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.layout import Parameter
 from polytempo.server.tables import serves_rows, takes_rows
 from polytempo.torch.local_decay import coupled, is_decoupled
-from polytempo.torch.replica import sparse_tables, trainable
 from polytempo.torch.requirements import check_model, check_momentum
+from polytempo.torch.trainable import sparse_tables, trainable
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")

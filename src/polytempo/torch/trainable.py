@@ -1,0 +1,31 @@
+"""Which parameters of a model are trained, and which of them by rows."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name: those that need gradients and that the optimizer holds."""
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    found = {name: p for name, p in model.named_parameters() if id(p) in held}
+    if not found:
+        raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
+    strangers = held.keys() - {id(p) for p in found.values()}
+    if strangers:
+        shapes = [list(p.shape) for key, p in held.items() if key in strangers]
+        raise ValueError(
+            f"the optimizer trains {len(shapes)} tensors that are no parameters of the model, the first of shape "
+            f"{shapes[0]}; nobody would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
+        )
+    return found
+
+
+def sparse_tables(model: nn.Module) -> frozenset[str]:
+    """The parameters whose gradients come as rows."""
+    return frozenset(
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    )
