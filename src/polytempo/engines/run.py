@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polytempo.core import Strategy
+from polytempo.core import NotFinite, Strategy
 from polytempo.engines.crew import diverged
+from polytempo.engines.diverged import diverged_result
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
@@ -104,13 +105,20 @@ def compare(
     progress: Progress | None = None,
     **more: Any,
 ) -> list[Result]:
-    """Train `job` with one strategy after the other, and report them side by side in `out`."""
+    """Train `job` with one strategy after the other, and report them side by side in `out`.
+
+    A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
+    """
     options = replace(options or RunOptions(), **more)
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
         folders.append(folder)
-        results.append(run(job, strategy, workers, replace(options, out=folder), progress=progress))
+        own = replace(options, out=folder)
+        try:
+            results.append(run(job, strategy, workers, own, progress=progress))
+        except NotFinite as error:
+            results.append(diverged_result(job, strategy, workers, own, error))
     if options.out is not None:
         report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
     return results
