@@ -15,9 +15,9 @@ import polytempo as pt
 from laws.catalogue import HELPED, ROWS, SERVED, Row, label
 from laws.harness import OPTIMIZERS
 
-WORKERS, BATCH, STEPS = 4, 4, 8
+WORKERS, BATCH, STEPS = 4, 4, 4
 """As many workers as every strategy of the catalogue can have."""
-CULPRIT, BAD = 2, 5
+CULPRIT, BAD = 2, 2
 """The rank and its own step, both counted from 0."""
 
 
@@ -60,12 +60,15 @@ def job(way: str, made: list[Tripped]) -> pt.Job:
 
 
 def run(row: Row, way: str, out: Path | None = None, *, allow_nan: bool = False) -> pt.Result:
-    options = {} if out is None else {"out": out, "checkpoint_every": 2}
+    options = {} if out is None else {"out": out, "checkpoint_every": 1}
     return pt.simulate(job(way, []), row.make(), WORKERS, steps=STEPS, allow_nan=allow_nan, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", ["loss", "gradient"])
-@pytest.mark.parametrize("row", [*ROWS, *SERVED], ids=label)
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [(row, "loss") for row in [*ROWS, *SERVED]] + [(row, "gradient") for row in [*ROWS, *SERVED[-1:]]],
+    ids=lambda given: given if isinstance(given, str) else label(given),
+)
 def test_the_error_names_the_step_the_rank_and_the_parameter(row: Row, way: str) -> None:
     with pytest.raises(pt.NotFinite, match=f"rank {CULPRIT}, step .*(nan|inf)") as caught:
         run(row, way)
@@ -86,23 +89,31 @@ def test_a_slice_of_a_batch_is_looked_at_by_whoever_computes_it(row: Row) -> Non
     assert (caught.value.rank, caught.value.step is not None) == (CULPRIT, True)
 
 
-@pytest.mark.parametrize("row", [*ROWS, *SERVED, *HELPED], ids=label)
-def test_allow_nan_goes_on_to_the_end_or_to_a_codec_that_cannot_encode_it(row: Row) -> None:
-    try:
-        result = run(row, "loss", allow_nan=True)
-    except pt.NotFinite as error:
-        assert error.codec
-        assert any(word in str(row.make()) for word in ("sgd", "terngrad", "dgc", "codec"))
-        assert row.name != "sync_sgd"
-        return
-    assert result.steps == STEPS
-    assert result.as_json()["diverged"] is None
+def encodes(row: Row) -> bool:
+    """Whether a codec of the strategy has no code for NaN; a plain cast has one."""
+    compressed = ("dgc", "int8_sgd", "one_bit_sgd", "power_sgd", "qsgd", "sign_sgd", "terngrad", "threshold", "top_k")
+    return row.name.startswith(compressed) or "codec=feedback" in label(row)
+
+
+@pytest.mark.parametrize("row", [row for row in [*ROWS, *SERVED, *HELPED] if not encodes(row)], ids=label)
+def test_allow_nan_goes_on_to_the_end(row: Row) -> None:
+    result = run(row, "loss", allow_nan=True)
+    assert (result.steps, result.diverged) == (STEPS, None)
+
+
+@pytest.mark.parametrize("row", [row for row in [*ROWS, *SERVED] if encodes(row)], ids=label)
+def test_with_allow_nan_the_codec_that_cannot_encode_it_says_so(row: Row) -> None:
+    with pytest.raises(pt.NotFinite, match="cannot encode") as caught:
+        run(row, "loss", allow_nan=True)
+    assert caught.value.codec
+    if row in ROWS and "codec=" not in label(row):
+        assert caught.value.step == BAD
 
 
 @pytest.mark.parametrize("allow_nan", [False, True])
 @pytest.mark.parametrize("name", ["sync_sgd", "local_sgd", "gossip", "hogwild", "shared_memory", "diloco"])
 def test_good_checkpoints_stay(name: str, allow_nan: bool, tmp_path: Path) -> None:
-    """A run is saved after 2 and 4 steps, and after 6 and 8 it holds NaN: the first two stay."""
+    """A run is saved after each step, and from the third on it holds NaN: the first two stay."""
     row = next(row for row in ROWS if row.name == name)
     if allow_nan:
         run(row, "loss", tmp_path, allow_nan=True)
@@ -110,7 +121,7 @@ def test_good_checkpoints_stay(name: str, allow_nan: bool, tmp_path: Path) -> No
         with pytest.raises(pt.NotFinite):
             run(row, "loss", tmp_path)
     folders = sorted(folder.name for folder in (tmp_path / "checkpoint").glob("step-*"))
-    assert folders == ["step-00000002", "step-00000004"]
+    assert folders == ["step-00000001", "step-00000002"]
     for file in (tmp_path / "checkpoint").glob("step-*/*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
 
