@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import typer
+
 from polytempo.cli.catalogue import strategies_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
 from polytempo.cli.plan import job_of, run_name, run_options, show_plan
-from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_results
+from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
 
@@ -39,4 +41,6 @@ def compare(given: Mapping[str, object], config: Path | None) -> None:
     else:
         show_results(figures)
         print(f"report: {out / 'report.html'}")
-    say_unreached(figures)
+    say_unreached([each for each in figures if not each["diverged"]])
+    if say_diverged(figures):
+        raise typer.Exit(1)

@@ -51,6 +51,14 @@ def say_unreached(results: Sequence[Mapping[str, object]]) -> bool:
     return bool(unreached)
 
 
+def say_diverged(results: Sequence[Mapping[str, object]]) -> bool:
+    """Say on standard error which runs ended at a value that was not finite; whether there is one."""
+    diverged = [result for result in results if result.get("diverged")]
+    for result in diverged:
+        print(f"error: {result['strategy']}: {result['diverged']}", file=sys.stderr)
+    return bool(diverged)
+
+
 def show_result(result: Mapping[str, object]) -> None:
     """One run's result: a line for each figure."""
     rows = [(label, figure(key, result[key])) for label, key in _RESULT_ROWS if result.get(key) is not None]

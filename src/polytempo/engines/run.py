@@ -11,10 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polytempo.core import Strategy, files
+from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.crew import diverged
+from polytempo.engines.diverged import diverged_result
 from polytempo.engines.folder import began
 from polytempo.engines.given import check_strategy
 from polytempo.engines.init import init
@@ -126,7 +127,10 @@ def compare(
     progress: Progress | None = None,
     **more: Any,
 ) -> list[Result]:
-    """Train `job` with one strategy after the other, and report them side by side in `out`."""
+    """Train `job` with one strategy after the other, and report them side by side in `out`.
+
+    A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
+    """
     options = replace(options or RunOptions(), **more)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
@@ -135,7 +139,11 @@ def compare(
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
         folders.append(folder)
-        results.append(_performed(job, strategy, workers, replace(options, out=folder), progress))
+        own = replace(options, out=folder)
+        try:
+            results.append(_performed(job, strategy, workers, own, progress))
+        except NotFinite as error:
+            results.append(diverged_result(job, strategy, workers, own, error))
     if options.out is not None:
         report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
     return results

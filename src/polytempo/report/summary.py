@@ -46,7 +46,7 @@ def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
                 float(result["seconds"]),
                 float(result["samples_per_s"]),
                 float(result["samples_per_s"]) / against if against > 0 else None,
-                _loss(result.get("loss")),
+                math.inf if result.get("diverged") else _loss(result.get("loss")),
                 finite(result.get("accuracy")),
                 float(result["bytes_sent_per_rank"]),
                 finite(result.get("communication_share")),

@@ -47,6 +47,8 @@ class Result:
     trace_hash: str
     reached: bool | None = None
     """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
+    diverged: str | None = None
+    """What was NaN or infinite, where that ended this run of a comparison."""
     report: str | None = None
     checkpoint: str | None = None
     server: dict[str, Any] | None = None

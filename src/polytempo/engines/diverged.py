@@ -1,0 +1,52 @@
+"""What is said of a run that ended because a loss, a gradient or a parameter was NaN or infinite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from polytempo.core import NotFinite, Strategy
+from polytempo.report.metrics import read_metrics
+from polytempo.torch.job import Job
+from polytempo.torch.options import RunOptions
+from polytempo.torch.result import Result
+
+
+def diverged_result(job: Job, strategy: Strategy, workers: int, options: RunOptions, error: NotFinite) -> Result:
+    """The run in numbers, as far as its last row of metrics tells them, beside runs that came to their end.
+
+    It has no loss and no accuracy, and `diverged` says why. Where the run has a folder, it is left there, too.
+    """
+    path = None if options.out is None else options.out / "metrics.jsonl"
+    rows = [
+        row for row in (read_metrics(path) if path is not None and path.is_file() else []) if row["kind"] == "train"
+    ]
+    last = rows[-1] if rows else {"step": 0, "epoch": 0.0, "samples": 0, "seconds": 0.0}
+    result = Result(
+        job=job.name,
+        strategy=str(strategy),
+        world="process",
+        workers=workers,
+        steps=int(last["step"]) if error.step is None else error.step,
+        epochs=float(last["epoch"]),
+        samples=int(last["samples"]),
+        seconds=float(last["seconds"]),
+        samples_per_s=last["samples"] / last["seconds"] if last["seconds"] else 0.0,
+        loss=None,
+        accuracy=None,
+        train_loss=None,
+        bytes_sent_per_rank=0.0,
+        communication_share=0.0,
+        batch_size=options.batch_size or job.batch_size,
+        seed=options.seed,
+        threads=torch.get_num_threads(),
+        parameters_sha256=None,
+        trace_hash="",
+        diverged=str(error),
+    )
+    if options.out is not None:
+        folder: Path = options.out
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write(folder)
+    return result
