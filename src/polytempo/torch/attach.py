@@ -82,11 +82,7 @@ def attach(
     batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
     `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
     one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
-    `on_drift`: where the strategy promises equal models after each step, ranks compare hashes of parameters, optimizer
-    state, its options and buffers that have met. That finds a flipped bit, or a step that one rank left out, within 256
-    steps, and before `state_dict()` in any case, at half a percent of a step. Ranks that differ raise `Drifted`, which
-    names the minority where there is one ("stop"); or the minority takes over the state of the others ("restore", from
-    three ranks on); or nothing is compared ("ignore").
+    `on_drift`: ranks that must be equal and differ raise `Drifted`, take the majority's state, or are not compared.
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed`,
     where given, must be the same everywhere.
 
@@ -133,7 +129,7 @@ def _handle(
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)
-    replica.drift = watch(world, replica, options.on_drift, shares=copy is not None)
+    replica.drift = watch(world, replica, options.on_drift)
     return Handle(world, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
 
 
