@@ -39,7 +39,7 @@ OnDrift = Annotated[
     str | None,
     typer.Option(
         metavar="WHAT",
-        help="Where ranks that promise equal models differ: stop, restore (the majority's state), ignore. Default: stop.",
+        help="Where ranks that must be equal differ: stop, restore (the majority's state), ignore. Default: stop.",
     ),
 ]
 AllowNan = Annotated[

@@ -132,7 +132,7 @@ def _handle(
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)
-    replica.drift = watch(world, replica, options.on_drift, shares=copy is not None)
+    replica.drift = watch(world, replica, options.on_drift)
     return Handle(world, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
 
 

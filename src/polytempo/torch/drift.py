@@ -30,30 +30,25 @@ _ELEMENTS = 4096
 class Compared(NamedTuple):
     """Which parts of a replica must be equal on all ranks."""
 
-    parameters: bool
     optimizer: bool
-    """The optimizer's state."""
-    options: bool
-    """Its learning rates and other options."""
+    """The optimizer's state and options, beside the parameters and the buffers that have met."""
 
 
-def compared(replica: Replica, *, shares: bool) -> Compared | None:
-    """What the strategy promises to be equal; None: nothing. `shares`: parameters and state exist once for all.
+def compared(replica: Replica) -> Compared | None:
+    """What the strategy promises to be equal; None: nothing, or what exists once cannot differ.
 
     Where parameters are exchanged after the step, each rank's optimizer has seen its own gradients alone.
     """
-    if not replica.strategy.in_step:
+    exchanges = replica.exchanges_gradients or replica.exchanges_parameters
+    if not (replica.strategy.in_step and exchanges):
         return None
-    own = replica.exchanges_parameters
-    if not (own or replica.exchanges_gradients or shares):
-        return None
-    return Compared(parameters=not shares, optimizer=not (own or shares), options=not own)
+    return Compared(optimizer=not replica.exchanges_parameters)
 
 
 def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
     """The tensors that must be equal on all ranks after a step, by what they are; without buffers."""
     found: dict[str, Tensor] = {}
-    for name, parameter in replica.model.named_parameters() if what.parameters else ():
+    for name, parameter in replica.model.named_parameters():
         found[f"parameter {name!r}"] = parameter
         state: dict[str, Any] = replica.optimizer.state.get(parameter, {}) if what.optimizer else {}
         for key in sorted(state, key=str):
@@ -65,7 +60,7 @@ def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
 def settings(replica: Replica, what: Compared) -> dict[str, Any]:
     """The numbers that must be equal on all ranks after a step: options, and state that is no tensor."""
     found: dict[str, Any] = {}
-    for i, group in enumerate(replica.optimizer.param_groups if what.options else ()):
+    for i, group in enumerate(replica.optimizer.param_groups if what.optimizer else ()):
         for key, value in group.items():
             if key != "params":
                 found[f"option {key!r} of parameter group {i}"] = _written(value)

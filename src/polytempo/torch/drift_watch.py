@@ -132,7 +132,7 @@ class DriftWatch:
             return
         descriptions = self._world.drive(gather_json(self._world.port, described(self._replica, self._what)))
         text = _told(looks, verdict, descriptions)
-        restores = self._on_drift == "restore" and self._what.parameters and verdict.healthy
+        restores = self._on_drift == "restore" and verdict.healthy
         if not restores or self._num_restores == _MAX_RESTORES:
             raise Drifted(text + ". " + _REMEDY, verdict.others if verdict.healthy else [])
         self._num_restores += 1
@@ -143,11 +143,11 @@ class DriftWatch:
             print(f"polytempo: {text}; took over the state of rank {verdict.healthy[0]}", file=sys.stderr)
 
 
-def watch(world: ProcessWorld, replica: Replica, on_drift: OnDrift, *, shares: bool) -> DriftWatch | None:
+def watch(world: ProcessWorld, replica: Replica, on_drift: OnDrift) -> DriftWatch | None:
     """The watch over what the strategy promises to be equal; None where it promises nothing, or none is wanted."""
     if on_drift not in ("stop", "restore", "ignore"):
         raise ValueError(f"on_drift must be 'stop', 'restore' or 'ignore', got {on_drift!r}")
-    what = compared(replica, shares=shares)
+    what = compared(replica)
     if world.size == 1 or on_drift == "ignore" or what is None:
         return None
     return DriftWatch(world, replica, what, on_drift)

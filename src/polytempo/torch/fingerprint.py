@@ -4,9 +4,9 @@ words      x₀ x₁ x₂ …           the memory as 64-bit integers, the last 
 block      h = Σ wᵢ xᵢ + Σ vᵢ ⌊xᵢ / 2³²⌋  mod 2⁶⁴     wᵢ, vᵢ: odd, others for each place
 tensors    d ← M d + h                          block after block; M is odd
 
-One flipped bit b moves h by ±2ᵇ wᵢ, from b = 32 on by ±2ᵇ wᵢ ± 2ᵇ⁻³² vᵢ. That is never 0, as w and v are odd; and d differs,
-too, as M is. Other changes escape with a probability of about 2⁻³³ if they touch nothing but top bits, else 2⁻⁶⁴. No
-secret is in it: it finds faults, not forgery.
+One flipped bit b moves h by ±2ᵇ wᵢ, from b = 32 on by ±2ᵇ wᵢ ± 2ᵇ⁻³² vᵢ. That is never 0, as w and v are odd; and d
+differs, too, as M is. Other changes escape with a probability of about 2⁻³³ if they touch nothing but top bits, else
+2⁻⁶⁴. No secret is in it: it finds faults, not forgery.
 """
 
 from __future__ import annotations
