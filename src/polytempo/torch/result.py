@@ -47,6 +47,8 @@ class Result:
     """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
     report: str | None = None
     checkpoint: str | None = None
+    ledger: list[dict[str, Any]] | None = None
+    """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
     """What a parameter server adds (see `torch.served_facts`): staleness, and how each worker fared."""
 
