@@ -41,11 +41,8 @@ def train(folder: Path, source: str, *more: str) -> subprocess.CompletedProcess[
 def left(folder: Path) -> list[str]:
     """What the command left, in its folder and among temporary files; what Python and torch keep there aside."""
     found = [path.relative_to(folder) for path in folder.rglob("*")]
-    return sorted(
-        str(path)
-        for path in found
-        if not any(part.startswith(("__pycache__", "torchinductor_")) for part in path.parts)
-    )
+    theirs = ("__pycache__", "torchinductor_")
+    return sorted(str(path) for path in found if not any(part.startswith(theirs) for part in path.parts))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def test_an_exception_at_a_later_step_has_the_job_s_lines_and_none_of_ours(tmp_p
         "job = dataclasses.replace(digits, loss=loss)\n"
     )
     done = train(tmp_path, loss, "--workers", "1", "--steps", "60", "--batch-size", "1500")
-    assert "note: a step of 1 workers with batch size 1500 asks for 1,500 samples, and there are 1,437" in done.stderr
+    assert "note: a step of 1 worker with batch size 1500 asks for 1,500 samples, and there are 1,437" in done.stderr
     assert (done.returncode, done.stdout) == (1, "")
     assert "job digits: loss(output, target) raised KeyError: 'late'; output is float32 (1437, 10)" in done.stderr
     assert 'job.py", line 8, in loss' in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -65,6 +66,34 @@ def test_a_command_is_understood(command: str, tmp_path: Path, monkeypatch: pyte
         assert (answer.exit_code, answer.stderr.strip()) == (2, expected)
     else:
         assert answer.exit_code == 0, answer.output
+
+
+def shortened(command: str) -> list[str]:
+    """The words of a command that does the same in less time: few steps or seeds, quick measurements."""
+    words = shlex.split(command, comments=True)[1:]
+    if words[0] == "chaos":
+        return ["chaos", "--seeds", "2", "--processes", "1"]
+    if words[0] == "bench":
+        return [*words, "--quick"]
+    if words[0] in RUNS and "--until" not in words and "--steps" not in words:
+        return [*words, "--steps", "8" if "--resume" in words else "4"]
+    return words
+
+
+@pytest.mark.process
+def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
+    """In one folder that is empty at first: those that share a run's folder; with README_ALL=1 (`make soak`) all."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    every = bool(os.environ.get("README_ALL"))
+    if every:
+        (tmp_path / "path/to").mkdir(parents=True)
+        (tmp_path / "path/to/mnist").symlink_to(Path(os.environ["POLYTEMPO_DATA"], "mnist"))
+    chosen = [command for command in commands(README) if every or re.search(r"\bruns/", command)]
+    assert len(chosen) >= 4
+    for command in chosen:
+        refused = README.partition(f"$ {command}\n")[2].startswith("error: ")
+        done = warm.run(["-m", "polytempo", *shortened(command)], tmp_path, timeout=300)
+        assert done.returncode == (2 if refused else 0), f"{command}: {done.stderr}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

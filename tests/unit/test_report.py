@@ -82,7 +82,16 @@ def test_a_run_is_read_back_from_its_folder(tmp_path: Path) -> None:
 def test_a_peer_survives_the_chrome_trace(tmp_path: Path) -> None:
     events = [Event(1, 7, "send", 64, 0.25, 0.5, 3)]
     write_chrome_trace(tmp_path / "trace.json", events, title="")
-    assert read_events(tmp_path / "trace.json") == events
+    assert read_events(tmp_path / "trace.json") == (events, 0)
+
+
+def test_a_trace_without_its_beginning_is_told_as_such(tmp_path: Path) -> None:
+    run = record()
+    (tmp_path / "result.json").write_text(json.dumps(run.result))
+    write_chrome_trace(tmp_path / "trace.json", run.events, title="digits", dropped=12_345)
+    shown = page([load_run(tmp_path)], title="t")
+    assert "The trace keeps the end of a run: 12,345 operations before it are dropped." in shown
+    assert "are dropped" not in page([run], title="t")
 
 
 def test_a_folder_without_a_result_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ from helpers import CLUSTER
 from polytempo.cluster import lognormal
 from polytempo.collectives import ring
 from polytempo.core import Port
-from polytempo.worlds import Event, Trace, VirtualWorld, chrome_trace, combined_hash, write_chrome_trace
+from polytempo.worlds import (
+    MOST_WRITTEN,
+    Event,
+    Trace,
+    VirtualWorld,
+    chrome_trace,
+    combined_hash,
+    joined,
+    write_chrome_trace,
+)
 
 NOISY = replace(CLUSTER, stragglers=lognormal(0.5))
 
@@ -63,7 +72,7 @@ def test_events_are_bounded_and_totals_and_hash_are_not() -> None:
     whole, bounded = traced(), traced(max_events=10)
     assert (len(whole.events), whole.dropped) == (81, 0)
     assert (len(bounded.events), bounded.dropped) == (10, 71)
-    assert bounded.events == whole.events[:10]
+    assert bounded.events == whole.events[-10:], "the last ones: what a run does now, not how it began"
     assert (bounded.bytes_sent, bounded.messages, bounded.hash) == (whole.bytes_sent, whole.messages, whole.hash)
 
 
@@ -127,7 +136,7 @@ def test_a_file_holds_every_event_and_names_for_every_track(tmp_path: Path) -> N
     trace = traced()
     write_chrome_trace(tmp_path / "trace.json", trace.events, title="digits")
     read = json.loads((tmp_path / "trace.json").read_text())
-    assert (read["displayTimeUnit"], read["otherData"]) == ("ms", {"title": "digits"})
+    assert (read["displayTimeUnit"], read["otherData"]) == ("ms", {"title": "digits", "dropped": 0})
     by_kind = {kind: [line for line in read["traceEvents"] if line["ph"] == kind] for kind in "MX"}
     assert len(read["traceEvents"]) == len(by_kind["M"]) + len(by_kind["X"])
     assert len(by_kind["X"]) == len(trace.events)
@@ -141,6 +150,27 @@ def test_a_file_holds_every_event_and_names_for_every_track(tmp_path: Path) -> N
     processes = {line["pid"]: line["args"]["name"] for line in by_kind["M"] if line["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"], "nothing half-written stays behind"
+
+
+def test_a_file_is_bounded_and_says_what_is_left_out(tmp_path: Path) -> None:
+    """Of all ranks' events those that ended last, however they are ordered; and what each rank dropped before."""
+    per_rank, path = MOST_WRITTEN // 2 + 5, tmp_path / "trace.json"
+    events = [Event(rank, step, "compute", 0, float(step), step + 0.5) for rank in (0, 1) for step in range(per_rank)]
+    write_chrome_trace(path, events, title="t", dropped=90)
+    read = json.loads(path.read_text())
+    kept = [line for line in read["traceEvents"] if line["ph"] == "X"]
+    assert len(kept) == MOST_WRITTEN
+    assert {(line["pid"], line["args"]["step"]) for line in kept} == {
+        (event.rank, event.step) for event in events if event.step >= 5
+    }
+    assert read["otherData"] == {"title": "t", "dropped": 100}
+    [mark] = [line for line in read["traceEvents"] if line["ph"] == "i"]
+    assert (mark["name"], mark["ts"]) == ("100 earlier operations are left out", 5_000_000.0)
+
+
+def test_excerpts_of_several_processes_are_joined() -> None:
+    one, other = traced(seed=1), traced(seed=2, max_events=20)
+    assert joined([one.excerpt(30), other.excerpt(30)]) == ([*one.events[-30:], *other.events], 51 + 61)
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10), st.sampled_from(["compute", "send", "recv"])))

@@ -88,9 +88,10 @@ def batch_notes(samples: int | None, workers: int, batch_size: int) -> list[str]
     """What to say of a step that asks for more samples than there are."""
     if samples is None or workers * batch_size <= samples:
         return []
+    who, asked = "1 worker" if workers == 1 else f"{workers} workers", workers * batch_size
     return [
-        f"a step of {workers} workers with batch size {batch_size} asks for {workers * batch_size:,} samples, and "
-        f"there are {samples:,}: every step takes all of them, about {max(1, samples // workers):,} a worker"
+        f"a step of {who} with batch size {batch_size} asks for {asked:,} samples, and there are {samples:,}: every "
+        f"step takes all of them, about {max(1, samples // workers):,} a worker"
     ]
 
 

@@ -58,10 +58,9 @@ from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, work
 from polytempo.torch.shard_rule import flat_of, parameters_of
 from polytempo.wire.shared import Arenas
-from polytempo.worlds import Event, combined_hash, write_chrome_trace
+from polytempo.worlds import MOST_WRITTEN, Joined, combined_hash, joined, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
 
-_MAX_TRACED = 20_000
 _SPARE_BUFFERS = 12
 """So many vectors as large as the parameters fit into an arena, beside one for each worker."""
 _SPARE_BYTES = 64 << 20
@@ -81,7 +80,7 @@ class Outcome(NamedTuple):
     finals: dict[str, str]
     """The hash of each worker's final weights, by worker and life."""
     threads: int
-    events: list[Event]
+    events: Joined
     trace_hash: str
 
 
@@ -342,8 +341,7 @@ class ServedRun:
     def _told(self, world: MailWorld) -> dict[str, Any]:
         """What every process leaves of its trace."""
         return {
-            "events": [list(event) for event in world.trace.events[:_MAX_TRACED]],
-            "hash": world.trace.hash,
+            **world.trace.excerpt(MOST_WRITTEN // self.cast.coordinator + 1),
             "bytes": world.trace.bytes_sent[world.rank],
         }
 
@@ -356,7 +354,7 @@ class ServedRun:
 
     def outcome(self, ended: Sequence[tuple[Role, Worker]], home: Path) -> Outcome:
         """Read what the processes left, before their folder goes."""
-        attendances, events, hashes = [], list[Event](), list[str]()
+        attendances, excerpts = [], list[dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}
         for role, _ in ended:
@@ -365,16 +363,14 @@ class ServedRun:
                 continue
             told = json.loads(path.read_bytes())
             sent[role.kind] += told["bytes"]
-            hashes.append(told["hash"])
-            events += [Event(*event) for event in told["events"]]
+            excerpts.append(told)
             if role.kind == "worker" and told["sha256"] is not None:
                 attendances.append(Attendance(*told["attendance"]))
                 finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; look into its logs")
-        return Outcome(
-            attendances, next(iter(finals.values())), sent, finals, threads, events, combined_hash(sorted(hashes))
-        )
+        trace_hash = combined_hash(sorted(told["hash"] for told in excerpts))
+        return Outcome(attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash)
 
     def result(self, outcome: Outcome) -> Result:
         """The run in numbers."""
@@ -397,4 +393,5 @@ class ServedRun:
         """Write the trace of all processes, and the end of the record."""
         if self.recording is not None:
             self.recording.end(outcome.finals)
-        write_chrome_trace(out / "trace.json", outcome.events, title=f"{self.job.name}, {self.strategy}")
+        events, dropped = outcome.events
+        write_chrome_trace(out / "trace.json", events, title=f"{self.job.name}, {self.strategy}", dropped=dropped)

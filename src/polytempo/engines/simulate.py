@@ -226,7 +226,8 @@ def _finish(course: Course, summary: Summary, outcome: Outcome[Any], out: Path |
     if out is None:
         return result
     run_folder(out)
-    write_chrome_trace(out / "trace.json", trace.events, title=f"{result.job}, {result.strategy}, simulated")
+    title = f"{result.job}, {result.strategy}, simulated"
+    write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
     result.write(out)
     return reported(result, out)
 

@@ -211,9 +211,8 @@ class _Run:
         out = self.options.out
         if out is None:
             return result
-        write_chrome_trace(
-            out / "trace.json", outcome.trace.events, title=f"{result.job}, {result.strategy}, simulated"
-        )
+        trace, title = outcome.trace, f"{result.job}, {result.strategy}, simulated"
+        write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
         result.write(out)
         return reported(result, out)
 

@@ -9,6 +9,7 @@ from typing import Any
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
+from polytempo.data.usage import of_tickets
 from polytempo.engines.cast import reached, samples_behind
 from polytempo.engines.standing import Standing
 from polytempo.server.dealer import Dealer
@@ -111,5 +112,9 @@ class Tally:
             parameters_sha256=parameters_sha256,
             trace_hash=trace_hash,
             reached=self._reached,
+            ledger=of_tickets(
+                *(self._batches, self._dealer.done, [shard.tickets for shard in statistics]),
+                numbers_per_batch=self._service.numbers_per_batch,
+            ),
             server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),
         )

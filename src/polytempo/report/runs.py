@@ -16,6 +16,8 @@ class RunRecord(NamedTuple):
     result: dict[str, Any]
     metrics: list[dict[str, Any]]
     events: list[Event]
+    dropped: int = 0
+    """Operations at the beginning that the trace does not hold."""
 
     @property
     def simulated(self) -> bool:
@@ -33,17 +35,15 @@ def load_run(folder: Path) -> RunRecord:
     if not result.is_file():
         raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
-    return RunRecord(
-        files.parsed(result),
-        read_metrics(metrics) if metrics.is_file() else [],
-        read_events(trace) if trace.is_file() else [],
-    )
+    events, dropped = read_events(trace) if trace.is_file() else ([], 0)
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    return RunRecord(files.parsed(result), rows, events, dropped)
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events of a Chrome trace that `worlds.trace` has written."""
-    lines = files.parsed(path)["traceEvents"]
-    return [
+def read_events(path: Path) -> tuple[list[Event], int]:
+    """The events of a Chrome trace that `worlds.trace` has written, and how many before them were left out."""
+    trace = files.parsed(path)
+    events = [
         Event(
             rank=line["pid"],
             step=line["args"]["step"],
@@ -53,6 +53,7 @@ def read_events(path: Path) -> list[Event]:
             end_s=(line["ts"] + line["dur"]) / 1e6,
             peer=line["args"]["peer"],
         )
-        for line in lines
+        for line in trace["traceEvents"]
         if line["ph"] == "X"
     ]
+    return events, trace.get("otherData", {}).get("dropped", 0)

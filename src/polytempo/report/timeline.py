@@ -132,4 +132,7 @@ def _caption(run: RunRecord, shown: Sequence[Event], ranks: Sequence[int]) -> st
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     workers = int(run.result["workers"])
     who = "all ranks" if len(ranks) == workers else f"{len(ranks)} of {workers:,} ranks"
-    return f"{which[0].upper()}{which[1:]} of {run.result['steps']:,}, {who}."
+    before = (
+        f" The trace keeps the end of a run: {run.dropped:,} operations before it are dropped." if run.dropped else ""
+    )
+    return f"{which[0].upper()}{which[1:]} of {run.result['steps']:,}, {who}.{before}"

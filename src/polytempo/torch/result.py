@@ -51,6 +51,8 @@ class Result:
     """What was NaN or infinite, where that ended this run of a comparison."""
     report: str | None = None
     checkpoint: str | None = None
+    ledger: list[dict[str, Any]] | None = None
+    """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
     """What a parameter server adds (see `torch.served_facts`): staleness, and how each worker fared."""
 

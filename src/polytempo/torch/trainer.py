@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.shard import Shard
+from polytempo.data.usage import in_order
 from polytempo.report.metrics import MetricsWriter
 from polytempo.strategies import sync_sgd
 from polytempo.torch.agree import agree, gather_json
@@ -30,10 +31,9 @@ from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import data_of, model_of, optimizer_of, schedule_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.snapshot import load
-from polytempo.torch.training import Course, Observer, Summary, TakeStep, train
-from polytempo.worlds import Event, ProcessWorld, combined_hash, current, write_chrome_trace
+from polytempo.torch.training import Course, Observer, Summary, TakeStep, check_length, train
+from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
-_MAX_TRACED = 20_000
 _TOKEN_BYTES = 8
 _MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
 
@@ -126,8 +126,7 @@ class Trainer:
         """Bring all ranks' traces together, and leave them in the run's folder."""
         world, out = self.world, self.options.out
         mine = {
-            "events": [list(event) for event in world.trace.events[:_MAX_TRACED]],
-            "hash": world.trace.hash,
+            **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
             "bytes": world.trace.bytes_sent[world.rank] - self.course.observer.off_bytes,
             "share": communication_share,
         }
@@ -145,8 +144,10 @@ class Trainer:
         if out is not None:
             result = replace(result, checkpoint=str(out / "checkpoint"))
             if world.rank == 0:
-                events = [Event(*event) for rank in ranks for event in rank["events"]]
-                write_chrome_trace(out / "trace.json", events, title=f"{result.job}, {result.strategy}")
+                events, dropped = joined(ranks)
+                write_chrome_trace(
+                    out / "trace.json", events, title=f"{result.job}, {result.strategy}", dropped=dropped
+                )
                 result.write(out)
         return result
 
@@ -180,7 +181,8 @@ def result_of(
     trace_hash: str,
 ) -> Result:
     """The result of a run from its summary and its totals over all ranks."""
-    score = summary.score
+    score, shard = summary.score, course.shard
+    learned = bool(summary.parameters)
     return Result(
         job=course.job.name,
         strategy=str(course.replica.strategy),
@@ -199,9 +201,10 @@ def result_of(
         batch_size=course.options.batch_size or course.job.batch_size,
         seed=course.options.seed,
         threads=torch.get_num_threads(),
-        parameters_sha256=parameters_sha256(summary.parameters.values()) if summary.parameters else None,
+        parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,
         reached=summary.reached,
+        ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned else None,
     )
 
 

@@ -3,11 +3,22 @@
 from polytempo.worlds.beside import beside
 from polytempo.worlds.current import current, set_current
 from polytempo.worlds.process import ProcessWorld
-from polytempo.worlds.trace import Event, Trace, chrome_trace, combined_hash, write_chrome_trace
+from polytempo.worlds.trace import (
+    MOST_WRITTEN,
+    Event,
+    Joined,
+    Trace,
+    chrome_trace,
+    combined_hash,
+    joined,
+    write_chrome_trace,
+)
 from polytempo.worlds.virtual import Outcome, VirtualWorld
 
 __all__ = [
+    "MOST_WRITTEN",
     "Event",
+    "Joined",
     "Outcome",
     "ProcessWorld",
     "Trace",
@@ -16,6 +27,7 @@ __all__ = [
     "chrome_trace",
     "combined_hash",
     "current",
+    "joined",
     "set_current",
     "write_chrome_trace",
 ]

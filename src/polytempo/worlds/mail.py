@@ -107,7 +107,7 @@ class MailWorld:
         *,
         lock: HostLock | None = None,
         zero_s: float | None = None,
-        max_events: int = 50_000,
+        max_events: int = 20_000,
     ) -> None:
         self.rank = node
         self.size = len(hosts)

@@ -162,7 +162,7 @@ class _Strand:
 class ProcessWorld:
     """One real rank of `group` (a process group or a backend), or of the initialised default one, or alone."""
 
-    def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 50_000) -> None:
+    def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
         self.rank, self.size, self._whole = rank, len(hosts), group
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polytempo.core import files
 
+MOST_WRITTEN = 50_000
+"""Events in a file, of all ranks together."""
 _PACKED = struct.Struct("<iiiqqdd")
 
 
@@ -36,19 +38,18 @@ COMMUNICATION = WAITING | {"send", "post", "all_reduce", "all_gather", "reduce_s
 class Trace:
     """Events, their totals and their hash.
 
-    Totals and hash cover every event. The events themselves are kept up to `max_events`, so that a
-    long run cannot fill the memory. With `timed=False` the hash leaves times out: what a run on
-    real processes repeats is the sequence of operations, not their duration.
+    Totals and hash cover every event. Of the events themselves the last `max_events` are kept, so that a
+    long run cannot fill the memory; `dropped` counts those before them. With `timed=False` the hash leaves
+    times out: what a run on real processes repeats is the sequence of operations, not their duration.
     """
 
     def __init__(self, *, timed: bool, max_events: int = 200_000) -> None:
-        self.events: list[Event] = []
-        self.dropped = 0
+        self._events: deque[Event] = deque(maxlen=max_events)
+        self._added = 0
         self.bytes_sent: dict[int, int] = defaultdict(int)
         self.messages: dict[tuple[int, str], int] = defaultdict(int)
         self.seconds: dict[tuple[int, str], float] = defaultdict(float)
         self._timed = timed
-        self._max_events = max_events
         self._digest = hashlib.sha256()
         self._op_numbers: dict[str, int] = {}
 
@@ -63,10 +64,23 @@ class Trace:
             number = self._op_numbers[op] = int.from_bytes(hashlib.sha256(op.encode()).digest()[:3], "little")
         times = (start_s, end_s) if self._timed else (0.0, 0.0)
         self._digest.update(_PACKED.pack(rank, step, number, num_bytes, peer, *times))
-        if len(self.events) < self._max_events:
-            self.events.append(event)
-        else:
-            self.dropped += 1
+        self._events.append(event)
+        self._added += 1
+
+    @property
+    def events(self) -> list[Event]:
+        """The last events, in their order."""
+        return list(self._events)
+
+    @property
+    def dropped(self) -> int:
+        """How many events at the beginning are not kept."""
+        return self._added - len(self._events)
+
+    def excerpt(self, most: int) -> dict[str, Any]:
+        """The last events, at most so many, and how many were before them, ready for JSON (see `joined`)."""
+        kept = self.events[-most:]
+        return {"events": [list(event) for event in kept], "dropped": self._added - len(kept), "hash": self.hash}
 
     @property
     def hash(self) -> str:
@@ -74,18 +88,36 @@ class Trace:
         return self._digest.hexdigest()
 
 
+class Joined(NamedTuple):
+    """Events of several traces, and how many before them are dropped."""
+
+    events: list[Event]
+    dropped: int
+
+
+def joined(excerpts: Iterable[Mapping[str, Any]]) -> Joined:
+    """The `Trace.excerpt`s of several processes together."""
+    excerpts = list(excerpts)
+    events = [Event(*event) for excerpt in excerpts for event in excerpt["events"]]
+    return Joined(events, sum(excerpt["dropped"] for excerpt in excerpts))
+
+
 def combined_hash(hashes: Iterable[str]) -> str:
     """One hash for the traces of several ranks, in the order of ranks."""
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
-def chrome_trace(events: Iterable[Event], *, title: str) -> dict[str, object]:
+def chrome_trace(events: Iterable[Event], *, title: str, dropped: int = 0) -> dict[str, object]:
     """The events in Chrome's trace format, which Perfetto and chrome://tracing open: one track a rank and kind.
 
     Operations of one kind that overlap on a rank stand on tracks of their own: viewers drop what
-    overlaps within a track.
+    overlaps within a track. At most the last `MOST_WRITTEN` events are there; where events are left out, `dropped` of
+    them by the caller, a mark at the beginning says how many.
     """
     events = list(events)
+    if len(events) > MOST_WRITTEN:
+        dropped += len(events) - MOST_WRITTEN
+        events = sorted(events, key=lambda event: event.end_s)[-MOST_WRITTEN:]
     tracks = _tracks(events)
     names: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -108,7 +140,12 @@ def chrome_trace(events: Iterable[Event], *, title: str) -> dict[str, object]:
         }
         for event, track in zip(events, tracks, strict=True)
     ]
-    return {"traceEvents": names + slices, "displayTimeUnit": "ms", "otherData": {"title": title}}
+    if dropped:
+        mark = f"{dropped:,} earlier operations are left out"
+        begin_us = min((event.start_s for event in events), default=0.0) * 1e6
+        names.append({"name": mark, "ph": "i", "s": "g", "pid": 0, "ts": begin_us})
+    other = {"title": title, "dropped": dropped}
+    return {"traceEvents": names + slices, "displayTimeUnit": "ms", "otherData": other}
 
 
 _KINDS = ("compute", "communication", "recv")
@@ -128,6 +165,6 @@ def _tracks(events: list[Event]) -> list[int]:
     return tracks
 
 
-def write_chrome_trace(path: Path, events: Iterable[Event], *, title: str) -> None:
-    """Write `chrome_trace` as JSON, complete or not at all."""
-    files.replace(path, json.dumps(chrome_trace(events, title=title)))
+def write_chrome_trace(path: Path, events: Iterable[Event], *, title: str, dropped: int = 0) -> None:
+    """Write `chrome_trace` as JSON, complete or not at all. Size: some 200 bytes an event, so about 10 MB at most."""
+    files.replace(path, json.dumps(chrome_trace(events, title=title, dropped=dropped)))
