@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ _LEFT_OVER_S = 0.5
 """The same for what workers have started, such as data loaders; they are seen to one worker after another."""
 _POLL_S = 0.02
 _LAST_LINES = 20
+_LITTLE_BYTES = 64 << 10
 _LAST_BYTES = 64 << 10
 
 
@@ -169,6 +171,7 @@ def died(failed: Sequence[Worker], size: int, who: str | None = None, why: str =
 
     cause, *others = sorted(failed, key=order)
     rank, code, lines = cause.seat.rank, cause.exit_code or 0, last_lines(cause.log, "Fatal Python error:")
+    why += "" if cause.failure is not None and lines else _full_disks(cause.log.parent, cause.seat.rendezvous)
     quoted = quote(f"The last lines of {who or f'rank {rank}'}", lines)
     message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
     if others:
@@ -176,6 +179,14 @@ def died(failed: Sequence[Worker], size: int, who: str | None = None, why: str =
     if code < 0:
         return WorkerDied(message, rank, None, _signal_name(-code), lines)
     return WorkerDied(message, rank, code, None, lines)
+
+
+def _full_disks(*folders: Path) -> str:
+    """A sentence about those folders where nothing can be written any more."""
+    with suppress(OSError):
+        full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _LITTLE_BYTES]
+        return f" The disk of {' and '.join(full)} is full: free space there." if full else ""
+    return ""
 
 
 def how(worker: Worker) -> str:

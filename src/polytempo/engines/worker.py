@@ -64,8 +64,9 @@ def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, 
     tempfile.tempdir = str(seat.rendezvous)
     torch.set_num_threads(seat.threads)
     code = _attempt(work, seat)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk of the log is full
+            stream.flush()
     os._exit(code)
 
 
@@ -73,9 +74,11 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
     try:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
-        traceback.print_exc()
         failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error))
-        _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+        with suppress(OSError):
+            _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+        with suppress(OSError):  # each of the two may lie on a disk that is full
+            traceback.print_exc()
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0
 
