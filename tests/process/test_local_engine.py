@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import select
 import signal
@@ -25,6 +27,7 @@ from polytempo.core.errors import PeerLost
 from polytempo.engines import local
 from polytempo.engines.crew import WorkerDied
 from polytempo.engines.environment import recognise
+from polytempo.engines.fork import fork
 from polytempo.engines.local import RunTimedOut, launch
 from polytempo.engines.worker import Result, Seat
 
@@ -362,3 +365,75 @@ def children_of(parent: int) -> set[int]:
 
 def is_running(process: int) -> bool:
     return stat_of(str(process))[:1] not in ([], ["Z"])
+
+
+def test_a_full_disk_is_named_though_the_log_lies_on_it() -> None:
+    def work(seat: Seat) -> Result:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), sys.stderr.fileno())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+
+    with pytest.raises(WorkerDied, match=r"raised OSError: .* left on device: 'metrics\.jsonl' \(exit code 1\)"):
+        launch(work, workers=1)
+
+
+# --- what a launcher and a janitor that are killed together leave
+
+
+def left(private: Path, name: str, content: str | None = "locked while this run lives\n") -> Path:
+    folder = private / name
+    (folder / "mail").mkdir(parents=True)
+    if content is not None:
+        (folder / "owner").write_text(content)
+    return folder
+
+
+def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed_together(private: Path) -> None:
+    reading, writing = os.pipe()
+
+    def killed() -> None:
+        def work(seat: Seat) -> Result:
+            children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+            os.write(writing, (" ".join(children) + "\n").encode())
+            return rest(seat)
+
+        launch(work, workers=1)
+
+    launcher = fork(killed)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        janitor = next(int(child) for child in lines.readline().split() if is_janitor(int(child)))
+        os.kill(janitor, signal.SIGSTOP)
+        os.kill(launcher, signal.SIGKILL)
+        os.kill(janitor, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        lines.read()  # ends with the worker
+    (folder,) = private.iterdir()
+    assert launch(lambda seat: seat.rank, workers=1) == [0]
+    assert list(private.iterdir()) == [], folder
+
+
+def is_janitor(process: int) -> bool:
+    """It is the child that has closed everything but a pipe."""
+    return not os.readlink(f"/proc/{process}/fd/1").endswith(".log")
+
+
+def test_only_what_a_dead_run_of_this_user_left_is_swept(private: Path) -> None:
+    elsewhere = left(private, "thesis")
+    (private / "polytempo-00000001").symlink_to(elsewhere)
+    kept = [
+        left(private, "polytempo-0000000g"),
+        left(private, "polytempo-00000002", None),
+        left(private, "polytempo-00000003", ""),
+        left(private, "polytempo-00000004"),
+        left(private, "polytempo-00000005", None),
+        elsewhere,
+        private / "polytempo-00000001",
+    ]
+    (private / "polytempo-00000005" / "owner").symlink_to(elsewhere / "owner")
+    swept = left(private, "polytempo-00000006")
+    with (private / "polytempo-00000004" / "owner").open() as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        assert launch(lambda seat: seat.rank, workers=1) == [0]
+    assert all(os.path.lexists(path) for path in kept)
+    assert (elsewhere / "owner").exists()
+    assert not swept.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_strategies_may_be_a_list(tmp_path: Path) -> None:
         ("a.yaml", "- 1", "a.yaml: expected lines like 'workers: 4', not [1]"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "a.yaml: this is not YAML: "),
         ("a.json", "{}", "a.json: options are read from .toml, .yaml and .yml files"),
-        ("a.yaml", "# " + "-" * 1_000_000, "a.yaml: a file of options has at most 1,000,000 bytes"),
+        ("a.yaml", "# " + "-" * 100_000, "a.yaml: a file of options has at most 100,000 bytes"),
     ],
 )
 def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -161,3 +162,41 @@ def test_until_with_mistakes(text: str) -> None:
     """A goal has a measure and a number, once."""
     with pytest.raises(ValueError, match=r"written accuracy=0\.97|gives loss twice"):
         parse_until(text)
+
+
+def doubling(kind: str) -> str:
+    """A kilobyte of aliases that stands for 2^40 values."""
+    forms = {"lists": "{0}: &{0} [*{1}, *{1}]", "tables": "{0}: &{0} {{x: *{1}, y: *{1}}}"}
+    forms["merges"] = "{0}: &{0} {{<<: [*{1}, *{1}]}}"
+    names = [f"n{i}" for i in range(41)]
+    first = "n0: &n0 {lr: 1}" if kind == "merges" else "n0: &n0 [1, 1]"
+    return "\n".join([first, *(forms[kind].format(b, a) for a, b in pairwise(names))])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.yaml", doubling("lists"), "stands for more than 10,000 values with its aliases written out"),
+        ("a.yaml", doubling("tables"), "stands for more than 10,000 values with its aliases written out"),
+        ("a.yaml", doubling("merges"), "stands for more than 10,000 values with its aliases written out"),
+        ("a.yaml", "workers: &a [*a]", "nested more than 50 levels deep"),
+        ("a.yaml", "workers: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
+        ("a.yaml", "workers: " + "[" * 1_200, "nested more than 50 levels deep"),
+        ("a.yaml", "workers: " + "9" * 5000, "Exceeds the limit"),
+        ("a.yaml", "workers: 2020-99-99", "month must be in 1..12"),
+        ("a.toml", "workers = " + "[" * 50_000, "nested too deeply"),
+        ("a.toml", "workers = " + "9" * 5000, "Exceeds the limit"),
+    ],
+    ids=["lists", "tables", "merges", "itself", "60 deep", "1,200 deep", "number", "date", "deep toml", "toml number"],
+)
+def test_a_small_file_cannot_ask_for_much(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}: this is not \w+: .*{problem}"):
+        load_file(path)
+
+
+def test_a_few_aliases_are_options_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("workers: &n 4\nbatch-size: *n\nuntil: {<<: {accuracy: 0.97}}\n")
+    assert load_file(path) == {"workers": 4, "batch_size": 4, "until": {"accuracy": 0.97}}

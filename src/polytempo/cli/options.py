@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, NoReturn
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-MAX_FILE_BYTES = 1_000_000
+from polytempo.cli import bounded_yaml
+
+MAX_FILE_BYTES = 100_000
 
 
 def parse_until(text: str) -> dict[str, float]:
@@ -133,9 +135,10 @@ def _read(path: Path) -> dict[Any, Any]:
         raise ValueError(f"{path}: a file of options has at most {MAX_FILE_BYTES:,} bytes")
     try:
         text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: this is not {path.suffix[1:].upper()}: {error}") from None
+        table = tomllib.loads(text) if path.suffix == ".toml" else bounded_yaml.load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: this is not {path.suffix[1:].upper()}: {reason}") from None
     if table is None:
         return {}
     if not isinstance(table, dict):

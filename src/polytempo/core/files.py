@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 MAX_JSON_BYTES = 1 << 30
 FOLDERS = ("checkpoint", "logs", "record")
 """The folders that a run makes in its own."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk answers, and a user's full share of it."""
 
 _CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -67,11 +69,31 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A write that fails inside names `path`, and where the disk is full the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        remedy = "; free space there, then go on with --resume" if error.errno in FULL else ""
+        raise OSError(error.errno, f"{os.strerror(error.errno)}{remedy}", str(path)) from error
+
+
+def write(stream: BinaryIO, content: bytes | bytearray, path: Path) -> None:
+    """All of `content` to the unbuffered `stream` of `path`."""
+    rest = memoryview(content)
+    with named(path):
+        while rest:
+            rest = rest[stream.write(rest) :]
+
+
+@contextmanager
 def aside(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that becomes `path` in the end; after an error `path` is as it was."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with create(temporary) as raw, open(raw.fileno(), "wb", closefd=False) as stream:
+        with named(path), create(temporary) as raw, open(raw.fileno(), "wb", closefd=False) as stream:
             yield stream
         temporary.replace(path)
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -25,6 +26,7 @@ _LEFT_OVER_S = 0.5
 """The same for what workers have started, such as data loaders; they are seen to one worker after another."""
 _POLL_S = 0.02
 _LAST_LINES = 20
+_LITTLE_BYTES = 64 << 10
 _LAST_BYTES = 64 << 10
 
 
@@ -171,6 +173,7 @@ def died(failed: Sequence[Worker], size: int, who: str | None = None, why: str =
 
     cause, *others = sorted(failed, key=order)
     rank, code, lines = cause.seat.rank, cause.exit_code or 0, last_lines(cause.log, "Fatal Python error:")
+    why += "" if cause.failure is not None and lines else _full_disks(cause.log.parent, cause.seat.rendezvous)
     quoted = quote(f"The last lines of {who or f'rank {rank}'}", lines)
     message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
     if others:
@@ -192,6 +195,14 @@ def diverged() -> Generator[None]:
         if error.not_finite is None:
             raise
         raise error.not_finite from error
+
+
+def _full_disks(*folders: Path) -> str:
+    """A sentence about those folders where nothing can be written any more."""
+    with suppress(OSError):
+        full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _LITTLE_BYTES]
+        return f" The disk of {' and '.join(full)} is full: free space there." if full else ""
+    return ""
 
 
 def how(worker: Worker) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +18,8 @@ from polytempo.engines.fork import fork, ignore_ending_signals
 
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
+_OWNER = "owner"
+_HOME = re.compile(r"polytempo-[0-9a-f]{8}")
 
 
 @contextmanager
@@ -27,15 +32,20 @@ def swept(home: Path) -> Iterator[int]:
 
     Yields the pipe's write end. A worker closes its copy after its note, so that the pipe ends when
     the launcher dies. The janitor exists before the folder does: no moment at which the launcher is
-    killed leaves one behind.
+    killed leaves one behind. Where both are killed, the next run of this user removes the folder.
     """
     read_end, write_end = os.pipe()
     janitor = fork(lambda: _watch(read_end, home))
     os.close(read_end)
+    owner = -1
     try:
+        _sweep(home.parent)
         home.mkdir(mode=0o700)
+        owner = _owned(home)
         yield write_end
     finally:
+        if owner >= 0:
+            os.close(owner)
         _note(write_end, b".\n")
         os.close(write_end)
         with suppress(ChildProcessError):  # where the caller ignores SIGCHLD, the kernel has collected it
@@ -52,6 +62,38 @@ def begin(notes: int) -> None:
 def gone(notes: int, group: int) -> None:
     """Called by the launcher when nothing of `group` is left: its number may soon be another's."""
     _note(notes, b"-%d\n" % group)
+
+
+def _owned(home: Path) -> int:
+    """A file that is locked as long as the launcher or a worker lives: they inherit the lock."""
+    owner = os.open(home / _OWNER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks: then nothing is swept
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        os.write(owner, b"locked while this run lives\n")
+    return owner
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what runs of this user have left in `parent` whose launcher and janitor were killed together."""
+    with suppress(OSError):
+        for name in os.listdir(parent):
+            if _HOME.fullmatch(name):
+                with suppress(OSError):
+                    if _is_left(parent / name):
+                        shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def _is_left(home: Path) -> bool:
+    """Whether it is a run's folder, no link, this user's, and no process of the run lives. OSError means no."""
+    status = home.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    owner = os.open(home / _OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(owner).st_size > 0  # it is written once it is locked
+    finally:
+        os.close(owner)
 
 
 def _note(notes: int, line: bytes) -> None:

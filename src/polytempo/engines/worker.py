@@ -66,8 +66,9 @@ def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, 
     tempfile.tempdir = str(seat.rendezvous)
     torch.set_num_threads(seat.threads)
     code = _attempt(work, seat)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk of the log is full
+            stream.flush()
     os._exit(code)
 
 
@@ -75,13 +76,15 @@ def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
     try:
         _write(result_path(seat.rendezvous, seat.rank), work(seat))
     except BaseException as error:
-        if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
         facts = error.facts if isinstance(error, NotFinite) else None
         failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
-        _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+        with suppress(OSError):
+            _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+        with suppress(OSError):  # each of the two may lie on a disk that is full
+            if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            else:
+                traceback.print_exc()
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0
 

@@ -27,13 +27,11 @@ class MetricsWriter:
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
         with files.aside(path) as stream:
             stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)
-        self._stream = files.append(path)
+        self._path, self._stream = path, files.append(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Numbers that are not finite become null: JSON has no others."""
-        line = memoryview(_line(row))
-        while line:
-            line = line[self._stream.write(line) :]
+        files.write(self._stream, _line(row), self._path)
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""

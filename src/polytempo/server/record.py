@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.files import opened
+from polytempo.core.files import opened, write
 from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
 
 FORMAT = "polytempo-record"
@@ -197,7 +197,7 @@ class Recorder:
     ) -> None:
         """FileExistsError where there is a record already: a restarted run writes another one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb", buffering=0)
+        self._path, self._file = path, path.open("xb", buffering=0)
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray(self._encoder.encode(_Header(FORMAT, VERSION, machine, node, first)) + b"\n")
         self._left_bytes = max_bytes
@@ -223,8 +223,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Hand what has gathered to the operating system."""
-        while self._buffer:
-            del self._buffer[: self._file.write(self._buffer)]
+        write(self._file, self._buffer, self._path)
+        self._buffer.clear()
 
     def close(self) -> None:
         """Flush, and end the record."""
