@@ -14,7 +14,6 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from math import inf
-from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -26,6 +25,7 @@ from polytempo.worlds.collective import member_bytes, members_answers, members_s
 from polytempo.worlds.flight import Flight, Meeting, Strand, signature, who_waits_for_what
 from polytempo.worlds.mailbox import Mail, Queues
 from polytempo.worlds.network import Network
+from polytempo.worlds.pace import Pace
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class VirtualWorld:
         self.trace = Trace(timed=True, max_events=max_events)
         self._heap: list[tuple[float, int, Flight | None, Callable[[], None]]] = []
         self._pushed = 0
-        self._random = [Random(f"{seed}/{rank}") for rank in range(num_ranks)]
+        self._pace = Pace(cluster.stragglers, self.hosts, seed)
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
@@ -240,9 +240,8 @@ class VirtualWorld:
 
     def _compute(self, flight: Flight, op: Compute[Any]) -> None:
         rank = flight.rank
-        factor = self.cluster.stragglers(self._random[rank], self.hosts[rank])
         flight.started_s = max(self.now_s, self._free_s[rank])
-        self._free_s[rank] = flight.started_s + op.flops / self.cluster.flops_per_s * factor
+        self._free_s[rank] = flight.started_s + op.flops / self.cluster.flops_per_s * self._pace.factor(rank)
         value, error = None, None
         try:
             value = op.work()
@@ -361,6 +360,7 @@ class VirtualWorld:
     def _mark(self, rank: int, step: int) -> Flight | None:
         """Set the rank's step. Returns something to wait for if a pause begins, or never ends (a crash)."""
         self._step[rank] = step
+        self._pace.begin(rank, step)
         for fault in self.cluster.faults:
             if fault.rank != rank or fault.step != step:
                 continue
