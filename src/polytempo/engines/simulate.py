@@ -162,15 +162,15 @@ def _course(
 
 
 def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> Result:
-    """Only the time: models on the meta device."""
+    """Only the time: one model on the meta device, which all workers share, as there are no values."""
     steps = options.steps or 10
     batch_size = options.batch_size or job.batch_size
     data = job.data(options.data)
     flops = batch_size * flops_per_sample(job, _model(job, options.seed), data, options.seed)
     with torch.device("meta"):
-        models = [job.model() for _ in range(workers)]
-    replicas = [Replica(m, job.optimizer(m.parameters(), options.lr or job.lr), strategy, workers) for m in models]
-
+        model = job.model()
+    optimizer = job.optimizer(model.parameters(), options.lr or job.lr)
+    replicas = [Replica(model, optimizer, strategy, workers) for _ in range(workers)]
     updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
 
     async def program(port: Port) -> None:
@@ -181,7 +181,7 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         await updates[port.rank].settle()
 
     outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
-    shard = Shard(data.training(), rank=0, size=workers, batch_size=batch_size, seed=options.seed)
+    shard = Shard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)  # its length; not dealt
     course = Course(job, options, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
     samples = steps * batch_size * workers
     summary = Summary(
