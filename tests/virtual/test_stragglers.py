@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from statistics import fmean, median
 import pytest
 
 from helpers import CLUSTER
+from polytempo import collectives, strategies
 from polytempo.cluster import (
     Cluster,
     Crash,
@@ -28,7 +30,10 @@ from polytempo.cluster import (
     slow_host,
     uniform,
 )
-from polytempo.core import Port
+from polytempo.compression import bf16
+from polytempo.core import Port, Strategy
+from polytempo.engines.simulate import simulate
+from polytempo.jobs import find
 from polytempo.worlds import VirtualWorld
 
 
@@ -115,28 +120,93 @@ def test_uniform_factors_keep_within_their_spread() -> None:
     assert 0.75 <= min(factors) < 0.76 < 1.24 < max(factors) <= 1.25
 
 
-def step_times(stragglers: Stragglers, num_ranks: int, steps: int) -> list[float]:
-    """Seconds of each synchronous step of 1 s computations; the barrier itself is free."""
+WHOLE, PARTS = (1.0,), (0.25, 0.5, 0.25)
+"""What a step computes: all at once, or forward, backward and update. A second in all."""
+
+
+def step_times(
+    stragglers: Stragglers, num_ranks: int, steps: int, parts: tuple[float, ...] = WHOLE, seed: int = 3
+) -> list[float]:
+    """Seconds of each synchronous step of 1 s of computations; the barrier itself is free."""
 
     async def program(port: Port) -> list[float]:
         ends = [0.0]
-        for _ in range(steps):
-            await port.compute(lambda: None, flops=1.0)
+        for step in range(steps):
+            await port.mark(step)
+            for seconds in parts:
+                await port.compute(lambda: None, flops=seconds)
             await port.barrier()
             ends.append(await port.now())
         return [end - begin for begin, end in pairwise(ends)]
 
     cluster = Cluster(Link(0.0, 1e9), flops_per_s=1.0, stragglers=stragglers)
-    result = VirtualWorld(cluster, num_ranks, seed=3).run(program).results[0]
+    result = VirtualWorld(cluster, num_ranks, seed=seed).run(program).results[0]
     assert result is not None
     return result
 
 
-def test_a_synchronous_step_of_exponential_workers_takes_the_harmonic_number() -> None:
+@pytest.mark.parametrize("parts", [WHOLE, PARTS], ids=["whole", "parts"])
+def test_a_synchronous_step_of_exponential_workers_takes_the_harmonic_number(parts: tuple[float, ...]) -> None:
     """E[max of N] = H_N: 3.60 for N = 20 (order statistics; Chen et al., 2016)."""
     harmonic = sum(1 / n for n in range(1, 21))
     assert harmonic == pytest.approx(3.60, abs=0.005)
-    assert fmean(step_times(exponential(), 20, 2_500)) == pytest.approx(harmonic, rel=0.03)
+    assert fmean(step_times(exponential(), 20, 2_500, parts)) == pytest.approx(harmonic, rel=0.02)
+
+
+def test_a_synchronous_step_of_100_workers_of_which_2_percent_take_5_times_as_long_takes_4_47() -> None:
+    """1 + 4 (1 - 0.98^100): one such worker is enough, in whatever parts its step is computed."""
+    expected = 1 + 4 * (1 - 0.98**100)
+    assert expected == pytest.approx(4.47, abs=0.005)
+    alone = [step_times(occasional(0.02, 5.0), 1, 600, PARTS[1:], seed=seed) for seed in range(100)]
+    slowest = fmean(max(times) for times in zip(*alone, strict=True)) / 0.75
+    assert slowest == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        strategies.sync_sgd(),
+        strategies.sync_sgd(route=collectives.ring),
+        strategies.one_bit_sgd(exact_below=0),
+        strategies.delayed_sgd(),
+        strategies.async_sgd(codec=bf16()),
+        strategies.backup_workers(backups=0),
+        strategies.downpour(),
+    ],
+    ids=str,
+)
+def test_a_worker_draws_once_a_step_whatever_it_computes(strategy: Strategy) -> None:
+    steps, draws = 10, [0] * 4
+
+    def counted(random: Random, host: int) -> float:
+        if host < len(draws):  # the others are servers
+            draws[host] += 1
+        return random.expovariate(1.0)
+
+    result = simulate(find("digits"), strategy, 4, ethernet(stragglers=counted), steps=steps, batch_size=4)
+    assert sum(draws) == 4 * result.steps == 4 * steps
+    if strategy.server is None:
+        assert draws == [steps] * 4
+
+
+@pytest.mark.parametrize("strategy", [strategies.sync_sgd(), strategies.backup_workers(backups=0)], ids=str)
+def test_synchronous_steps_take_as_long_as_their_slowest_worker_draws(strategy: Strategy) -> None:
+    """Σ over steps of the largest of the workers' draws, by what a step of theirs takes; to 2 %."""
+    steps, draws = 2, defaultdict[int, list[float]](list)
+
+    def noted(random: Random, host: int) -> float:
+        draws[host].append(random.expovariate(1.0) if host < 4 else 1.0)
+        return draws[host][-1]
+
+    def seconds(stragglers: Stragglers) -> float:
+        cluster = Cluster(Link(1e-7, 1e12), flops_per_s=1e6, stragglers=stragglers)
+        return simulate(find("digits"), strategy, 4, cluster, steps=steps, batch_size=128).seconds
+
+    once_s = seconds(constant())
+    computing_s = seconds(lambda random, host: 2.0 if host < 4 else 1.0) - once_s  # the server's time comes twice
+    uneven_s = seconds(noted)
+    slowest = fmean(max(draws[host][step] for host in range(4)) for step in range(steps))
+    assert uneven_s == pytest.approx(once_s + computing_s * (slowest - 1), rel=0.02)
 
 
 def test_a_synchronous_step_waits_for_the_slow_host() -> None:

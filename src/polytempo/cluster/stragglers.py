@@ -1,4 +1,4 @@
-"""Straggler distributions: how the time of one computation varies. Each returns a factor on its duration."""
+"""Straggler distributions: how the time of a step's computations varies. Each returns a factor on their duration."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from random import Random
 
 Stragglers = Callable[[Random, int], float]
-"""`(random, host) -> factor`: how many times longer one computation takes than at full speed."""
+"""`(random, host) -> factor`: how many times longer than at full speed a worker computes, in one of its steps."""
 
 
 def constant() -> Stragglers:
-    """Every computation takes exactly its time."""
+    """Every step takes exactly its time."""
     return lambda random, host: 1.0
 
 

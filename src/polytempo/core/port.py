@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from torch import Tensor
@@ -179,7 +180,8 @@ class Port:
         """The same group with messages of its own, for coroutines that run at the same time."""
         if not 0 <= number < _CHANNELS - 1:
             raise ValueError(f"a port has {_CHANNELS - 1} channels, got number {number}")
-        return replace(self, channel=self.channel * _CHANNELS + number + 1)
+        channel = self.channel * _CHANNELS + number + 1
+        return Port(self.rank, self.members, self.hosts, channel, self.timeout_s, self.axes)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""
@@ -190,4 +192,10 @@ class Port:
 
 def world_port(rank: int, hosts: Sequence[int]) -> Port:
     """The port of world rank `rank` in a world whose rank `r` runs on host `hosts[r]`."""
-    return Port(rank=rank, members=tuple(range(len(hosts))), hosts=tuple(hosts))
+    return Port(rank=rank, members=_all_ranks(len(hosts)), hosts=tuple(hosts))
+
+
+@lru_cache(maxsize=4)
+def _all_ranks(size: int) -> tuple[int, ...]:
+    """One object for all ranks of a virtual world."""
+    return tuple(range(size))

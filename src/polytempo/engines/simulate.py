@@ -173,15 +173,15 @@ def _course(
 
 
 def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> Result:
-    """Only the time: models on the meta device."""
+    """Only the time: one model on the meta device, which all workers share, as there are no values."""
     steps = options.steps or 10
     batch_size = options.batch_size or job.batch_size
     data = data_of(job, options.data)
     flops = batch_size * flops_per_sample(job, _model(job, options.seed), data, options.seed)
     with torch.device("meta"):
-        models = [model_of(job) for _ in range(workers)]
-    replicas = [Replica(m, optimizer_of(job, m, options.lr), strategy, workers) for m in models]
-
+        model = model_of(job)
+    optimizer = optimizer_of(job, model, options.lr)
+    replicas = [Replica(model, optimizer, strategy, workers) for _ in range(workers)]
     updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
 
     async def program(port: Port) -> None:
@@ -192,7 +192,7 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         await updates[port.rank].settle()
 
     outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
-    shard = Shard(data.training(), rank=0, size=workers, batch_size=batch_size, seed=options.seed)
+    shard = Shard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)  # its length; not dealt
     course = Course(job, options, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
     samples = steps * batch_size * workers
     summary = Summary(

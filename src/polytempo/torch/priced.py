@@ -57,7 +57,8 @@ async def meta_step(port: Port, replica: Replica, flops: float, updates: Updates
 
     def gradients() -> None:
         for parameter in replica.trainable.values():
-            parameter.grad = torch.empty_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
 
     await _step(port, replica, updates.varied(flops), gradients, lambda: None, updates)
 

@@ -19,6 +19,8 @@ from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast
 def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
     """Each member's answer, from all members' operations in the members' order. Sums add in that order."""
     match ops[0]:
+        case AllReduce(buffer) if buffer.is_meta:
+            return [op.buffer for op in ops if isinstance(op, AllReduce)]
         case AllReduce():
             total = _sum([op.buffer for op in ops if isinstance(op, AllReduce)])
             return [total.clone() for _ in ops]
@@ -55,6 +57,17 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
             return num_children(distance_from_source, num_ranks) * num_bytes(buffer)
         case _:
             return 0
+
+
+def members_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
+    """`member_bytes` of all members, from their operations in their order."""
+    first, members = ops[0], ops[0].members
+    if isinstance(first, Broadcast):
+        num_ranks, root = len(ops), members.index(first.source)
+        return [num_children((i - root) % num_ranks, num_ranks) * num_bytes(first.buffer) for i in range(num_ranks)]
+    if isinstance(first, AllToAll):
+        return [member_bytes(op, rank) for op, rank in zip(ops, members, strict=True)]
+    return [member_bytes(first, members[0])] * len(ops)
 
 
 def members_seconds(ops: Sequence[Collective[Any]], latency_s: float, bytes_per_s: float) -> float:

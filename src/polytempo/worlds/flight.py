@@ -42,13 +42,25 @@ class Meeting:
 
     first_rank: int
     first: Collective[Any]
-    signature: str
+    facts: tuple[object, ...]
     arrived: dict[int, tuple[Flight, Collective[Any]]] = field(default_factory=dict)
     clash: Exception | None = None
 
 
+def facts(op: Collective[Any]) -> tuple[object, ...]:
+    """What all members of a collective must agree on, to compare."""
+    match op:
+        case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer):
+            return type(op), buffer.shape, buffer.dtype
+        case Broadcast(buffer, source):
+            return Broadcast, buffer.shape, buffer.dtype, source
+        case AllToAll(pieces, _):
+            return AllToAll, pieces[0].dtype
+    return (type(op),)
+
+
 def signature(op: Collective[Any]) -> str:
-    """What all members of a collective must agree on."""
+    """What all members of a collective must agree on, to read."""
     match op:
         case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer):
             return f"{op.kind}({tuple(buffer.shape)} {buffer.dtype})"

@@ -14,7 +14,6 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from math import inf
-from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -22,10 +21,12 @@ from torch import Tensor
 from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import Deadlock, Mismatch, PeerLost, Port, TimedOut, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Post, Program, Recv, Send, Start, Take, Work
-from polytempo.worlds.collective import member_bytes, members_answers, members_seconds, num_bytes
-from polytempo.worlds.flight import Flight, Meeting, Strand, signature, who_waits_for_what
+from polytempo.worlds.collective import members_answers, members_bytes, members_seconds, num_bytes
+from polytempo.worlds.flight import Flight, Meeting, Strand, who_waits_for_what
 from polytempo.worlds.mailbox import Mail, Queues
+from polytempo.worlds.meetings import Meetings
 from polytempo.worlds.network import Network
+from polytempo.worlds.pace import Pace
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
@@ -64,13 +65,12 @@ class VirtualWorld:
         self.trace = Trace(timed=True, max_events=max_events)
         self._heap: list[tuple[float, int, Flight | None, Callable[[], None]]] = []
         self._pushed = 0
-        self._random = [Random(f"{seed}/{rank}") for rank in range(num_ranks)]
+        self._pace = Pace(cluster.stragglers, self.hosts, seed)
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
         self._sent: Queues[tuple[int, int, int, int], Tensor] = Queues()
-        self._meetings: dict[tuple[tuple[int, ...], int, int], Meeting] = {}
-        self._calls: dict[tuple[tuple[int, ...], int, int], int] = defaultdict(int)
+        self._meetings = Meetings()
         self._network = Network(cluster, self.hosts)
         self._mail = Mail(self, self._network, num_ranks)
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
@@ -110,7 +110,7 @@ class VirtualWorld:
                 action()
             if self._running:
                 living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
-                text = who_waits_for_what(self.now_s, living, self._meetings.values())
+                text = who_waits_for_what(self.now_s, living, self._meetings.open())
                 raise Deadlock(text) from next(iter(self._errors.values()), None)
         finally:
             for strands in self._strands:
@@ -240,9 +240,8 @@ class VirtualWorld:
 
     def _compute(self, flight: Flight, op: Compute[Any]) -> None:
         rank = flight.rank
-        factor = self.cluster.stragglers(self._random[rank], self.hosts[rank])
         flight.started_s = max(self.now_s, self._free_s[rank])
-        self._free_s[rank] = flight.started_s + op.flops / self.cluster.flops_per_s * factor
+        self._free_s[rank] = flight.started_s + op.flops / self.cluster.flops_per_s * self._pace.factor(rank)
         value, error = None, None
         try:
             value = op.work()
@@ -308,27 +307,13 @@ class VirtualWorld:
         self.end(flight, "recv", 0, payload, op.source)
 
     def _meet(self, flight: Flight, op: Collective[Any]) -> None:
-        rank = flight.rank
-        gone = next((member for member in op.members if member in self.lost), None)
+        gone = next((member for member in op.members if member in self.lost), None) if self.lost else None
         if gone is not None:
             return self._fail(flight, gone)
-        call = self._calls[op.members, op.channel, rank]
-        self._calls[op.members, op.channel, rank] += 1
-        key = (op.members, op.channel, call)
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = Meeting(rank, op, signature(op))
-        meeting.arrived[rank] = (flight, op)
-        if meeting.clash is None and signature(op) != meeting.signature:
-            meeting.clash = Mismatch(
-                f"step {flight.step}: rank {rank} calls {signature(op)}, but rank {meeting.first_rank} calls "
-                f"{meeting.signature} at the same place"
-            )
-        if len(meeting.arrived) == len(op.members):
-            del self._meetings[key]
+        meeting, complete = self._meetings.join(flight, op)
         if meeting.clash is not None:
             self.at(self.now_s, lambda: self._call_off(meeting))
-        elif len(meeting.arrived) == len(op.members):
+        elif complete:
             self._settle(meeting)
 
     def _call_off(self, meeting: Meeting) -> None:
@@ -344,12 +329,13 @@ class VirtualWorld:
         waiting_s = members_seconds(ops, link.latency_s, inf)
         busy_s = members_seconds(ops, 0.0, link.bytes_per_s)
         end_s = self._network.meet(members, waiting_s, busy_s, self.now_s)
-        for (flight, op), answer in zip(ordered, answers, strict=True):
+        kind, sent = meeting.first.kind, members_bytes(ops)
 
-            def end(flight: Flight = flight, op: Collective[Any] = op, answer: Any = answer) -> None:
-                self.end(flight, op.kind, member_bytes(op, flight.rank), answer)
+        def end() -> None:
+            for (flight, _), answer, sent_bytes in zip(ordered, answers, sent, strict=True):
+                self.end(flight, kind, sent_bytes, answer)
 
-            self.at(end_s, end)
+        self.at(end_s, end)
 
     # ------------------------------------------------------------------ failures
 
@@ -361,6 +347,7 @@ class VirtualWorld:
     def _mark(self, rank: int, step: int) -> Flight | None:
         """Set the rank's step. Returns something to wait for if a pause begins, or never ends (a crash)."""
         self._step[rank] = step
+        self._pace.begin(rank, step)
         for fault in self.cluster.faults:
             if fault.rank != rank or fault.step != step:
                 continue
@@ -387,11 +374,8 @@ class VirtualWorld:
         for (source, _, _, _), flight in self._sent.asking():
             if source == rank:
                 self._fail(flight, rank)
-        for key, meeting in list(self._meetings.items()):
-            if rank in key[0]:
-                for flight, _ in meeting.arrived.values():
-                    self._fail(flight, rank)
-                del self._meetings[key]
+        for flight in self._meetings.without(rank):
+            self._fail(flight, rank)
 
     def _fail(self, flight: Flight, peer: int) -> None:
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
