@@ -69,8 +69,8 @@ def test_a_command_is_understood(command: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:^    |`)make ([a-z]+)", read(document), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", read(document), flags=re.MULTILINE))
     assert named <= targets
 
 
