@@ -7,7 +7,9 @@ ACCELERATE_USE_CPU=true): without it, and without a GPU, every rank trains for i
 Prints the same numbers on "polytempo" as on "gloo", and needs no data. Needs `pip install accelerate`:
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/accelerate_loop.py
-    accelerate launch --cpu --num_processes 2 examples/integrations/accelerate_loop.py --backend gloo
+    torchrun --standalone --nproc-per-node 2 examples/integrations/accelerate_loop.py --backend gloo
+
+`accelerate launch` starts several workers without GPUs through mpirun only, so torchrun is the simpler launcher here.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:^    |`)make ([a-z]+)", read(document), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", read(document), flags=re.MULTILINE))
     assert named <= targets
 
 
