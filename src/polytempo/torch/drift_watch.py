@@ -77,23 +77,25 @@ class DriftWatch:
 
         Raises `Drifted` where ranks differ.
         """
-        begin_ns = time.perf_counter_ns()
         self._exchanges += 1
+        if self._pending is None and self._exchanges <= self._due:
+            return
+        begin_ns = time.thread_time_ns()
         self._hear()
         if self._exchanges > self._due:
             look, self._look = self._look or Look(self._replica.step, 0, 0, 0, 0, 1, 1), None
             look = look._replace(num_slices=self._walk.num_slices, every=self._cost.affordable(self._exchanges))
             self._pending = self._world.launch(_gathered(self._world.port, look))
             self._due = self._exchanges + self._every - 1
-        self._cost.spent_ns += time.perf_counter_ns() - begin_ns
+        self._cost.spent_ns += time.thread_time_ns() - begin_ns
 
     def after_step(self) -> None:
         """This rank has finished a step: look at the next slice, if it is time."""
         if self._look is None and self._exchanges >= self._due:
-            begin_ns = time.perf_counter_ns()
+            begin_ns = time.thread_time_ns()
             pieces = self._walk.next(list(comparable(self._replica, self._what).values()))
             self._look = looked(self._replica, self._what, pieces, buffers=True)
-            self._cost.spent_ns += time.perf_counter_ns() - begin_ns
+            self._cost.spent_ns += time.thread_time_ns() - begin_ns
             self._cost.num_looks += 1
 
     def _hear(self) -> None:
@@ -154,7 +156,10 @@ def watch(world: ProcessWorld, replica: Replica, on_drift: OnDrift) -> DriftWatc
 
 
 class _Cost:
-    """What looking costs, and what steps take, on this rank."""
+    """What looking costs, in time of the processor, and what steps take, in time of the clock, on this rank.
+
+    Who waits in a look for another rank waits that much less in the next exchange, so it counts for nothing.
+    """
 
     def __init__(self) -> None:
         self.spent_ns, self.num_looks = 0, 0
@@ -170,7 +175,7 @@ class _Cost:
         self._begin_ns, self._begin_exchanges = now_ns, exchanges
         self.spent_ns, self.num_looks = 0, 0
         if steps and self._begin_exchanges > steps:  # the first steps warm up
-            step_ns = max(1, took_ns - spent_ns) / steps
+            step_ns = max(1, took_ns) / steps
             self._every += 0.3 * (spent_ns / looks / (_MAX_COST * step_ns) - self._every)
         return min(MAX_STEPS, max(1, ceil(self._every)))
 
