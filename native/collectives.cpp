@@ -49,6 +49,7 @@ struct AllReduce {
     int root; // -1: every rank
     char* data;
     int64_t count;
+    int64_t form;
     int64_t deadline_ns;
 
     int64_t element_bytes = static_cast<int64_t>(bytes_of(dtype));
@@ -154,7 +155,7 @@ struct AllReduce {
     }
 
     Status run() {
-        Call& call = describe(group, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, count, order);
+        Call& call = describe(group, root < 0 ? ALL_REDUCE : REDUCE, dtype, op, root, count, order, form);
         if (num_bytes() > std::min(SMALL_BYTES, group.block_bytes)) call.place = group.place_of(data, num_bytes());
         const bool mine_direct = call.place != 0;
         if (!mine_direct && count) copy_in(0);
@@ -183,6 +184,7 @@ struct ReduceScatter {
     const char* const* inputs;
     char* output;
     int64_t count;
+    int64_t form;
     int64_t deadline_ns;
 
     int64_t element_bytes = static_cast<int64_t>(bytes_of(dtype));
@@ -228,7 +230,7 @@ struct ReduceScatter {
     }
 
     Status run() {
-        Call& call = describe(group, REDUCE_SCATTER, dtype, op, 0, count, order);
+        Call& call = describe(group, REDUCE_SCATTER, dtype, op, 0, count, order, form);
         call.place = place();
         const bool mine_direct = call.place != 0;
         if (!mine_direct && count) copy_in(0);
@@ -290,7 +292,8 @@ struct Exchange {
         for (int from = 0; from < group.size; ++from)
             for (int to = 0; to < group.size; ++to)
                 if (sent(from, to) != expected(to, from) && (expected(to, from) || columns_of(from) != 1)) {
-                    group.culprit = from == group.rank ? to : from;
+                    group.culprit = from;
+                    group.expecting = to;
                     return group.broken = MISMATCH;
                 }
         return FINE;
@@ -366,8 +369,8 @@ struct Exchange {
         return total > SMALL_BYTES ? group.place_of(sends[0], total) : 0;
     }
 
-    Status run(Kind kind, int32_t dtype, int32_t root, int64_t count) {
-        Call& call = describe(group, kind, dtype, 0, root, count, 0);
+    Status run(Kind kind, int32_t dtype, int32_t root, int64_t count, int64_t form) {
+        Call& call = describe(group, kind, dtype, 0, root, count, 0, form);
         publish_lengths();
         call.place = columns ? place() : 0;
         const uint64_t base = group.turn + 1;
@@ -401,28 +404,28 @@ static Group& usable(pt_group* handle) { return *reinterpret_cast<Group*>(handle
 
 int32_t pt_all_reduce(
     pt_group* handle, int32_t dtype, int32_t op, int32_t order, int32_t root, void* data, int64_t count,
-    double timeout_s) {
+    int64_t form, double timeout_s) {
     Group& group = usable(handle);
     if (group.broken != FINE) return BROKEN;
-    return AllReduce{group, DType(dtype), Op(op), Order(order), root, static_cast<char*>(data), count,
+    return AllReduce{group, DType(dtype), Op(op), Order(order), root, static_cast<char*>(data), count, form,
                      deadline_after(timeout_s)}.run();
 }
 
 int32_t pt_reduce_scatter(
     pt_group* handle, int32_t dtype, int32_t op, int32_t order, const void* const* inputs, void* output, int64_t count,
-    double timeout_s) {
+    int64_t form, double timeout_s) {
     Group& group = usable(handle);
     if (group.broken != FINE) return BROKEN;
     return ReduceScatter{group, DType(dtype), Op(op), Order(order), reinterpret_cast<const char* const*>(inputs),
-                         static_cast<char*>(output), count, deadline_after(timeout_s)}.run();
+                         static_cast<char*>(output), count, form, deadline_after(timeout_s)}.run();
 }
 
 int32_t pt_exchange(
-    pt_group* handle, int32_t kind, int32_t dtype, int32_t root, int64_t count, int32_t columns, const void* const* sends,
-    const int64_t* send_bytes, void* const* receives, const int64_t* receive_bytes, double timeout_s) {
+    pt_group* handle, int32_t kind, int32_t dtype, int32_t root, int64_t count, int64_t form, int32_t columns,
+    const void* const* sends, const int64_t* send_bytes, void* const* receives, const int64_t* receive_bytes, double timeout_s) {
     Group& group = usable(handle);
     if (group.broken != FINE) return BROKEN;
     return Exchange{group, columns, reinterpret_cast<const char* const*>(sends), send_bytes,
                     reinterpret_cast<char* const*>(receives), receive_bytes, deadline_after(timeout_s)}
-        .run(Kind(kind), dtype, root, count);
+        .run(Kind(kind), dtype, root, count, form);
 }

@@ -133,11 +133,12 @@ static void issue(Group& group, uint64_t number) { // only this rank writes it; 
     if (issued.load(std::memory_order_relaxed) < number) issued.store(number, std::memory_order_relaxed);
 }
 
-Call& describe(Group& group, Kind kind, int32_t dtype, int32_t op, int32_t root, int64_t count, int64_t extra) {
+Call& describe(
+    Group& group, Kind kind, int32_t dtype, int32_t op, int32_t root, int64_t count, int64_t extra, int64_t form) {
     ++group.number;
     issue(group, group.number);
     Call& call = group.call(group.rank);
-    call = Call{group.number, kind, dtype, op, root, count, extra, 0, 0, 0};
+    call = Call{group.number, kind, dtype, op, root, count, extra, form, 0, 0};
     return call;
 }
 
@@ -163,6 +164,7 @@ pt_group* pt_group_open(const pt_group_place* place) {
     const int size = place->size;
     auto* group = static_cast<Group*>(std::calloc(1, sizeof(Group)));
     group->rank = place->rank;
+    group->expecting = -1;
     group->size = size;
     group->control = static_cast<char*>(place->control);
     group->member_bytes = member_bytes(size);
@@ -217,6 +219,15 @@ void pt_group_close(pt_group* handle) {
 
 int32_t pt_group_culprit(pt_group* handle) { return reinterpret_cast<Group*>(handle)->culprit; }
 
+int32_t pt_group_expecting(pt_group* handle, int64_t* sent, int64_t* expected) {
+    const auto& group = *reinterpret_cast<Group*>(handle);
+    if (group.expecting >= 0) {
+        *sent = group.lengths(group.culprit)[group.expecting];
+        *expected = group.lengths(group.expecting)[group.size + group.culprit];
+    }
+    return group.expecting;
+}
+
 int32_t pt_group_missing(pt_group* handle, int32_t rank) {
     const auto& group = *reinterpret_cast<Group*>(handle);
     return !has_arrived(group.member(rank), group.phase);
@@ -238,7 +249,7 @@ int32_t pt_group_issue(pt_group* handle, double patience_s) {
 
 void pt_group_call(pt_group* handle, int32_t rank, pt_call* call) {
     const Call& found = reinterpret_cast<Group*>(handle)->call(rank);
-    *call = pt_call{static_cast<int64_t>(found.number), found.count, found.extra, found.kind, found.dtype, found.op, found.root};
+    *call = pt_call{static_cast<int64_t>(found.number), found.count, found.extra, found.form, found.kind, found.dtype, found.op, found.root};
 }
 
 int32_t pt_barrier(pt_group* handle, double timeout_s) {

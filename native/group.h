@@ -35,7 +35,7 @@ struct Call {
     int32_t kind, dtype, op, root;
     int64_t count;   // elements, as the caller counts them
     int64_t extra;   // what else has to agree (the order of addition, a hash of a plan)
-    int64_t unused;
+    int64_t form;    // what the caller says of the data besides: its shape
     int64_t place;   // 1 + offset of the data in this rank's arena; 0: elsewhere
     int64_t lengths; // how many of `lengths` are in use
 };
@@ -76,6 +76,7 @@ struct Group {
     uint64_t turn;   // blocks staged
     Status broken;   // why the group is of no use any more
     int culprit;     // the rank that is lost, late or different
+    int expecting;   // of a mismatch in sizes, the rank that expects other than `culprit` sends; -1: none
     Points* points;
 
     Member& member(int rank) const { return *reinterpret_cast<Member*>(control + member_bytes * rank); }
@@ -106,7 +107,8 @@ inline Status meet(Group& group, int64_t deadline_ns) {
 }
 
 // Begin a call: number it and say what it is. The description is compared by `agree` after the first meeting.
-Call& describe(Group& group, Kind kind, int32_t dtype, int32_t op, int32_t root, int64_t count, int64_t extra);
+Call& describe(
+    Group& group, Kind kind, int32_t dtype, int32_t op, int32_t root, int64_t count, int64_t extra, int64_t form = 0);
 Status agree(Group& group);
 
 // Whether the process of `rank` has ended, or it has left the group.

@@ -29,7 +29,7 @@ typedef struct {
 } pt_group_place;
 
 typedef struct {
-    int64_t number, count, extra;
+    int64_t number, count, extra, form;
     int32_t kind, dtype, op, root;
 } pt_call;
 
@@ -42,6 +42,9 @@ PT_EXPORT void pt_group_leave(pt_group* group);         // tell the others; thei
 PT_EXPORT int32_t pt_group_empty(pt_group* group);      // called last: this rank is done; are all others, too, or ended?
 PT_EXPORT void pt_group_close(pt_group* group);         // free this process's part
 PT_EXPORT int32_t pt_group_culprit(pt_group* group);
+// Where ranks disagree about the size of a piece: the rank that expects `expected` bytes of the culprit, which sends it
+// `sent`. -1: it is something else.
+PT_EXPORT int32_t pt_group_expecting(pt_group* group, int64_t* sent, int64_t* expected);
 PT_EXPORT int32_t pt_group_missing(pt_group* group, int32_t rank); // has `rank` not come as far as this one?
 // Say that the next call is going to be made, though perhaps by another thread. 1: all others have said so, too, or
 // say so within `patience_s`, so whoever makes it now does not wait for a program that has not come so far.
@@ -50,22 +53,25 @@ PT_EXPORT void pt_group_call(pt_group* group, int32_t rank, pt_call* call);
 
 PT_EXPORT int32_t pt_barrier(pt_group* group, double timeout_s);
 
+// In all that follows `form` is whatever the caller wants to be the same on every rank besides: the data's shape.
+
 // data (count elements of dtype) becomes op over all ranks, on `root` or, where root is -1, on every rank.
 // order 0: rank by rank; 1: a balanced tree over the ranks. A data pointer into the arena on every rank is read there.
 PT_EXPORT int32_t pt_all_reduce(
-    pt_group* group, int32_t dtype, int32_t op, int32_t order, int32_t root, void* data, int64_t count, double timeout_s);
+    pt_group* group, int32_t dtype, int32_t op, int32_t order, int32_t root, void* data, int64_t count, int64_t form,
+    double timeout_s);
 
 // output (count elements) becomes op over all ranks' inputs[this rank]; inputs are `size` pieces of count elements.
 PT_EXPORT int32_t pt_reduce_scatter(
     pt_group* group, int32_t dtype, int32_t op, int32_t order, const void* const* inputs, void* output, int64_t count,
-    double timeout_s);
+    int64_t form, double timeout_s);
 
 // Move bytes. Each rank sends `columns` pieces: one for everybody (1), one for each rank (size), or none (0), and
 // expects receive_bytes[p] from each rank p into receives[p]. kind, dtype, root and count are compared between ranks,
 // and so is every piece with what its receiver expects.
 PT_EXPORT int32_t pt_exchange(
-    pt_group* group, int32_t kind, int32_t dtype, int32_t root, int64_t count, int32_t columns, const void* const* sends,
-    const int64_t* send_bytes, void* const* receives, const int64_t* receive_bytes, double timeout_s);
+    pt_group* group, int32_t kind, int32_t dtype, int32_t root, int64_t count, int64_t form, int32_t columns,
+    const void* const* sends, const int64_t* send_bytes, void* const* receives, const int64_t* receive_bytes, double timeout_s);
 
 // Point to point. A transfer is begun, advanced by anyone who waits for any transfer of the group, and freed.
 PT_EXPORT pt_transfer* pt_send(pt_group* group, int32_t to, int32_t tag, int32_t dtype, const void* data, int64_t num_bytes);

@@ -89,7 +89,7 @@ struct Rank {
         char* data = gives(plan, round);
         const int root = plan.kind == pt::REDUCE ? plan.root : -1;
         fill(data, plan.dtype, plan.count, round, rank);
-        CHECK(pt_all_reduce(crew.groups[rank], plan.dtype, plan.op, plan.order, root, data, plan.count, LONG_S) == 0);
+        CHECK(pt_all_reduce(crew.groups[rank], plan.dtype, plan.op, plan.order, root, data, plan.count, 0, LONG_S) == 0);
         if (root < 0 || root == rank)
             reduced(plan, round, 0);
         else
@@ -108,7 +108,7 @@ struct Rank {
         }
         char* output = round % 2 ? gets(plan, round) : data + rank * plan.count * width; // apart, or in place
         CHECK(pt_reduce_scatter(
-                  crew.groups[rank], plan.dtype, plan.op, plan.order, inputs, output, plan.count, LONG_S) == 0);
+                  crew.groups[rank], plan.dtype, plan.op, plan.order, inputs, output, plan.count, 0, LONG_S) == 0);
         reduced(plan, round, rank * plan.count);
         same(output, plan);
     }
@@ -145,7 +145,7 @@ struct Rank {
         }
         const int64_t count = plan.kind == pt::ALL_TO_ALL ? 0 : plan.count;
         CHECK(pt_exchange(
-                  crew.groups[rank], plan.kind, plan.dtype, plan.root, count, columns, sends, send_bytes, receives,
+                  crew.groups[rank], plan.kind, plan.dtype, plan.root, count, 0, columns, sends, send_bytes, receives,
                   receive_bytes, LONG_S) == 0);
         for (int source = 0; source < crew.size; ++source) {
             fill(expected.data(), plan.dtype, receive_bytes[source] / width, round, source, alike ? 0 : rank);

@@ -8,7 +8,7 @@ constexpr int64_t COUNT = 5000;
 
 int32_t summed(Crew& crew, int rank, int64_t count, double timeout_s = LONG_S) {
     std::vector<float> data(COUNT, 1.0f);
-    return pt_all_reduce(crew.groups[rank], pt::F32, pt::SUM, pt::LINEAR, -1, data.data(), count, timeout_s);
+    return pt_all_reduce(crew.groups[rank], pt::F32, pt::SUM, pt::LINEAR, -1, data.data(), count, 0, timeout_s);
 }
 
 void one_disagrees(int size, int different) {
@@ -36,7 +36,7 @@ void one_expects_more(int size) {
         for (int other = 0; other < size; ++other) receives[other] = mine.data(); // nothing is moved
         if (rank == size - 1) receive_bytes[0] = 101;
         CHECK(pt_exchange(
-                  crew.groups[rank], pt::ALL_TO_ALL, pt::U8, 0, 0, size, sends.data(), send_bytes.data(),
+                  crew.groups[rank], pt::ALL_TO_ALL, pt::U8, 0, 0, 0, size, sends.data(), send_bytes.data(),
                   receives.data(), receive_bytes.data(), LONG_S) == pt::MISMATCH);
     });
 }

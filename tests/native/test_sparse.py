@@ -133,7 +133,7 @@ def test_a_wait_has_a_deadline(update: int, taken: str) -> None:
     problem = problem_of(SMALL)
     getattr(problem, taken)[:] = 1
     order = np.arange(SMALL.num_rows)
-    with pytest.raises(TimedOut, match=r"rank 1: an update of shared weights did not finish within 0.05 s"):
+    with pytest.raises(TimedOut, match=r"rank 1: timed out: an update of shared weights did not finish within 0.05 s"):
         logistic_epoch(problem, order, Part(0, 400), 0.5, update=update, timeout_s=0.05, rank=1)
 
 
@@ -418,4 +418,4 @@ def test_waiting_to_be_alone_has_a_deadline() -> None:
 
         return world.drive(late())
 
-    assert together(2, work) == ["held", "rank 1, step 0: alone did not finish within 0.05 s"]
+    assert together(2, work) == ["held", "rank 1, step 0: timed out: alone did not finish within 0.05 s"]

@@ -288,8 +288,41 @@ def every_other_column(a: Tensor, b: Any) -> Tensor:
     return torch.stack([b[:, ::2], a[:, 1::2]], dim=2).flatten(1)
 
 
+SIGNED, UNSIGNED = (torch.int8, torch.int16, torch.int32, torch.int64), (torch.uint8,)
+
+
+def average_of_integers(dtype: torch.dtype) -> Call:
+    """Averages whose exact values are -7/3, 7/3 and 5/3 (three ranks), everywhere and of one's own piece."""
+
+    def call(group: Any, rank: int) -> Answer:
+        mine = integers(rank, dtype)
+        whole, piece = mine.clone(), torch.zeros(1, dtype=dtype)
+        dist.all_reduce(whole, ReduceOp.AVG, group=group)
+        strided = torch.stack([mine, mine], dim=1)
+        dist.all_reduce(strided[:, 1], ReduceOp.AVG, group=group)
+        SCATTER_SINGLE(piece, mine, ReduceOp.AVG, group=group)
+        at_one = mine.clone()
+        dist.reduce(at_one, 1, ReduceOp.AVG, group=group)
+        return [whole, strided[:, 1], piece, at_one] if rank == 1 else [whole, strided[:, 1], piece]
+
+    return call
+
+
+def integers(rank: int, dtype: torch.dtype) -> Tensor:
+    """What a rank gives to these averages."""
+    sign = -1 if dtype in SIGNED else 1
+    return torch.tensor([[sign * 4, 1, 5], [sign * 2, 2, 0], [sign * 1, 4, 0]][rank], dtype=dtype)
+
+
+def averages(dtype: torch.dtype) -> Callable[[int], Answer]:
+    """What NCCL makes of them: the sum, divided, rounded toward zero."""
+    found = torch.tensor([-2 if dtype in SIGNED else 2, 2, 1], dtype=dtype)
+    return lambda rank: [found, found, found[rank : rank + 1], *([found] if rank == 1 else [])]
+
+
 WITHOUT_GLOO: dict[str, tuple[Call, Callable[[int], Answer]]] = {
     "average": (all_reduce(ReduceOp.AVG), lambda rank: [sum(values(i, 1000) for i in range(SIZE)) / SIZE]),  # type: ignore[list-item]
+    **{f"average of {dtype}": (average_of_integers(dtype), averages(dtype)) for dtype in (*SIGNED, *UNSIGNED)},
     "bool": (all_reduce(dtype=torch.bool), lambda rank: [torch.ones(1000, dtype=torch.bool)]),
     "complex": (broadcast(torch.complex64), lambda rank: [values(2, 1000).to(torch.complex64).view(torch.uint8)]),
     "int16": (broadcast(torch.int16), lambda rank: [values(2, 1000, dtype=torch.int16).view(torch.uint8)]),
@@ -415,6 +448,109 @@ def test_a_wrong_call_in_flight_is_told_where_it_is_waited_for() -> None:
         assert "4 elements" in first
         assert "4 elements" in second
         assert not success
+
+
+def reduced(tensor: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], object]:
+    return lambda: dist.all_reduce(tensor, op)
+
+
+ONE_AND_THE_OTHER: dict[str, tuple[Callable[[], object], Callable[[], object], str, str]] = {
+    "shapes": (
+        *(reduced(torch.zeros(2, 3)), reduced(torch.zeros(3, 2))),
+        *("6 elements of float32 of shape (2, 3))", "6 elements of float32 of shape (3, 2))"),
+    ),
+    "complex": (
+        *(reduced(torch.zeros(4, dtype=torch.complex64)), reduced(torch.zeros(8))),
+        *("8 elements of float32 of shape (4, 2))", "8 elements of float32)"),
+    ),
+    "average of integers": (
+        *(reduced(torch.zeros(4, dtype=torch.int64)), reduced(torch.zeros(4, dtype=torch.int64), ReduceOp.AVG)),
+        *("all_reduce(sum, 4 elements of int64)", "all_reduce(average, 4 elements of int64)"),
+    ),
+    "shapes, broadcast": (
+        *(lambda: dist.broadcast(torch.zeros(2, 3), 0), lambda: dist.broadcast(torch.zeros(6), 0)),
+        *("6 elements of float32 of shape (2, 3), root 0)", "6 elements of float32, root 0)"),
+    ),
+    "shapes, reduce_scatter": (
+        lambda: dist.reduce_scatter(torch.zeros(2, 3), [torch.zeros(2, 3)] * 2),
+        lambda: dist.reduce_scatter(torch.zeros(3, 2), [torch.zeros(3, 2)] * 2),
+        *("6 elements of float32 of shape (2, 3))", "6 elements of float32 of shape (3, 2))"),
+    ),
+}
+"""What rank 0 and rank 1 call at the same time, and the words for it."""
+
+
+@pytest.mark.parametrize("what", ONE_AND_THE_OTHER)
+def test_ranks_that_give_different_tensors_of_equal_bytes_are_told(what: str) -> None:
+    *calls, first, second = ONE_AND_THE_OTHER[what]
+
+    def work(seat: Seat) -> Result:
+        try:
+            calls[seat.rank]()  # type: ignore[operator]
+        except Mismatch as error:
+            return str(error)
+        return ""
+
+    for told in run(2, work):
+        assert first in told
+        assert second in told
+
+
+def test_an_all_to_all_mismatch_names_sender_and_receiver() -> None:
+    def work(seat: Seat) -> Result:
+        told = []
+        for group, (sender, receiver) in [(dist.new_group(), (2, 0)), (dist.new_group(), (1, 1))]:
+            sends = [torch.zeros(2 + ((seat.rank, to) == (sender, receiver))) for to in range(SIZE)]
+            try:
+                dist.all_to_all([torch.zeros(2) for _ in range(SIZE)], sends, group=group)
+            except Mismatch as error:
+                told.append(str(error))
+        return told
+
+    for two, one in run(SIZE, work):
+        assert "rank 2 sends 12 bytes to rank 0, which expects 8;" in two
+        assert "rank 1 sends 12 bytes to itself and expects 8;" in one
+
+
+def test_a_mismatch_that_is_never_awaited_is_what_the_next_call_raises() -> None:
+    def work(seat: Seat) -> Result:
+        lost = dist.all_reduce(torch.zeros(3 + seat.rank), async_op=True)
+        told = []
+        for call in (dist.barrier, lambda: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1))):
+            try:
+                call()
+            except Mismatch as error:
+                told.append(str(error))
+        return [*told, lost.is_success()]
+
+    for first, second, success in run(2, work):
+        assert first.startswith("rank ")
+        for told in (first, second):
+            assert "3 elements" in told
+            assert "4 elements" in told
+            assert "earlier call" in told
+        assert not success
+
+
+def test_errors_hold_the_words_that_scripts_look_for() -> None:
+    def work(seat: Seat) -> Result:
+        late, gone = dist.new_group(timeout=timedelta(seconds=0.2)), dist.new_group()
+        told = []
+        for group, waits in ((late, seat.rank == 0), (gone, seat.rank == 0)):
+            if not waits:
+                if group is gone:
+                    group.shutdown()  # type: ignore[union-attr]
+                continue
+            try:
+                dist.all_reduce(torch.zeros(1), group=group)
+            except RuntimeError as error:
+                told.append(str(error))
+        dist.barrier()
+        return told
+
+    (late, gone), _ = run(2, work)
+    assert "timed out" in late
+    assert "Connection closed by peer" in gone
 
 
 def sparse(shape: tuple[int, ...], sparse_dims: int) -> Tensor:
@@ -568,19 +704,22 @@ def test_both_may_send_before_either_receives() -> None:
 def test_a_monitored_barrier_names_who_is_missing() -> None:
     def work(seat: Seat) -> Result:
         group: Any = dist.new_group()
-        group.monitored_barrier()
+        dist.monitored_barrier()
+        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        dist.monitored_barrier(group)
         answer = ""
         if seat.rank != 1:
             try:
-                group.monitored_barrier(timedelta(seconds=0.3))
+                dist.monitored_barrier(group, timedelta(seconds=0.3), wait_all_ranks=True)
             except RuntimeError as error:
                 answer = str(error)
         dist.barrier()
         return answer
 
     answers = run(3, work)
-    assert "rank 1 did not come" in answers[0]
-    assert "rank 1 did not come" in answers[2]
+    for rank in (0, 2):
+        assert "timed out" in answers[rank]
+        assert "Rank 1 failed to pass monitoredBarrier in 300 ms" in answers[rank]
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
@@ -588,7 +727,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
         refused = []
         for tensor, op in (
             (torch.zeros(2), ReduceOp.BAND),
-            (torch.zeros(2, dtype=torch.int32), ReduceOp.AVG),
+            (torch.zeros(2, dtype=torch.bool), ReduceOp.AVG),
             (torch.zeros(2, dtype=torch.float8_e4m3fn), ReduceOp.SUM),
         ):
             try:
@@ -600,7 +739,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
 
     band, average, small = run(2, work)[0]
     assert band == "band is for integers and bool, and this tensor is torch.float32"
-    assert "average is for floating-point tensors, and this one is torch.int32" in average
+    assert average == "average is for numbers, and this tensor is torch.bool; convert it to a float first"
     assert "cannot compute sum of torch.float8_e4m3fn" in small
 
 

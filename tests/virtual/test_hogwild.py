@@ -97,7 +97,7 @@ def test_who_gives_up_waiting_is_passed_over() -> None:
         return "done"
 
     results = VirtualWorld(HOST, 3).run(program).results
-    assert results == ["done", "rank 1, step 0: alone did not finish within 1.5 s", "done"]
+    assert results == ["done", "rank 1, step 0: timed out: alone did not finish within 1.5 s", "done"]
     assert done == [0, 2]
 
 

@@ -37,7 +37,7 @@ def test_a_missed_deadline_is_raised_at_the_await(call: Callable[[Port], Op[obje
             return await port.now(), str(late), late.rank, late.step
         return None
 
-    text = f"rank 1, step 4: {operation} did not finish within 2 s"
+    text = f"rank 1, step 4: timed out: {operation} did not finish within 2 s"
     assert VirtualWorld(CLUSTER, 2).run(program).results[1] == (2.0, text, 1, 4)
 
 

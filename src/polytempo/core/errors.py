@@ -25,12 +25,15 @@ class PeerLost(PolytempoError):
 
 
 class TimedOut(PolytempoError):
-    """An operation did not finish before its deadline. Raised at its `await`. `reason`: who is missing, if known."""
+    """An operation did not finish before its deadline. Raised at its `await`. `reason`: who is missing, if known.
+
+    The message says "timed out", as those of torch's own backends do: scripts look for it.
+    """
 
     def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float, reason: str = "") -> None:
         self.rank, self.step, self.operation, self.timeout_s, self.reason = rank, step, operation, timeout_s, reason
         detail = f" ({reason})" if reason else ""
-        super().__init__(f"{_where(rank, step)}: {operation} did not finish within {timeout_s:g} s{detail}")
+        super().__init__(f"{_where(rank, step)}: timed out: {operation} did not finish within {timeout_s:g} s{detail}")
 
 
 class Deadlock(PolytempoError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
 
 import torch
 
@@ -41,19 +44,53 @@ KINDS = (
 )
 
 
+PLAIN, INTEGER_AVERAGE = range(2)
+"""What the core cannot see: that a sum of integers is going to be divided."""
+_SHAPE_BITS, _DIMS_BITS, _HASHED = 56, 4, 15
+
+
+@lru_cache(maxsize=4096)
+def form_of(shape: Sequence[int], mark: int = PLAIN) -> int:
+    """Shape and mark as one number, which all ranks compare: mark, number of dimensions, and their sizes.
+
+    Sizes get equally many of 56 bits. A shape that does not fit is a hash of itself.
+    """
+    bits = _SHAPE_BITS // max(1, len(shape))
+    dims, packed = len(shape), 0
+    for size in shape:
+        packed = packed << bits | size
+    if dims >= _HASHED or any(size >> bits for size in shape):
+        dims = _HASHED
+        packed = int.from_bytes(blake2b(repr(tuple(shape)).encode(), digest_size=_SHAPE_BITS // 8).digest())
+    return (mark << _DIMS_BITS | dims) << _SHAPE_BITS | packed
+
+
+def _shape_in(form: int) -> str:
+    """The shape in words; "" where it is only the number of elements, or does not fit."""
+    dims = form >> _SHAPE_BITS & (1 << _DIMS_BITS) - 1
+    if dims in (0, 1, _HASHED):
+        return ""
+    bits = _SHAPE_BITS // dims
+    sizes = [form >> bits * place & (1 << bits) - 1 for place in reversed(range(dims))]
+    return f" of shape ({', '.join(map(str, sizes))})"
+
+
 class Call(ctypes.Structure):
     """What a rank says that it is doing."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("number", "count", "extra")),
+        *((name, ctypes.c_int64) for name in ("number", "count", "extra", "form")),
         *((name, ctypes.c_int32) for name in ("kind", "dtype", "op", "root")),
     )
 
     def __str__(self) -> str:
         kind = KINDS[self.kind]
-        details = [f"{self.count} elements of {name_of(self.dtype)}"] if kind != "barrier" else []
+        mark = self.form >> _SHAPE_BITS + _DIMS_BITS
+        elements = f"{self.count} elements of {name_of(self.dtype)}{_shape_in(self.form)}"
+        details = [elements] if kind != "barrier" else []
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
-            details.insert(0, list(OPS)[self.op] + " by a tree" * self.extra)
+            op = "average" if mark == INTEGER_AVERAGE else list(OPS)[self.op]
+            details.insert(0, op + " by a tree" * self.extra)
         if kind in ("broadcast", "reduce", "gather", "scatter"):
             details.append(f"root {self.root}")
         return f"call {self.number}: {kind}({', '.join(details)})"

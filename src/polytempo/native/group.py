@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from polytempo.core.errors import Mismatch, PeerLost, TimedOut
+from polytempo.core.errors import PolytempoError
 from polytempo.native.arena import Arena, Block, Window, own_arena
-from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, Call
+from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, Call, form_of
+from polytempo.native.failure import FINE, LOST, failure, repeated
 from polytempo.native.library import load, why_not
 from polytempo.native.meeting import Member, Store, Unreachable, excuse, host_identity, introduced, mapped
 from polytempo.native.transfer import Transfer
@@ -29,7 +30,6 @@ RING_BYTES = 128 << 10
 
 _ORDERS = {"linear": 0, "tree": 1}
 _MAX_RANKS, _LEAST_BYTES = 1024, 64
-_FINE, _LOST, _LATE, _MISMATCH, _BROKEN = range(5)
 
 
 class _Place(ctypes.Structure):
@@ -43,9 +43,9 @@ class _Place(ctypes.Structure):
 
 
 class Quick(NamedTuple):
-    """`all_reduce(dtype, op, pointer, count, timeout_s)` and `barrier(timeout_s)`; each answers a status to `check`."""
+    """`all_reduce(dtype, op, pointer, count, form, timeout_s)`, `barrier(timeout_s)`: answer a status to `check`."""
 
-    all_reduce: Callable[[int, int, int, int, float], int]
+    all_reduce: Callable[[int, int, int, int, int, float], int]
     barrier: Callable[[float], int]
 
 
@@ -110,6 +110,7 @@ class Group:
         self._handle = self._opened(members, block_bytes, ring_bytes)
         self.closed = False
         self.failed = False
+        self._broke: PolytempoError | None = None  # what broke the group: later calls raise it again
         self.owner = os.getpid()
         remains = _Remains(library, self._handle, self.arena, self._blocks, self.windows)
         self._end = weakref.finalize(self, _close, remains, self.owner)
@@ -146,8 +147,8 @@ class Group:
         """The core's functions themselves, for those who keep order and build arguments on their own."""
         order, everyone, handle = _ORDERS[self.order], -1, self._handle
         return Quick(  # `_library` is looked up in each call: in a forked child it is another
-            lambda dtype, op, data, count, limit_s: self._library.pt_all_reduce(
-                handle, dtype, op, order, everyone, data, count, limit_s
+            lambda dtype, op, data, count, form, limit_s: self._library.pt_all_reduce(
+                handle, dtype, op, order, everyone, data, count, form, limit_s
             ),
             lambda limit_s: self._library.pt_barrier(handle, limit_s),
         )
@@ -168,8 +169,11 @@ class Group:
         root: int = -1,
         order: str | None = None,
         timeout_s: float | None = None,
+        form: int | None = None,
     ) -> None:
         """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`.
+
+        `form` has to agree between ranks, here and in the other collectives: by default it is the tensor's shape.
 
         Cost: with tensors in the arenas each rank reads K and writes K bytes; else see `native/collectives.cpp`.
         """
@@ -183,6 +187,7 @@ class Group:
                 root,
                 tensor.data_ptr(),
                 tensor.numel(),
+                form_of(tensor.shape) if form is None else form,
                 limit_s,
             )
             self.check(status, "all_reduce", limit_s)
@@ -195,6 +200,7 @@ class Group:
         *,
         order: str | None = None,
         timeout_s: float | None = None,
+        form: int | None = None,
     ) -> None:
         """`output` becomes `op` over all ranks' `inputs[rank of this one]`."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -207,6 +213,7 @@ class Group:
                 (ctypes.c_void_p * self.size)(*(piece.data_ptr() for piece in inputs)),
                 output.data_ptr(),
                 output.numel(),
+                form_of(output.shape) if form is None else form,
                 limit_s,
             )
             self.check(status, "reduce_scatter", limit_s)
@@ -225,7 +232,8 @@ class Group:
         example = next((t for t in (*sends, *receives) if t is not None), None)
         dtype = NOTHING if example is None else MOVED[example.dtype]
         even = kind in ("broadcast", "all_gather", "gather", "scatter")
-        count = example.numel() if even and example is not None else 0
+        compared = example if even else None
+        count, form = (0, 0) if compared is None else (compared.numel(), form_of(compared.shape))
         num_sends = max(1, len(sends))
         with self.lock:
             status = self._library.pt_exchange(
@@ -234,6 +242,7 @@ class Group:
                 dtype,
                 root,
                 count,
+                form,
                 len(sends),
                 (ctypes.c_void_p * num_sends)(*(t.data_ptr() for t in sends)),
                 (ctypes.c_int64 * num_sends)(*(t.nbytes for t in sends)),
@@ -276,26 +285,28 @@ class Group:
 
     def check(self, status: int, what: str, timeout_s: float) -> None:
         """Raise what a status of the native core means, for the operation `what`."""
-        if status == _FINE:
+        if status == FINE:
             return
-        me, culprit = self.names[self.rank], self._library.pt_group_culprit(self._handle)
-        if status == _LOST:
-            self.failed = True
-            raise PeerLost(me, None, what, self.names[culprit], "its process has ended, or it has left the group")
         self.failed = True
-        if status == _LATE:
-            missing = [str(self.names[r]) for r in range(self.size) if self._library.pt_group_missing(self._handle, r)]
+        if self._broke is not None:
+            raise repeated(self, self._broke, what)
+        self._broke = failure(self, status, what, timeout_s)
+        if status != LOST:
             self.leave()
-            raise TimedOut(me, None, what, timeout_s, f"rank {', '.join(missing)} did not come")
-        if status == _MISMATCH:
-            mine, theirs = self.call_of(self.rank), self.call_of(culprit)
-            self.leave()
-            raise Mismatch(
-                f"ranks do different things at once: rank {me} is in {mine}, rank {self.names[culprit]} in {theirs}"
-                f"{'' if str(mine) != str(theirs) else ', with other sizes for one another'}; all ranks of a group "
-                "must make the same calls in the same order, with equal shapes and dtypes"
-            )
-        raise PeerLost(me, None, what, self.names[culprit], "the group broke in an earlier call")
+        raise self._broke
+
+    @property
+    def culprit(self) -> int:
+        """The rank that broke the group."""
+        return int(self._library.pt_group_culprit(self._handle))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come as far as this one."""
+        return [rank for rank in range(self.size) if self._library.pt_group_missing(self._handle, rank)]
+
+    def expecting(self, sent: ctypes.c_int64, expected: ctypes.c_int64) -> int:
+        """The rank that expects other bytes than the culprit sends, and how many; -1: they disagree in other things."""
+        return int(self._library.pt_group_expecting(self._handle, ctypes.byref(sent), ctypes.byref(expected)))
 
     def call_of(self, rank: int) -> Call:
         """What `rank` says that it is doing."""

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """What `pt_abi_version` answers; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -41,14 +41,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_group_empty": (_i32, _pointer),
     "pt_group_close": (None, _pointer),
     "pt_group_culprit": (_i32, _pointer),
+    "pt_group_expecting": (_i32, _pointer, _i64s, _i64s),
     "pt_group_missing": (_i32, _pointer, _i32),
     "pt_group_issue": (_i32, _pointer, _f64),
     "pt_group_call": (None, _pointer, _i32, _pointer),
     "pt_barrier": (_i32, _pointer, _f64),
-    "pt_all_reduce": (_i32, _pointer, _i32, _i32, _i32, _i32, _pointer, _i64, _f64),
-    "pt_reduce_scatter": (_i32, _pointer, _i32, _i32, _i32, _pointers, _pointer, _i64, _f64),
+    "pt_all_reduce": (_i32, _pointer, _i32, _i32, _i32, _i32, _pointer, _i64, _i64, _f64),
+    "pt_reduce_scatter": (_i32, _pointer, _i32, _i32, _i32, _pointers, _pointer, _i64, _i64, _f64),
     "pt_exchange": (
-        *(_i32, _pointer, _i32, _i32, _i32, _i64, _i32),
+        *(_i32, _pointer, _i32, _i32, _i32, _i64, _i64, _i32),
         *(_pointers, _i64s, _pointers, _i64s, _f64),
     ),
     "pt_send": (_pointer, _pointer, _i32, _i32, _i32, _pointer, _i64),

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, TimedOut
 from polytempo.native.call import MOVED, name_of
+from polytempo.native.failure import FINE, LATE, LOST_WHY, MISMATCH
 
 if TYPE_CHECKING:
     from polytempo.native.group import Group
-
-_FINE, _LOST, _LATE, _MISMATCH, _BROKEN = range(5)
 
 
 class Transfer:
@@ -41,17 +40,17 @@ class Transfer:
         group, library = self.group, self.group._library
         limit_s = group.timeout_s if timeout_s is None else timeout_s
         status = library.pt_transfer_wait(group._handle, self.pointer, limit_s)
-        if status == _FINE:
+        if status == FINE:
             return
         me, peer = group.names[group.rank], group.names[self.peer] if self.peer >= 0 else None
-        if status == _LATE:
+        if status == LATE:
             raise TimedOut(me, None, self.what, limit_s)
-        if status == _MISMATCH:
+        if status == MISMATCH:
             came = f"{library.pt_transfer_arrived_bytes(self.pointer)} bytes of "
             came += name_of(library.pt_transfer_arrived_dtype(self.pointer))
             wanted = f"{self.tensor.nbytes} bytes of {name_of(MOVED[self.tensor.dtype])}"
             raise Mismatch(f"rank {me}: {self.what} expects {wanted}, and rank {peer} sent {came}")
-        raise PeerLost(me, None, self.what, peer, "its process has ended, or it has left the group")
+        raise PeerLost(me, None, self.what, peer, LOST_WHY)
 
 
 def _forget(group: Group, pointer: int) -> None:

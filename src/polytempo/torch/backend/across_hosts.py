@@ -68,10 +68,12 @@ class Hosts:
 
     # ------------------------------------------------------------------ host by host
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float) -> None:
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float, form: int | None = None
+    ) -> None:
         """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`."""
         result = tensor if root in (-1, self.rank) else tensor.clone()
-        self.local.all_reduce(result, "sum" if op == "average" else op, root=0, timeout_s=timeout_s)
+        self.local.all_reduce(result, "sum" if op == "average" else op, root=0, timeout_s=timeout_s, form=form)
         if result.numel():
             self._between(lambda: self._reduce_between(result, op, timeout_s))
         self._spread(result, 0, timeout_s)
@@ -87,10 +89,12 @@ class Hosts:
         if op == "average":
             tensor.div_(self.size)
 
-    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float) -> None:
+    def reduce_scatter(
+        self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float, form: int | None = None
+    ) -> None:
         """This rank's piece of an all-reduce: hosts exchange everything, which is what gloo would do too."""
         whole = torch.cat([piece.reshape(-1) for piece in inputs])
-        self.all_reduce(whole, op, timeout_s=timeout_s)
+        self.all_reduce(whole, op, timeout_s=timeout_s, form=form)
         output.view(-1).copy_(whole.view(self.size, -1)[self.rank])
 
     def barrier(self, timeout_s: float) -> None:

@@ -16,11 +16,13 @@ from polytempo.native.meeting import Unreachable, host_identity
 from polytempo.torch.backend.across_hosts import Hosts, HostsGroup
 from polytempo.torch.backend.compiled import leave_alone
 from polytempo.torch.backend.messages import Message
+from polytempo.torch.backend.monitored import allow_monitored_barrier
 from polytempo.torch.backend.named import NamedGroup
 from polytempo.torch.backend.options import Options
 from polytempo.torch.backend.process_group import SharedMemoryGroup
 from polytempo.torch.backend.work import Finished, Queued
 
+allow_monitored_barrier()
 leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, Message)
 
 

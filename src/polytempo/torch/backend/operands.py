@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp
 
-from polytempo.native.call import DTYPES
+from polytempo.native.call import DTYPES, INTEGER_AVERAGE, PLAIN
 from polytempo.native.call import OPS as NUMBERS
 
 OPS = {
@@ -49,9 +49,22 @@ def op_of(opts: Any, dtype: torch.dtype) -> str:
         raise ValueError(f"polytempo cannot compute {op} of {dtype}; convert to one of {', '.join(map(str, DTYPES))}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
         raise ValueError(f"{op} is for integers and bool, and this tensor is {dtype}")
-    if op == "average" and not dtype.is_floating_point:
-        raise ValueError(f"average is for floating-point tensors, and this one is {dtype}; sum, and divide")
+    if op == "average" and dtype == torch.bool:
+        raise ValueError("average is for numbers, and this tensor is torch.bool; convert it to a float first")
     return op
+
+
+def in_core(op: str, dtype: torch.dtype) -> tuple[str, int]:
+    """The operation that the native core performs for `op`, and the mark by which ranks compare what they mean."""
+    if op == "average" and not (dtype.is_floating_point or dtype.is_complex):
+        return "sum", INTEGER_AVERAGE
+    return op, PLAIN
+
+
+def divide_(tensor: Tensor, mark: int, num_ranks: int) -> None:
+    """Make a sum of integers their average, as NCCL does: rounded toward zero. The sum may have wrapped around."""
+    if mark == INTEGER_AVERAGE:
+        tensor.div_(num_ranks, rounding_mode="trunc")
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -13,10 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from polytempo.core.errors import TimedOut
+from polytempo.native.call import form_of
 from polytempo.native.group import Group
 from polytempo.torch.backend.messages import Courier
 from polytempo.torch.backend.named import NamedGroup
-from polytempo.torch.backend.operands import CODES, check_pieces, dense, op_of, pieces, reducible, rows
+from polytempo.torch.backend.operands import (
+    CODES,
+    check_pieces,
+    dense,
+    divide_,
+    in_core,
+    op_of,
+    pieces,
+    reducible,
+    rows,
+)
 from polytempo.torch.backend.sparse import sum_of_sparse
 from polytempo.torch.backend.work import DONE, Lane
 
@@ -68,7 +80,8 @@ class SharedMemoryGroup(NamedGroup):
             codes = CODES.get((tensor.dtype, opts.reduceOp.op))
             if codes and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
                 limit_s = self._limit_s(opts)
-                status = self._lane.at_once(self._quick.all_reduce, *codes, tensor.data_ptr(), tensor.numel(), limit_s)
+                data = (tensor.data_ptr(), tensor.numel(), form_of(tensor.shape))
+                status = self._lane.at_once(self._quick.all_reduce, *codes, *data, limit_s)
                 self.group.check(status, "all_reduce", limit_s)
                 return DONE
         return self._reduced(list(tensors), opts, -1)
@@ -84,6 +97,7 @@ class SharedMemoryGroup(NamedGroup):
         if first.is_cuda:
             return self._cuda.allreduce(tensors, opts) if root < 0 else self._cuda.reduce(tensors, opts)
         op = op_of(opts, first.dtype)
+        core_op, mark = in_core(op, first.dtype)
         limit_s = self._limit_s(opts)
 
         def run() -> None:
@@ -92,7 +106,11 @@ class SharedMemoryGroup(NamedGroup):
                     sum_of_sparse(self.group, tensor, op, limit_s)
                     continue
                 flat = dense(tensor)
-                self.group.all_reduce(reducible(flat), op, root=root, timeout_s=limit_s)
+                real = reducible(flat)
+                form = form_of(real.shape, mark)
+                self.group.all_reduce(real, core_op, root=root, timeout_s=limit_s, form=form)
+                if root in (-1, self.rank()):
+                    divide_(flat, mark, self.size())
                 if flat is not tensor:
                     tensor.copy_(flat)
 
@@ -102,7 +120,7 @@ class SharedMemoryGroup(NamedGroup):
         """Each rank's piece of the reduction."""
         if outputs[0].is_cuda:
             return self._cuda.reduce_scatter(outputs, inputs, opts)
-        op = op_of(opts, outputs[0].dtype)
+        op, mark = in_core(op_of(opts, outputs[0].dtype), outputs[0].dtype)
         limit_s = self._limit_s(opts)
 
         def run() -> None:
@@ -110,7 +128,10 @@ class SharedMemoryGroup(NamedGroup):
                 check_pieces(given, output, self.size(), "reduce_scatter")
                 flat = dense(output)
                 sources = [reducible(piece.contiguous()) for piece in given]
-                self.group.reduce_scatter(sources, reducible(flat), op, timeout_s=limit_s)
+                real = reducible(flat)
+                form = form_of(real.shape, mark)
+                self.group.reduce_scatter(sources, real, op, timeout_s=limit_s, form=form)
+                divide_(flat, mark, self.size())
                 if flat is not output:
                     output.copy_(flat)
 
@@ -246,9 +267,15 @@ class SharedMemoryGroup(NamedGroup):
         return self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=blocking)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that are missing, as all our errors do."""
+        """A barrier whose error names the ranks that are missing, on every rank and in gloo's words."""
         limit_s = (timeout or self.timeout).total_seconds()
-        self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=True)
+        try:
+            self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=True)
+        except TimedOut as error:
+            late = [str(self.group.names[rank]) for rank in self.group.missing()]
+            who = f"Rank{'s' * (len(late) > 1)} {', '.join(late)}"
+            reason = f"{who} failed to pass monitoredBarrier in {1000 * limit_s:.0f} ms"
+            raise TimedOut(error.rank, None, "monitored_barrier", limit_s, reason) from error
 
     # ------------------------------------------------------------------ point to point
 

@@ -1,0 +1,54 @@
+"""What a status of the native core means for a group's members: errors that say who did what."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
+
+if TYPE_CHECKING:
+    from polytempo.native.group import Group
+
+FINE, LOST, LATE, MISMATCH, BROKEN = range(5)
+"""The statuses."""
+
+LOST_WHY = "Connection closed by peer: its process has ended, or it has left the group"
+"""Why a peer is lost, in the words of torch's own backends, which scripts look for."""
+
+
+def failure(group: Group, status: int, what: str, timeout_s: float) -> PolytempoError:
+    """The error for the call `what`, which ended with LOST, LATE or MISMATCH."""
+    me, culprit = group.names[group.rank], group.culprit
+    if status == LATE:
+        missing = ", ".join(str(group.names[rank]) for rank in group.missing())
+        return TimedOut(me, None, what, timeout_s, f"rank {missing} did not come")
+    if status == MISMATCH:
+        return Mismatch(
+            f"ranks do different things at once: {_disagreement(group, culprit)}; all ranks of a group "
+            "must make the same calls in the same order, with equal shapes and dtypes"
+        )
+    return PeerLost(me, None, what, group.names[culprit], LOST_WHY)
+
+
+def repeated(group: Group, first: PolytempoError, what: str) -> PolytempoError:
+    """The error for the call `what` in a group that broke before, with the error `first`: one of the same kind."""
+    me, reason = group.names[group.rank], f"the group broke in an earlier call: {first}"
+    match first:
+        case Mismatch():
+            return Mismatch(f"rank {me}: {what} cannot begin; {reason}")
+        case TimedOut(timeout_s=timeout_s):
+            return TimedOut(me, None, what, timeout_s, reason)
+        case _:
+            return PeerLost(me, None, what, group.names[group.culprit], reason)
+
+
+def _disagreement(group: Group, culprit: int) -> str:
+    """Who disagrees with whom, in words."""
+    sent, expected = ctypes.c_int64(), ctypes.c_int64()
+    expecting = group.expecting(sent, expected)
+    mine, me = group.call_of(group.rank), group.names[group.rank]
+    if expecting < 0:
+        return f"rank {me} is in {mine}, rank {group.names[culprit]} in {group.call_of(culprit)}"
+    to = "itself and" if expecting == culprit else f"rank {group.names[expecting]}, which"
+    return f"in {mine}, rank {group.names[culprit]} sends {sent.value} bytes to {to} expects {expected.value}"
