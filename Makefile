@@ -82,6 +82,7 @@ soak: install ## long searches: a thousand seeds of chaos, a hundred and fifty k
 	$(BIN)/polytempo chaos --seeds 1000 --first $(SEED)
 	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
+	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
 	rm -rf $(LIBRARY) .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
