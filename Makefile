@@ -93,6 +93,7 @@ soak: install ## long searches: a thousand seeds of chaos, a hundred and fifty k
 	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
 	README_ALL=1 $(PYTEST) -q --timeout 1800 tests/unit/test_readme.py -k one_after_the_other
+	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
 	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
