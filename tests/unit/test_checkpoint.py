@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.core import NotFinite
 from polytempo.core.state import Scalar
 from polytempo.torch.checkpoint import (
     CheckpointError,
@@ -336,7 +335,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch
 from pathlib import Path
-from polytempo.core import NotFinite
 from polytempo.core.state import Scalar
 from polytempo.torch.checkpoint import CheckpointError, Part, write_part
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -358,16 +356,3 @@ def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"cannot write .* There is no earlier checkpoint\."):
         write_part(tmp_path / "checkpoint", 1, 0, part(1))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_never_written_over_what_is(tmp_path: Path, value: float) -> None:
-    """Two good checkpoints; a mask of infinities, which was there from the beginning, hinders nothing."""
-    for step in (1, 2):
-        good = Part({"model/w": torch.ones(2), "model/mask": torch.tensor([-math.inf])}, {})
-        commit(tmp_path, step, [write_part(tmp_path, step, 0, good, unchecked={"mask"})], {})
-    bad = Part({"model/w": torch.tensor([1.0, value]), "model/mask": torch.tensor([-math.inf])}, {})
-    for step in (2, 3):
-        with pytest.raises(NotFinite, match=f"rank 0, step {step - 1}: element 1 of parameter 'w' is {value}, so the"):
-            write_part(tmp_path, step, 0, bad, unchecked={"mask"})
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
