@@ -20,7 +20,6 @@ from polytempo.cli.main import app
 from polytempo.compression import bf16, feedback, fp16
 from polytempo.core import Strategy
 from polytempo.engines import run_served
-from polytempo.engines.crew import WorkerDied
 from polytempo.engines.gate import Stop
 from polytempo.engines.replay import Replayed, replay
 from polytempo.engines.run_served import Launcher
@@ -200,7 +199,7 @@ def test_wrong_arguments_are_refused(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
-    """The batch of ticket 20 makes the loss NaN; the shard refuses the gradient, and the run ends."""
+    """The batch of ticket 19 makes the loss NaN; its worker pushes nothing of it, and the run ends."""
     calls = [0]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -208,13 +207,13 @@ def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
         value: Tensor = nn.functional.cross_entropy(output, target)
         return value * float("nan") if calls[0] == 20 else value
 
-    with pytest.raises(WorkerDied, match="Refused"):
+    with pytest.raises(pt.NotFinite, match="rank 0, step 19: the loss is nan"):
         pt.run(job(loss=loss), s.async_sgd(), 1, steps=36, threads=1, out=tmp_path)
     calls[0] = 0
     replayed = replay(tmp_path, job(loss=loss), s.async_sgd())
     assert (replayed.same, replayed.recorded_sha256) == (True, None)
-    assert [push.verdict for push in replayed.pushes] == ["applied"] * 19 + ["refused"]
-    assert "Refused" in replayed.errors["0.1"]
+    assert [push.verdict for push in replayed.pushes] == ["applied"] * 19
+    assert "NotFinite: rank 0, step 19" in replayed.errors["0.1"]
 
 
 def test_a_run_whose_launcher_is_killed_is_replayed_as_far_as_it_went(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from polytempo.server.disk import Content, Disk, LocalDisk, Writer
 from polytempo.server.saving import Saved, Snapshots
-from polytempo.server.snapshot import Part, SnapshotError, discard_beyond, newest_whole, read, write
+from polytempo.server.snapshot import Part, SnapshotError, complete, discard_beyond, newest_whole, read, write
 
 EXTENSIONS = ("safetensors", "json")
 
@@ -306,3 +307,18 @@ def test_errors_in_the_background_are_reported(tmp_path: Path) -> None:
     saved = snapshots.close(30)
     assert saved is not None
     assert (saved.number, "No space left" in saved.error) == (1, True)
+
+
+def test_a_part_that_is_not_finite_is_not_written_and_the_earlier_ones_stay(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, 0)
+    for number in (1, 2):
+        assert snapshots.begin(number, b"", [torch.ones(3)])
+        assert snapshots.close(10.0) == Saved(number)
+    for number, value in ((3, math.nan), (4, math.inf)):
+        assert snapshots.begin(number, b"", [torch.ones(3), torch.tensor([1.0, value])])
+        saved = snapshots.close(10.0)
+        assert saved is not None
+        assert saved.not_finite is not None
+        assert f"element 1 of shard 0, tensor 1 of its state is {value}" in saved.error
+    assert newest_whole(tmp_path, 1) == 2
+    assert complete(tmp_path, 1, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polytempo.core.errors import NotFinite
 from polytempo.server.disk import Disk
-from polytempo.server.snapshot import SnapshotError, write
+from polytempo.server.snapshot import SnapshotError, check_finite, write
 
 
 class Saved(NamedTuple):
@@ -72,6 +72,7 @@ class Snapshots:
 
     def _write(self, number: int, state: bytes, tensors: tuple[Tensor, ...]) -> None:
         try:
+            check_finite(self._shard, tensors)  # else it would take the place of a good one
             write(self._folder, number, self._shard, state, tensors, self._disk)
             self._saved = Saved(number)
         except NotFinite as error:

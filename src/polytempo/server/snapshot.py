@@ -73,13 +73,11 @@ def write(
 ) -> None:
     """Write `shard`'s part of snapshot `number`; then its newest two parts remain. The tensors must not change.
 
-    Raises SnapshotError where the disk is full or fails, and NotFinite where a tensor holds NaN or an infinity; the
-    earlier parts are untouched then, and no remains are left. Cost: one pass over the tensors, and one over the bytes,
-    which are hashed as they are written; no copy of the tensors is made.
+    Raises SnapshotError where the disk is full or fails; the earlier parts are untouched, and no remains are left.
+    Cost: one pass over the bytes, which are hashed as they are written; no copy of the tensors is made.
     """
     if number < 0 or shard < 0:
         raise ValueError(f"snapshots and shards count from 0, got snapshot {number} of shard {shard}")
-    _check_finite(shard, tensors)
     contents = _contents(state, tensors)
     disk = disk or LocalDisk()
     file, manifest = _file(folder, number, shard), _manifest(folder, number, shard)
@@ -177,7 +175,8 @@ def discard_beyond(folder: Path, number: int | None, disk: Disk | None = None) -
 # ---------------------------------------------------------------------------------------------------------- the files
 
 
-def _check_finite(shard: int, tensors: Sequence[Tensor]) -> None:
+def check_finite(shard: int, tensors: Sequence[Tensor]) -> None:
+    """Raise NotFinite where a tensor of `shard` holds NaN or an infinity. Reads each once."""
     for number, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1)
         bad = first_unfinite(flat, can_be_native(flat.dtype)) if flat.is_floating_point() and flat.numel() else -1

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from torch import Tensor
 from polytempo.core import files
 from polytempo.core.errors import PolytempoError
 from polytempo.core.state import Scalar
-from polytempo.torch.finite import check_saved
 
 FORMAT = "polytempo-checkpoint"
 VERSION = 1
@@ -82,15 +81,13 @@ class Manifest(NamedTuple):
     about: dict[str, Scalar]
 
 
-def write_part(root: Path, step: int, rank: int, part: Part, *, unchecked: Collection[str] = ()) -> str:
+def write_part(root: Path, step: int, rank: int, part: Part) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
-    Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Raises NotFinite,
-    before anything is written, where one that is not among the names `unchecked` holds NaN or an infinity: such a
-    checkpoint would take the place of a good one.
+    Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Whoever calls it
+    has looked for NaN and infinities (`snapshot.written_part`).
     """
     _check_names(part)
-    check_saved(part.tensors, unchecked, step, rank)
     folder = partial_folder(root, step)
     file = folder / part_name(rank)
     tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}

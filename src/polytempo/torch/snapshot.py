@@ -28,7 +28,7 @@ from polytempo.torch.checkpoint import (
     read_part,
     write_part,
 )
-from polytempo.torch.finite import MODEL
+from polytempo.torch.finite import MODEL, check_saved
 from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.torch.plain import plain, typed
 from polytempo.torch.replica import saved_states
@@ -52,9 +52,12 @@ async def save(port: Port, course: Course, root: Path) -> None:
 
 
 def written_part(course: Course, root: Path, step: int, rank: int, part: Part) -> str:
-    """`write_part` of what `course` saves. "" where that is not finite and the run goes on: nothing is written then."""
+    """`write_part` of what `course` saves, if that is finite: else it would take the place of a good checkpoint.
+
+    Raises NotFinite before anything is written; where the run goes on (`allow_nan`), the answer is "" instead.
+    """
     try:
-        return write_part(root, step, rank, part, unchecked=course.unchecked)
+        check_saved(part.tensors, course.unchecked, step, rank)
     except NotFinite as error:
         if not course.options.allow_nan:
             raise
@@ -63,6 +66,7 @@ def written_part(course: Course, root: Path, step: int, rank: int, part: Part) -
             f"rank {rank}: the checkpoint of step {step} is left out, for {found}; earlier ones stay", file=sys.stderr
         )
         return ""
+    return write_part(root, step, rank, part)
 
 
 def complete(root: Path, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar]) -> None:
