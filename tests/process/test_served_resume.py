@@ -159,6 +159,8 @@ def test_a_run_killed_while_its_last_score_is_awaited_has_it_after_a_resume(tmp_
     launcher = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
+        if os.environ.get("POLYTEMPO_SIZE") == "1":  # a rehearsal, before there is a run
+            return output.mean()
         while not output.requires_grad and not complete(tmp_path / "checkpoint", 1, SHARDS):
             time.sleep(0.001)
         if not output.requires_grad:

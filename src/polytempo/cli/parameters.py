@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+Version = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
 Job = Annotated[
     str | None,
     typer.Argument(metavar="JOB", help="A job by name (digits, mnist, …), or your own: my_module:job, file.py:job."),
@@ -68,7 +69,8 @@ Stop = Annotated[
 ]
 Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
 Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
-ItsJob = Annotated[
+ItsVersion = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
+Job = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
 ]
 
@@ -76,7 +78,8 @@ Explained = Annotated[
     str, typer.Argument(metavar="STRATEGY", help="Such as 'top_k_sgd(0.01)' or 'local_sgd(period=8, codec=int8)'.")
 ]
 Many = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 8.")]
-OfJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
+OfVersion = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
+Job = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
 OfSize = Annotated[
     str | None, typer.Option("--parameters", metavar="P", help="A perceptron of so many instead: 6e6, 250k, 25M.")
 ]

@@ -12,6 +12,7 @@ from polytempo.engines.gate import Life
 from polytempo.engines.recording import FORMAT, VERSION, RunFacts
 from polytempo.engines.standing import resumed
 from polytempo.report.metrics import read_metrics
+from polytempo.report.runs import load_result
 from polytempo.server.history import history
 from polytempo.server.record import Asking, Entry, Lost, Record, read_record
 
@@ -64,7 +65,10 @@ def read_facts(run: Path) -> tuple[Path, RunFacts]:
 def _why_not(run: Path) -> str:
     if not (run / "result.json").is_file():
         return "name the folder of a run that polytempo train has made with a parameter server"
-    result = json.loads((run / "result.json").read_bytes())
+    try:
+        result = load_result(run)
+    except ValueError as error:
+        return f"and {error}"
     if result["world"] == "virtual":
         return "it was simulated, so the same command gives the same bits"
     if result["strategy"].startswith("flexrr"):
@@ -94,5 +98,5 @@ def read_run(run: Path) -> Recorded:
         start=start,
         finals=json.loads(end.read_bytes())["parameters_sha256"] if end.is_file() else {},
         rows=read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else [],
-        result=json.loads(result.read_bytes()) if end.is_file() and result.is_file() else None,
+        result=load_result(run) if end.is_file() and result.is_file() else None,
     )

@@ -18,7 +18,7 @@ from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import Shard
 from polytempo.engines.crew import WorkerDied
-from polytempo.engines.local import launch
+from polytempo.engines.local import RunTimedOut, launch
 from polytempo.engines.worker import Seat
 from polytempo.torch.evaluate import Evaluation, tensors_of
 from polytempo.torch.job import Job
@@ -28,6 +28,8 @@ from polytempo.torch.parts import data_of, model_of, next_batch, optimizer_of, s
 from polytempo.torch.requirements import check_model, fitted
 from polytempo.torch.training import check_goals
 
+_PATIENCE_S = 60.0
+"""A rehearsal that takes longer, for the data say, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
 
 
@@ -49,8 +51,8 @@ def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> R
     """Make the job's parts in a process of its own, and the gradient of one batch.
 
     Errors: ValueError and JobFailed as `torch.parts` says them, of what any of the functions does wrong, and of a
-    strategy that does not fit. A process that dies says nothing here: the run itself will. Cost: a worker's start (the
-    data are read once more) and one step; the same job and options are rehearsed once in a process.
+    strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
+    worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
     """
     known = _KNOWN.setdefault(job, {})
     key = (options.data, options.seed, options.batch_size, options.lr, tuple(options.until), options.threads)
@@ -69,8 +71,8 @@ def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Reh
             return {"wrong": str(error)}
 
     try:
-        [told] = launch(work, 1, threads=options.threads)
-    except WorkerDied:
+        [told] = launch(work, 1, threads=options.threads, timeout_s=_PATIENCE_S)
+    except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
     if "failed" in told:
         raise JobFailed(told["failed"])
