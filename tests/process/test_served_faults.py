@@ -244,7 +244,7 @@ def test_an_error_in_a_worker_ends_the_run_and_is_shown() -> None:
 
     error = ended(WorkerDied, faulty(), harm.counting(400, loss))
     assert str(error).startswith(
-        "worker-2 failed: job job: loss(output, target) raised ArithmeticError: the loss is not a number; output is"
+        "worker-2 failed: job counting: loss(output, target) raised ArithmeticError: the loss is not a number;"
     )
     assert "the run has ended. The last lines of" in str(error)
     assert (error.rank, error.last_lines[-1].strip()) == (2, 'raise ArithmeticError("the loss is not a number")')

@@ -69,8 +69,7 @@ Stop = Annotated[
 ]
 Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
 Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
-ItsVersion = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
-Job = Annotated[
+ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
 ]
 
@@ -78,8 +77,7 @@ Explained = Annotated[
     str, typer.Argument(metavar="STRATEGY", help="Such as 'top_k_sgd(0.01)' or 'local_sgd(period=8, codec=int8)'.")
 ]
 Many = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 8.")]
-OfVersion = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
-Job = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
+OfJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
 OfSize = Annotated[
     str | None, typer.Option("--parameters", metavar="P", help="A perceptron of so many instead: 6e6, 250k, 25M.")
 ]
