@@ -262,9 +262,11 @@ def test_an_error_in_a_worker_ends_the_run_and_is_shown() -> None:
 
     error = ended(WorkerDied, faulty(), harm.counting(400, loss))
     assert str(error).startswith(
-        "worker-2 raised ArithmeticError: the loss is not a number (exit code 1); the run has ended. The last lines of"
+        "worker-2 failed: job counting: loss(output, target) raised ArithmeticError: the loss is not a number;"
     )
-    assert (error.rank, error.last_lines[-1]) == (2, "ArithmeticError: the loss is not a number")
+    assert "the run has ended. The last lines of" in str(error)
+    assert (error.rank, error.last_lines[-1].strip()) == (2, 'raise ArithmeticError("the loss is not a number")')
+    assert "src/polytempo" not in str(error)
 
 
 def test_processes_are_not_started_again_for_ever_and_every_life_has_its_log(tmp_path: Path) -> None:

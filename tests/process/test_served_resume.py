@@ -159,10 +159,11 @@ def test_a_run_killed_while_its_last_score_is_awaited_has_it_after_a_resume(tmp_
     launcher = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        begun = (tmp_path / "checkpoint").exists()  # and this is not the rehearsal
-        while begun and not output.requires_grad and not complete(tmp_path / "checkpoint", 1, SHARDS):
+        if os.environ.get("POLYTEMPO_SIZE") == "1":  # a rehearsal, before there is a run
+            return output.mean()
+        while not output.requires_grad and not complete(tmp_path / "checkpoint", 1, SHARDS):
             time.sleep(0.001)
-        if begun and not output.requires_grad:
+        if not output.requires_grad:
             os.kill(launcher, signal.SIGKILL)
         return output.mean()
 

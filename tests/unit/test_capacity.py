@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
 from polytempo.engines.capacity import (
     Limits,
     batch_notes,
     check_memory,
     check_processes,
+    check_simulated,
     cores_notes,
     limits,
 )
+from polytempo.engines.folder import began
 
 GB = 1_000_000_000
 LAPTOP = Limits(processes=4_000, files=1_024, memory_bytes=8 * GB, cores=2)
@@ -82,3 +90,58 @@ def test_a_batch_larger_than_the_data_is_said() -> None:
         "a step of 2 workers with batch size 32 asks for 64 samples, and there are 63: every step takes all of them, "
         "about 31 a worker"
     ]
+
+
+def test_more_virtual_workers_than_samples_or_memory_are_refused() -> None:
+    model, data = torch.nn.Linear(1000, 1000), pt.Data(TensorDataset(torch.zeros(2_000)))
+    check_simulated(model, data, 900, LAPTOP)
+    with pytest.raises(ValueError, match="2000 samples cannot be dealt to 2001 workers"):
+        check_simulated(model, data, 2_001, LAPTOP)
+    with pytest.raises(
+        ValueError, match=r"1,500 virtual workers have a model each, 8.03 MB .* use at most 996 workers"
+    ):
+        check_simulated(model, data, 1_500, LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pt.cluster.ethernet(gbit_per_s=-1), "gbit_per_s must be a number above 0, got -1"),
+        (lambda: pt.cluster.infiniband(gbit_per_s=0), "gbit_per_s must be a number above 0, got 0"),
+        (lambda: pt.cluster.internet(mbit_per_s=float("nan")), "mbit_per_s must be a number above 0, got nan"),
+        (lambda: pt.cluster.one_host(workers=0), "workers must be a number above 0, got 0"),
+        (lambda: pt.cluster.ethernet(gflops=-2), "gflops must be a number above 0, got -2"),
+    ],
+    ids=["ethernet", "infiniband", "internet", "one host", "gflops"],
+)
+def test_a_cluster_names_the_number_that_was_written(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_value(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ValueError, match=r"out \S+: no folder can be made there \(Not a directory\)"),
+        began(tmp_path / "file/run"),
+    ):
+        raise AssertionError("not reached")
+
+
+def failing(out: Path, source: Callable[[], object]) -> None:
+    """A run in `out` that does `source` and fails."""
+    with pytest.raises(ZeroDivisionError), began(out):
+        source() and 1 / 0
+
+
+def test_a_start_that_fails_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    """Neither the folder nor its parents; a run that has begun stays, and so does what was there before."""
+    run, other = tmp_path / "runs" / "one", tmp_path / "other"
+    failing(run, lambda: [(run / "logs").mkdir(), (run / "metrics.jsonl").touch()])
+    assert list(tmp_path.iterdir()) == []
+    failing(run, lambda: (run / "metrics.jsonl").write_text("{}"))
+    assert (run / "metrics.jsonl").exists()
+    other.mkdir()
+    (other / "mine.txt").touch()
+    failing(other, lambda: [(other / "logs").mkdir()])
+    assert sorted(path.name for path in other.iterdir()) == ["logs", "mine.txt"]

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from polytempo import jobs
+from polytempo.cli.plan import found_job
+from polytempo.core.errors import JobFailed
 from polytempo.data import Shard
 from polytempo.torch.job import Data, Job
 
@@ -178,7 +180,7 @@ def test_your_own_job_by_file_and_by_module(tmp_path: Path, monkeypatch: pytest.
     assert jobs.find(f"{tmp_path}/my_own_job.py:mine").name == "own"
     assert jobs.find("my_own_job.py:mine").name == "own"
     assert jobs.find("my_own_job:mine").name == "own"
-    with pytest.raises(ValueError, match=r"my_own_job.py has no 'yours', not a job; its jobs are mine"):
+    with pytest.raises(ValueError, match=r"my_own_job.py has no 'yours'; its jobs are mine"):
         jobs.find("my_own_job.py:yours")
     with pytest.raises(ValueError, match=r"'number' of my_own_job is a int, not a job; its jobs are mine"):
         jobs.find("my_own_job:number")
@@ -225,6 +227,32 @@ def test_a_module_that_cannot_import_something_says_so_itself(tmp_path: Path, mo
     for text in ("my_broken_job:job", "my_broken_job.py:job"):
         with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
             jobs.find(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def ratio():\n    return 1 / 0\n\nratio()\n",
+            r"job \S+bad.py:job: reading its file raised ZeroDivisionError: division by zero\n"
+            r"  File \"\S+bad.py\", line 4, in <module>\n    ratio\(\)\n"
+            r"  File \"\S+bad.py\", line 2, in ratio\n    return 1 / 0$",
+        ),
+        ("x = [\n", r"job \S+bad.py:job: \S+bad.py is not Python: '\[' was never closed, line 1: x = \["),
+        (
+            "import not_there_at_all\n",
+            r"raised ModuleNotFoundError: No module named 'not_there_at_all'\n.*\n    import not_",
+        ),
+    ],
+    ids=["raises", "syntax", "import"],
+)
+def test_a_file_that_cannot_be_read_is_answered_with_its_lines(tmp_path: Path, source: str, message: str) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(source)
+    with pytest.raises(JobFailed, match=message):
+        found_job(f"{file}:job")
+    with pytest.raises(ValueError, match="there is no job 'digitz'"):
+        found_job("digitz")
 
 
 def test_names_are_known_without_importing_torch() -> None:

@@ -17,6 +17,7 @@ from polytempo.chaos.bugs import planted
 from polytempo.chaos.scenario import Outcome, run
 from polytempo.engines.fork import default_signals, die_with, fork
 
+_MOST_PER_CORE = 16
 _MOST_SHOWN = 3
 _PROGRESS_S = 5.0
 _READ_BYTES = 1 << 16
@@ -33,6 +34,9 @@ def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str 
         raise ValueError(
             f"--seeds and --processes must be at least 1, --first at least 0; got {seeds=}, {processes=}, {first=}"
         )
+    most = _MOST_PER_CORE * len(os.sched_getaffinity(0))
+    if min(processes, seeds) > most:
+        raise ValueError(f"--processes {processes}: at most {most} here, {_MOST_PER_CORE} for each core")
     if bug is not None:
         planted(bug)
     begin_s = shown_s = time.monotonic()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo import jobs
 from polytempo.cli.catalogue import strategy_from
+from polytempo.cli.plan import found_job
 from polytempo.cli.show import show_json, size
 from polytempo.cluster import ethernet
 from polytempo.compression.packing import Packing, whole
@@ -21,6 +21,7 @@ from polytempo.core.op import Op, Pull, Push, Send, Start, Work
 from polytempo.core.rule import Service
 from polytempo.core.state import settled
 from polytempo.core.transform import Part, parts_of
+from polytempo.torch.parts import model_of
 from polytempo.worlds import Trace, VirtualWorld
 
 MOST_WORKERS = 4096
@@ -50,7 +51,7 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
     made = strategy_from(strategy)
     with torch.device("meta"):
-        model = perceptron(count(parameters)) if parameters is not None else jobs.find(job or "digits").model()
+        model = perceptron(count(parameters)) if parameters is not None else model_of(found_job(job or "digits"))
     tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not tensors:
         raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+import polytempo
 from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
 from polytempo.cli.failure import exit_code
@@ -13,6 +14,7 @@ app = typer.Typer(
     help="Train PyTorch models with any distributed strategy, on real processes or under a virtual clock.",
     epilog="Begin with: polytempo train digits --workers 2",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -23,6 +25,14 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def options(version: p.Version = False) -> None:
+    """Train PyTorch models with any distributed strategy, on real processes or under a virtual clock."""
+    if version:
+        print(polytempo.__version__)
+        raise typer.Exit
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+Version = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
 Job = Annotated[
     str | None,
     typer.Argument(metavar="JOB", help="A job by name (digits, mnist, …), or your own: my_module:job, file.py:job."),

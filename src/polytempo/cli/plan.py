@@ -12,13 +12,22 @@ from polytempo.cli.show import show_json, show_table
 from polytempo.engines.names import slug
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
+from polytempo.torch.parts import not_read
 
 
 def job_of(options: TrainOptions) -> Job:
     """The job that is named."""
     if options.job is None:
         raise ValueError(f"name a job: {', '.join(sorted(jobs.names()))}, my_module:job, or path/to/file.py:job")
-    return jobs.find(options.job)
+    return found_job(options.job)
+
+
+def found_job(text: str) -> Job:
+    """`jobs.find`; what a file raises when it is read, with its own lines."""
+    try:
+        return jobs.find(text)
+    except Exception as error:
+        raise not_read(text, error) from error
 
 
 def run_name(options: TrainOptions, *further: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
-from polytempo import jobs
 from polytempo.cli.catalogue import strategy_from
+from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.engines.gate import Stop
 from polytempo.engines.recorded import read_facts
@@ -54,7 +54,7 @@ def parse_stop(text: str) -> Stop:
 def _job(origin: str | None) -> Job:
     if origin is None:
         raise ValueError("a program gave this run its job; name it with --job path/to/file.py:job")
-    return jobs.find(origin)
+    return found_job(origin)
 
 
 def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards: int, *, inspect: bool) -> None:

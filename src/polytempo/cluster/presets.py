@@ -6,6 +6,13 @@ from polytempo.cluster.cluster import Cluster, Link
 from polytempo.cluster.stragglers import Stragglers, constant
 
 
+def _positive(**given: float) -> None:
+    """Raise ValueError, by the name that was written, for a number that is not above 0."""
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a number above 0, got {value:g}")
+
+
 def ethernet(
     gbit_per_s: float = 10.0,
     latency_us: float = 50.0,
@@ -14,6 +21,7 @@ def ethernet(
     stragglers: Stragglers | None = None,
 ) -> Cluster:
     """Hosts on switched Ethernet: `gbit_per_s` each way per host, `latency_us` from process to process."""
+    _positive(gbit_per_s=gbit_per_s, gflops=gflops)
     return Cluster(
         network=Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8),
         workers_per_host=workers_per_host,
@@ -31,6 +39,7 @@ def infiniband(
     stragglers: Stragglers | None = None,
 ) -> Cluster:
     """Accelerator hosts on InfiniBand or RoCE: `workers_per_host` accelerators share the host's link."""
+    _positive(gbit_per_s=gbit_per_s, gflops=gflops)
     return Cluster(
         network=Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8),
         memory=Link(1e-6, 200e9),
@@ -48,6 +57,7 @@ def internet(
     stragglers: Stragglers | None = None,
 ) -> Cluster:
     """Volunteers or sites far apart: slow links, long delays, one worker each."""
+    _positive(mbit_per_s=mbit_per_s, gflops=gflops)
     return Cluster(
         network=Link(latency_ms * 1e-3, mbit_per_s * 1e6 / 8),
         flops_per_s=gflops * 1e9,
@@ -60,6 +70,7 @@ def one_host(
     workers: int = 64, gbyte_per_s: float = 10.0, gflops: float = 10.0, stragglers: Stragglers | None = None
 ) -> Cluster:
     """Up to `workers` workers on one host: messages move at `gbyte_per_s` through its memory."""
+    _positive(workers=workers, gbyte_per_s=gbyte_per_s, gflops=gflops)
     memory = Link(1e-6, gbyte_per_s * 1e9)
     return Cluster(
         network=memory,

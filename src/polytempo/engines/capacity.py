@@ -11,12 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
+from polytempo.data.plan import check_enough
+from polytempo.torch.job import Data
+
 LEAST_BYTES = 8 << 20
 """No worker has less memory for itself: Python's and torch's pages that it writes to after the fork."""
 _SPARE_FILES = 64
 """Open files of a worker beside two for each other worker."""
 _WORKERS_PER_CORE = 4
 """More of them only wait for each other, and that is said."""
+_COPIES = 2
+"""A virtual worker has weights and gradients, and what its optimizer keeps."""
+_LEAST_MODEL_BYTES = 20_000
+"""Python's objects around a model of one layer."""
 _CGROUP = Path("/sys/fs/cgroup")
 _INSTEAD = "or simulate that many: pt.simulate, `polytempo simulate`"
 
@@ -70,6 +79,20 @@ def check_memory(each_bytes: int, workers: int, found: Limits | None = None) -> 
         raise ValueError(
             f"workers={workers} needs at least {workers * each / 1e9:,.1f} GB of memory ({each / 1e6:,.0f} MB each), "
             f"and {free / 1e9:,.1f} GB are free; use at most {max(1, free // each):,} workers, {_INSTEAD}"
+        )
+
+
+def check_simulated(model: nn.Module, data: Data, workers: int, found: Limits | None = None) -> None:
+    """Raise ValueError where there are more virtual workers than samples, or than models fit into the memory."""
+    if hasattr(data.train, "__len__"):
+        check_enough(len(data.train), workers)
+    each = _COPIES * sum(parameter.nbytes for parameter in model.parameters()) + _LEAST_MODEL_BYTES
+    free = (found or limits()).memory_bytes
+    if free is not None and workers * each > free:
+        raise ValueError(
+            f"{workers:,} virtual workers have a model each, {each / 1e6:,.3g} MB with its gradient, and "
+            f"{free / 1e9:,.1f} GB are free; use at most {max(1, free // each):,} workers, a smaller model, or meta "
+            "(only the time)"
         )
 
 

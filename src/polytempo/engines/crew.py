@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from polytempo.core.errors import NotFinite, PolytempoError
+from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
 from polytempo.engines import janitor
 from polytempo.engines.fork import fork
 from polytempo.engines.worker import Failure, Result, Seat, failure_path, result_path, serve
@@ -211,6 +211,8 @@ def how(worker: Worker) -> str:
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     if failure := worker.failure:
+        if failure.error == JobFailed.__name__:
+            return f"failed: {failure.message} (exit code {code})"
         said = f": {failure.message}" if failure.message else ""
         return f"raised {failure.error}{said} (exit code {code})"
     return f"ended without a result (exit code {code})"

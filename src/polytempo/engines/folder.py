@@ -22,6 +22,10 @@ def began(out: Path | None) -> Iterator[None]:
     missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     ours = bool(missing) or (out.is_dir() and not any(out.iterdir()))
     try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out {out}: no folder can be made there ({error.strerror}); name another one") from error
+    try:
         yield
     except BaseException:
         if ours and not _has_begun(out):

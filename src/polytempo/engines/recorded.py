@@ -12,6 +12,7 @@ from polytempo.engines.gate import Life
 from polytempo.engines.recording import FORMAT, VERSION, RunFacts
 from polytempo.engines.standing import resumed
 from polytempo.report.metrics import read_metrics
+from polytempo.report.runs import load_result
 from polytempo.server.history import history
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record
 
@@ -67,8 +68,11 @@ def read_facts(run: Path) -> tuple[Path, RunFacts]:
 def _why_not(run: Path) -> str:
     if not (run / "result.json").is_file():
         return "name the folder of a run that polytempo train has made with a parameter server"
-    result = files.parsed(run / "result.json")
-    world, strategy = (result.get(key) for key in ("world", "strategy")) if isinstance(result, dict) else ("", "")
+    try:
+        result = load_result(run)
+    except ValueError as error:
+        return f"and {error}"
+    world, strategy = result["world"], result["strategy"]
     if world == "virtual":
         return "it was simulated, so the same command gives the same bits"
     if str(strategy).startswith("flexrr"):
@@ -101,7 +105,7 @@ def read_run(run: Path) -> Recorded:
         start=start,
         finals=_finals(end) if end.is_file() else {},
         rows=read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else [],
-        result=files.parsed(result) if end.is_file() and result.is_file() else None,
+        result=load_result(run) if end.is_file() and result.is_file() else None,
     )
 
 

@@ -28,9 +28,9 @@ from polytempo.torch.parts import data_of, model_of, next_batch, optimizer_of, s
 from polytempo.torch.requirements import check_model, fitted
 from polytempo.torch.training import check_goals
 
+_PATIENCE_S = 60.0
+"""A rehearsal that takes longer, for the data say, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
-_LONGEST_S = 30.0
-"""A job that takes longer begins without the rest of its rehearsal."""
 _KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
 
 
@@ -49,9 +49,8 @@ def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> R
     """Make the job's parts in a process of its own, and the gradient of one batch.
 
     Errors: ValueError and JobFailed as `torch.parts` says them, of what any of the functions does wrong, and of a
-    strategy that does not fit. A process that dies, or is not done after 30 s, says nothing here: the run itself will.
-    Cost: a worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a
-    process.
+    strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
+    worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
     """
     known = _KNOWN.setdefault(job, {})
     key = (options.data, options.seed, options.batch_size, options.lr, tuple(options.until), options.threads)
@@ -70,7 +69,7 @@ def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Reh
             return {"wrong": str(error)}
 
     try:
-        [told] = launch(work, 1, threads=options.threads, timeout_s=_LONGEST_S)
+        [told] = launch(work, 1, threads=options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
     if "failed" in told:

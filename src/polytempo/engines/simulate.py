@@ -15,6 +15,7 @@ from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.shard import Shard
+from polytempo.engines.capacity import check_simulated
 from polytempo.engines.folder import began
 from polytempo.engines.given import check_strategy
 from polytempo.engines.shown import reported, show_rows
@@ -115,9 +116,10 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
 def _trained(
     job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
 ) -> Result:
-    world = VirtualWorld(cluster, workers, seed=options.seed)
     data = data_of(job, options.data)
     model = _model(job, options.seed)
+    check_simulated(model, data, workers)
+    world = VirtualWorld(cluster, workers, seed=options.seed)
     flops = flops_per_sample(job, model, data, options.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]

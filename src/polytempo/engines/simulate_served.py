@@ -19,6 +19,7 @@ from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.batches import Batches
+from polytempo.engines.capacity import check_simulated
 from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of, service_of
 from polytempo.engines.reshaping import Reshapes, num_added
 from polytempo.engines.scoring import OffTheClock
@@ -95,6 +96,7 @@ class _Run:
             self.data.training(), size=workers, batch_size=batch_size, seed=options.seed, deals=self.service.deals
         )
         model = _model(job, options.seed)
+        check_simulated(model, self.data, workers)
         self.flops = flops_per_sample(job, model, self.data, options.seed)
         step_s = _step_s(model, self.batches.batch_size * self.flops, workers, cluster)
         self.timing = Timing(

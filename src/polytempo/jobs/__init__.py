@@ -109,6 +109,10 @@ def _job_of(module: ModuleType, name: str, where: str) -> Job:
     if isinstance(found, Job):
         return found
     have = _jobs_in(module)
-    wrong = f"{name!r} of {where} is a {type(found).__name__}" if found is not None else f"{where} has no {name!r}"
+    wrong = (
+        f"{name!r} of {where} is a {type(found).__name__}, not a job"
+        if found is not None
+        else f"{where} has no {name!r}"
+    )
     there = f"its jobs are {', '.join(have)}" if have else f"it has no jobs; write {name} = pt.Job(...) in it"
-    raise ValueError(f"{wrong}, not a job; {there}")
+    raise ValueError(f"{wrong}; {there}")

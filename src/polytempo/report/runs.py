@@ -31,13 +31,25 @@ class RunRecord(NamedTuple):
 
 def load_run(folder: Path) -> RunRecord:
     """Read the run that left `folder`. Metrics and trace may be missing, the result may not."""
-    result = folder / "result.json"
-    if not result.is_file():
-        raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
+    result = load_result(folder)
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     events, dropped = read_events(trace) if trace.is_file() else ([], 0)
     rows = read_metrics(metrics) if metrics.is_file() else []
-    return RunRecord(files.parsed(result), rows, events, dropped)
+    return RunRecord(result, rows, events, dropped)
+
+
+def load_result(folder: Path) -> dict[str, Any]:
+    """The `result.json` in `folder`. ValueError where there is none, or it is damaged."""
+    path = folder / "result.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
+    try:
+        result = files.parsed(path)
+        if not {"world", "strategy"} <= set(result):
+            raise ValueError("it is no run's result")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); it cannot be mended, so begin the run again") from error
+    return dict(result)
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:

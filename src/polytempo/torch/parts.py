@@ -27,7 +27,7 @@ from polytempo.torch.job import Data, Job
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
 _CALLERS = (__file__, os.path.join(_OURS, "torch", "objective.py"))
-_OTHERS = (str(Path(torch.__file__).parent), "<frozen ")
+_OTHERS = (str(Path(torch.__file__).parent), os.path.dirname(os.__file__), "<frozen ")
 BATCH = "making a batch of its data"
 ON_BATCH = "pt.Data(train, test, collate=…) takes the function that makes a batch of a list of samples"
 _MOST_FRAMES = 6
@@ -132,10 +132,29 @@ def failed(job: Job, form: str, error: Exception, facts: str = "") -> Exception:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, JobFailed) or _raised_by_us(frames[-1].filename, error):
         return error
+    return JobFailed(f"{who(job)}: {form} raised {_said(error)}" + (f"; {facts}" if facts else "") + _lines(frames))
+
+
+def not_read(text: str, error: Exception) -> Exception:
+    """What to raise for `error`, which came out of looking for the job `text`: itself, where this library raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if _raised_by_us(frames[-1].filename, error, jobs=True):
+        return error
+    if isinstance(error, SyntaxError):
+        place = f"line {error.lineno}: {(error.text or '').strip()}"
+        return JobFailed(f"job {text}: {error.filename} is not Python: {error.msg}, {place}")
+    return JobFailed(f"job {text}: reading its file raised {_said(error)}" + _lines(frames))
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def _lines(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The frames that are the job's own, as Python shows them."""
     own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, _OURS))]
-    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    lines = [f'\n  File "{at.filename}", line {at.lineno}, in {at.name}\n    {at.line}' for at in own[-_MOST_FRAMES:]]
-    return JobFailed(f"{who(job)}: {form} raised {said}" + (f"; {facts}" if facts else "") + "".join(lines))
+    shown = (f'\n  File "{at.filename}", line {at.lineno}, in {at.name}\n    {at.line}' for at in own[-_MOST_FRAMES:])
+    return "".join(shown)
 
 
 def wrong(job: Job, form: str, returned: object, expected: str, function: object = None) -> ValueError:
@@ -185,11 +204,13 @@ def _where(function: object) -> str:
     return "" if code is None else f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
-def _raised_by_us(file: str, error: Exception) -> bool:
-    """Whether this library raised it, or its own code failed, rather than the job's call."""
+def _raised_by_us(file: str, error: Exception, *, jobs: bool = False) -> bool:
+    """Whether this library raised it, or its own code failed, rather than the job's call. `jobs`: who looked for one,
+    too.
+    """
     if not file.startswith(_OURS) or file in _CALLERS:
         return False
-    return isinstance(error, ValueError | PolytempoError) or not file.startswith(_JOBS)
+    return isinstance(error, ValueError | PolytempoError) or jobs or not file.startswith(_JOBS)
 
 
 def _other_arguments(function: Callable[..., Any], given: Sequence[Any]) -> str:
