@@ -292,9 +292,9 @@ def forged_standing(chance: random.Random, folder: Path) -> str | None:
 
 WORDS = re.findall(
     r"\S+",
-    """sync_sgd local_sgd downpour(replicas=1) period = 8 ( ) , [ ] { } ' " \\ None true -1 1e999 nan inf 0x10 ring top_k
+    """sync_sgd local_sgd downpour(replicas=1) period = 8 ( ) , [ ] { } ' " \\ None true -1 1e999 nan inf 0x10 top_k
     power_sgd rank lambda : __import__ os . system ; easgd every codec feedback(one_bit()) 99999999999999999999 0.5 é
-    mean diloco robust_sgd krum ssp bound shards adasum gossip hogwild flexrr softsync n = backup_workers \x00 terngrad""",
+    mean diloco robust_sgd krum ssp bound shards adasum gossip hogwild flexrr softsync n = \x00 terngrad""",
 )
 
 

@@ -8,7 +8,7 @@
       .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
       .step-00000100.replaced/  the old version of a step that is being saved again
 
-Pure file work: nothing here communicates. Every rank calls `write_part`; rank 0 then calls `commit` with the hashes
+Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`; rank 0 then calls `commit` with the hashes
 of all ranks. Nothing is parsed before its size and hash are checked, and nothing is unpickled.
 """
 
