@@ -166,8 +166,9 @@ def read(folder: Path) -> tuple[int, int]:
     """The step of the newest checkpoint, and the number of the newest whole snapshot; all values must be theirs."""
     root = folder / "checkpoint"
     newest, number = latest(root), snapshot.newest_whole(root, SHARDS)
-    step = 0 if newest is None else read_manifest(newest).step
-    for rank in range(RANKS if newest is not None else 0):
+    manifest = None if newest is None else read_manifest(newest)
+    step = 0 if manifest is None else manifest.step
+    for rank in range(0 if manifest is None else len(manifest.parts)):
         part = read_part(root / f"step-{step:08d}", rank)
         assert part.scalars == {"epoch": step}
         assert bool((part.tensors["weight"] == step).all())

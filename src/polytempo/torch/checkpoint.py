@@ -283,6 +283,8 @@ def _decoded(content: bytes) -> Manifest:
     parts = tuple(PartFile(**entry) for entry in document["parts"])
     if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
         raise ValueError("a step, a size or a hash that is none")
+    if not parts:
+        raise ValueError("no part of any rank")
     if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
         raise ValueError("the parts are not one a rank, in order")
     return Manifest(document["step"], parts, _checked_scalars(document["about"]))
