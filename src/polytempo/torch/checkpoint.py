@@ -8,8 +8,9 @@
       .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
       .step-00000100.replaced/  the old version of a step that is being saved again
 
-Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`; rank 0 then calls `commit` with the hashes
-of all ranks. Nothing is parsed before its size and hash are checked, and nothing is unpickled.
+Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`;
+rank 0 then calls `commit` with the hashes of all ranks. Nothing is parsed before its size and hash are checked, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
