@@ -88,8 +88,9 @@ fmt: install ## format, and mend what can be mended
 bench: install ## run every benchmark (longer)
 	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
 
-soak: install ## long searches: a thousand seeds of chaos, a hundred and fifty killed processes (half an hour)
-	$(BIN)/polytempo chaos --seeds 1000 --first $(SEED)
+soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames, hundreds of killed processes (hours)
+	$(BIN)/python benchmarks/attacks/attacks.py --seed $(SEED) --minutes 60
+	$(BIN)/polytempo chaos --seeds 10000 --first $(SEED)
 	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
 	README_ALL=1 $(PYTEST) -q --timeout 1800 tests/unit/test_readme.py -k one_after_the_other

@@ -166,8 +166,9 @@ def read(folder: Path) -> tuple[int, int]:
     """The step of the newest checkpoint, and the number of the newest whole snapshot; all values must be theirs."""
     root = folder / "checkpoint"
     newest, number = latest(root), snapshot.newest_whole(root, SHARDS)
-    step = 0 if newest is None else read_manifest(newest).step
-    for rank in range(RANKS if newest is not None else 0):
+    manifest = None if newest is None else read_manifest(newest)
+    step = 0 if manifest is None else manifest.step
+    for rank in range(0 if manifest is None else len(manifest.parts)):
         part = read_part(root / f"step-{step:08d}", rank)
         assert part.scalars == {"epoch": step}
         assert bool((part.tensors["weight"] == step).all())
@@ -292,9 +293,9 @@ def forged_standing(chance: random.Random, folder: Path) -> str | None:
 
 WORDS = re.findall(
     r"\S+",
-    """sync_sgd local_sgd downpour(replicas=1) period = 8 ( ) , [ ] { } ' " \\ None true -1 1e999 nan inf 0x10 ring top_k
+    """sync_sgd local_sgd downpour(replicas=1) period = 8 ( ) , [ ] { } ' " \\ None true -1 1e999 nan inf 0x10 top_k
     power_sgd rank lambda : __import__ os . system ; easgd every codec feedback(one_bit()) 99999999999999999999 0.5 é
-    mean diloco robust_sgd krum ssp bound shards adasum gossip hogwild flexrr softsync n = backup_workers \x00 terngrad""",
+    mean diloco robust_sgd krum ssp bound shards adasum gossip hogwild flexrr softsync n = \x00 terngrad""",
 )
 
 

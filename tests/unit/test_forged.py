@@ -47,6 +47,7 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "a list as step": {"step": []},
     "parts that are numbers": {"parts": [1, 2]},
     "parts that are a billion": {"parts": 10**9},
+    "no part": {"parts": []},
     "a size in letters": {"parts": [{"name": "rank-0.safetensors", "num_bytes": "x", "sha256": ""}]},
     "no hash": {"parts": [{"name": "rank-0.safetensors", "num_bytes": 1, "sha256": None}]},
     "another key": {"parts": [{"name": "rank-0.safetensors", "size": 1}]},

@@ -8,8 +8,9 @@
       .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
       .step-00000100.replaced/  the old version of a step that is being saved again
 
-Pure file work: nothing here communicates. Every rank calls `write_part`; rank 0 then calls `commit` with the hashes
-of all ranks. Nothing is parsed before its size and hash are checked, and nothing is unpickled.
+Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`;
+rank 0 then calls `commit` with the hashes of all ranks. Nothing is parsed before its size and hash are checked, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -284,6 +285,8 @@ def _decoded(content: bytes) -> Manifest:
     parts = tuple(PartFile(**entry) for entry in document["parts"])
     if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
         raise ValueError("a step, a size or a hash that is none")
+    if not parts:
+        raise ValueError("no part of any rank")
     if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
         raise ValueError("the parts are not one a rank, in order")
     return Manifest(document["step"], parts, _checked_scalars(document["about"]))
