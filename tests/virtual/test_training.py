@@ -113,6 +113,16 @@ def test_a_simulation_refuses_what_it_would_ignore() -> None:
         simulate(replace(job, correct=None), strategies.sync_sgd(), 2, until={"accuracy": 0.5})
 
 
+def test_the_time_alone_needs_no_data_to_deal_so_there_may_be_more_workers_than_samples() -> None:
+    job, workers = find("digits"), 3_000
+    result = simulate(job, strategies.sync_sgd(), workers, meta=True, steps=2)
+    assert (result.workers, result.steps) == (workers, 2)
+    assert result.samples == 2 * workers * job.batch_size
+    assert result.epochs == result.samples / len(job.data(None).train)  # type: ignore[arg-type]
+    numel = sum(p.numel() for p in job.model().parameters())
+    assert result.bytes_sent_per_rank == pytest.approx(2 * 2 * 4 * numel * (workers - 1) / workers, rel=1e-3)
+
+
 def test_until_ends_at_the_first_epoch_that_reaches_it() -> None:
     job = find("digits")
     result = simulate(job, strategies.sync_sgd(), 2, until={"accuracy": 0.95})

@@ -145,6 +145,8 @@ class VirtualWorld:
             value, error = None, None
             try:
                 match op:
+                    case Compute() | Collective():
+                        return self._wait(strand, self._issue(rank, op))
                     case Now():
                         value = self.now_s
                     case Mark(step):
