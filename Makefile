@@ -25,7 +25,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-integrations check lint fmt bench soak clean
+.PHONY: help install demo test test-integrations test-torch check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -73,6 +73,18 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --group integrations --editable .
 	touch $@
 
+# Tests of another torch or another Python, in a venv of their own: what they share with torch, and what starts processes.
+VERSION ?= 2.15.0
+OTHER = .venv-torch-$(VERSION)-$(notdir $(PYTHON))
+OTHER_TESTS := $(patsubst %,tests/process/test_%.py,backend backend_users process_world init local_engine comm_hook) \
+	$(wildcard tests/process/test_attach*.py) tests/native/test_group.py
+
+test-torch: $(LIBRARY) ## process, backend and attach tests with another torch: VERSION=2.9.1, PYTHON=python3.12
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(OTHER)/bin/python -m pip install --quiet --group test 'torch==$(VERSION)' --editable .
+	$(OTHER)/bin/python -m pytest -q -n 2 --dist loadfile -p no:cacheprovider $(OTHER_TESTS)
+
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
 	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
 
@@ -97,5 +109,5 @@ soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames,
 	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
-	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

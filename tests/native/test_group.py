@@ -552,7 +552,7 @@ def test_a_forked_child_is_no_member() -> None:
             group.issue,
             lambda: group.send(vector(), 1 - group.rank),
             lambda: quick.barrier(1.0),
-            lambda: quick.all_reduce(0, 0, vector().data_ptr(), 4, 1.0),
+            lambda: quick.all_reduce(0, 0, vector().data_ptr(), 4, 0, 1.0),
         ]
         pid = os.fork()
         if not pid:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed has it too
 
 import polytempo
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cli.tested import untested
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
@@ -56,6 +57,8 @@ class Health:
     all_reduce_ms: float | None
     """For two workers to add 1 MB, the best of five."""
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What works here but is not tested by us."""
 
     @property
     def healthy(self) -> bool:
@@ -110,6 +113,7 @@ def examined() -> Health:
         start_ms=start_ms,
         all_reduce_ms=all_reduce_ms,
         problems=problems,
+        notes=untested(torch.__version__, platform.python_version()),
     )
 
 
@@ -187,4 +191,5 @@ def _rows(health: Health) -> list[tuple[str, str]]:
         how = "shared memory" if health.native else "gloo"
         took = f"met in {health.start_ms:.0f} ms and add 1 MB in {health.all_reduce_ms:.2f} ms"
         rows.append(("self-check", f"2 workers {took}, through {how}"))
+    rows += [("note", note) for note in health.notes]
     return rows + [("problem", problem) for problem in health.problems]

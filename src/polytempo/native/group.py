@@ -1,7 +1,8 @@
 """`Group`: ranks of one host that meet in shared memory. The Python face of `native/group.h`.
 
 All members call the same collectives in the same order. What they call is compared in the call itself, before any
-memory is written: a rank that does something else, or the same with other shapes, raises `Mismatch` on all of them.
+memory is written: a rank that does something else, or the same with other shapes, raises `Mismatch` on all of them
+(not two tensors of one shape and dtype in another order: they have no names here).
 """
 
 from __future__ import annotations
@@ -174,7 +175,6 @@ class Group:
         """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`.
 
         `form` has to agree between ranks, here and in the other collectives: by default it is the tensor's shape.
-
         Cost: with tensors in the arenas each rank reads K and writes K bytes; else see `native/collectives.cpp`.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s

@@ -25,11 +25,11 @@ def allow_monitored_barrier() -> None:
     ) -> None:
         world: Any = dist.group.WORLD if group is None else group
         if not isinstance(world, dist.ProcessGroup) or dist.get_backend(world) != "polytempo":
-            torchs(group, timeout, wait_all_ranks)  # type: ignore[arg-type]
+            torchs(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         default = world.timeout if isinstance(world, NamedGroup) else default_pg_timeout
-        world.monitored_barrier(limit or default, wait_all_ranks)  # type: ignore[attr-defined]
+        world.monitored_barrier(limit or default, wait_all_ranks)
 
     monitored_barrier.__module__ = __name__
     dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
