@@ -29,7 +29,8 @@ def allow_monitored_barrier() -> None:
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         default = world.timeout if isinstance(world, NamedGroup) else default_pg_timeout
-        world.monitored_barrier(limit or default, wait_all_ranks)
+        ours: Any = world  # whose method has no type in torch
+        ours.monitored_barrier(limit or default, wait_all_ranks)
 
     monitored_barrier.__module__ = __name__
     dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
