@@ -61,13 +61,7 @@ class Replica:
         empty: Empty | None = None,
         allow_nan: bool = True,
     ) -> None:
-        if buffer_rule not in ("average", "broadcast", "leave"):
-            raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
-        if strategy.server is not None:
-            raise ValueError(
-                f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
-                "use pt.run(job, strategy, workers=4) or `polytempo train`"
-            )
+        _check(strategy, buffer_rule)
         strategy = fitted(strategy, optimizer)
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step = 0
@@ -323,6 +317,16 @@ class Replica:
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True
+
+
+def _check(strategy: Strategy, buffer_rule: str) -> None:
+    if buffer_rule not in ("average", "broadcast", "leave"):
+        raise ValueError(f"buffers must be 'average', 'broadcast' or 'leave', got {buffer_rule!r}")
+    if strategy.server is not None:
+        raise ValueError(
+            f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
+            "use pt.run(job, strategy, workers=4) or `polytempo train`"
+        )
 
 
 def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
