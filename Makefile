@@ -18,6 +18,9 @@ WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
 ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
 	$(patsubst %,tests/process/test_%.py,backend faults sudden_death)
 
+# These compile the native core anew, with sanitizers and as a wheel: minutes that only a change of native/ calls for.
+COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
+
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
 
@@ -25,7 +28,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-integrations test-torch check lint fmt bench soak clean
+.PHONY: help install demo test test-native test-integrations test-torch check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -57,12 +60,15 @@ endif
 demo: install ## train digits with seven strategies and two real workers each; prints where the report lies
 	@$(BIN)/polytempo compare digits --workers 2
 
-test: install lint ## everything: lint, types, all tests (minutes)
+test: install lint ## lint, types and tests (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE) $(COMPILED))
 	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
+
+test-native: install ## compile the native core with sanitizers and as a wheel, and test both (a minute or two)
+	$(PYTEST) -q -n 2 --dist loadfile $(COMPILED)
 
 test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo (minutes)
 	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations

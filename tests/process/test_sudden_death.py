@@ -76,10 +76,10 @@ def waits_for_a_message(group: Group) -> None:
 @pytest.mark.parametrize(
     ("size", "waiting", "told"),
     [
-        (2, waits_in_a_barrier, "barrier did not finish within 0.3 s (rank 1 did not come)"),
-        (4, waits_in_a_barrier, "barrier did not finish within 0.3 s (rank 1 did not come)"),
-        (4, waits_for_a_sum, "all_reduce did not finish within 0.3 s (rank 1 did not come)"),
-        (3, waits_for_a_message, "recv(source=1, tag=0) did not finish within 0.3 s"),
+        (2, waits_in_a_barrier, "timed out: barrier did not finish within 0.3 s (rank 1 did not come)"),
+        (4, waits_in_a_barrier, "timed out: barrier did not finish within 0.3 s (rank 1 did not come)"),
+        (4, waits_for_a_sum, "timed out: all_reduce did not finish within 0.3 s (rank 1 did not come)"),
+        (3, waits_for_a_message, "timed out: recv(source=1, tag=0) did not finish within 0.3 s"),
     ],
     ids=["barrier of 2", "barrier of 4", "sum of 4", "message of 3"],
 )

@@ -24,7 +24,10 @@ from polytempo.cli.main import app
         (["train", "raises.py:job"], "error: job raises.py:job: reading its file raised ZeroDivisionError: division"),
         (["explain", "sync_sgd", "--job", "raises.py:job"], "error: job raises.py:job: reading its file raised Zero"),
         (["train", "raises.py"], "error: job raises.py: reading its file raised ZeroDivisionError: division by zero"),
-        (["replay", "broken"], "error: broken has no record of messages; and broken/result.json is damaged (Expecting"),
+        (
+            ["replay", "broken"],
+            "error: broken has no record of messages; and broken/result.json cannot be read as JSON: ",
+        ),
         (["train", "digits", "--out", "taken"], "error: --out taken: files that are no run's are in it (notes.txt)"),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",

@@ -43,13 +43,10 @@ def load_result(folder: Path) -> dict[str, Any]:
     path = folder / "result.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
-    try:
-        result = files.parsed(path)
-        if not {"world", "strategy"} <= set(result):
-            raise ValueError("it is no run's result")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); it cannot be mended, so begin the run again") from error
-    return dict(result)
+    result = files.parsed(path)
+    if not isinstance(result, dict) or not {"world", "strategy"} <= set(result):
+        raise ValueError(f"{path} is no run's result; it cannot be mended, so begin the run again")
+    return result
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
