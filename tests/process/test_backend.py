@@ -816,5 +816,5 @@ def test_who_ends_without_leaving_leaves_nothing_and_does_not_hang(how: str, tmp
     code = 1 if how == "an error" else 0
     assert (ended.returncode, ended.stdout) == (code, f"other {code}\n"), ended.stderr
     assert "Fatal" not in ended.stderr
-    assert ended.stderr.count("KeyError") == 2 * code
+    assert ended.stderr.count("KeyError: 'on purpose'") == 2 * code
     assert sorted(os.listdir("/dev/shm")) == before

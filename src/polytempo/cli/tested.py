@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TORCH = ("2.9", "2.13", "2.14", "2.15")
-PYTHON = ("3.11",)
+PYTHON = ("3.11", "3.12", "3.13")
 
 
 def untested(torch: str, python: str) -> list[str]:
