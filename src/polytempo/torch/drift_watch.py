@@ -42,7 +42,7 @@ OnDrift = Literal["stop", "restore", "ignore"]
 
 MAX_STEPS = 256
 """Within so many steps all that is comparable has been looked at (and two more bring the answer)."""
-_MAX_COST = 0.004
+_MAX_COST = 0.0035
 """Of a step; what remains to half a percent is for what the clock does not see."""
 _MAX_RESTORES = 10
 _REMEDY = (
@@ -165,7 +165,7 @@ class _Cost:
         self.spent_ns, self.num_looks = 0, 0
         """Since the last answer."""
         self._begin_ns, self._begin_exchanges = time.perf_counter_ns(), 0
-        self._every = 1.0
+        self._every: float | None = None
 
     def affordable(self, exchanges: int) -> int:
         """Steps from look to look that keep the cost within bounds, by what has been measured lately."""
@@ -176,8 +176,9 @@ class _Cost:
         self.spent_ns, self.num_looks = 0, 0
         if steps and self._begin_exchanges > steps:  # the first steps warm up
             step_ns = max(1, took_ns) / steps
-            self._every += 0.3 * (spent_ns / looks / (_MAX_COST * step_ns) - self._every)
-        return min(MAX_STEPS, max(1, ceil(self._every)))
+            every = spent_ns / looks / (_MAX_COST * step_ns)
+            self._every = every if self._every is None else self._every + 0.3 * (every - self._every)
+        return min(MAX_STEPS, max(1, ceil(self._every or 1)))
 
 
 async def _gathered(port: Port, look: Look) -> list[Look]:
