@@ -25,6 +25,10 @@ STARTS = {path.name: (*TORCHRUN, path.name) for path in sorted(SCRIPTS.glob("*.p
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
+GLOO_ABORTS = "terminate called without an active exception"
+"""What gloo's threads say now and then when a process ends; another run of the peer is as good."""
+MOST_RUNS = 5
+
 
 def run(arguments: tuple[str, ...], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python *arguments`, where the name of a script stands for its path; without a network, and one thread a rank."""
@@ -41,7 +45,10 @@ def run(arguments: tuple[str, ...], cwd: Path, **variables: str) -> subprocess.C
 def test_a_script_prints_what_it_prints_on_gloo(start: str, tmp_path: Path, data_root: Path) -> None:
     shown = {}
     for backend in ("gloo", "polytempo"):
-        done = run((*STARTS[start], "--backend", backend), tmp_path, POLYTEMPO_DATA=str(data_root))
+        for _ in range(MOST_RUNS if backend == "gloo" else 1):
+            done = run((*STARTS[start], "--backend", backend), tmp_path, POLYTEMPO_DATA=str(data_root))
+            if GLOO_ABORTS not in done.stderr:
+                break
         assert done.returncode == 0, done.stderr
         assert "goes through gloo" not in done.stderr, "the native core was not used"
         shown[backend] = done.stdout.splitlines()
@@ -80,4 +87,4 @@ print(Accelerator().num_processes, flush=True)
 dist.destroy_process_group()
 """)
     done = run((*TORCHRUN, str(program)), tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert done.stdout.split() == ["1", "1"], done.stderr
+    assert "".join(done.stdout.split()) == "11", done.stderr  # two processes write to one pipe
