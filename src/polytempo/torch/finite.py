@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -118,14 +118,7 @@ class Guard:
         """This rank's own parameters, after the update and before they are exchanged."""
         bad = first_bad((name, p.detach()) for name, p in self._parameters.items() if p.device.type == "cpu")
         if bad is not None:
-            where = f"parameter {bad.name!r} after the update"
-            raise NotFinite(
-                *("", bad.element, bad.value, where),
-                step=step,
-                rank=rank,
-                parameter=bad.name,
-                advice=f"with a finite loss; {_CAUSES}; {GOES_ON}",
-            )
+            _raise(bad, f"parameter {bad.name!r} after the update", step, rank)
 
     def catch_up(self, rank: int) -> None:
         """Look at the losses that were put off."""
@@ -142,14 +135,7 @@ class Guard:
     def _look_at_gradients(self, gradients: Iterable[tuple[str, Tensor]], step: int, rank: int) -> None:
         bad = first_bad((name, gradient) for name, gradient in gradients if gradient.device.type == "cpu")
         if bad is not None:
-            where = f"the gradient of {bad.name!r}"
-            raise NotFinite(
-                *("", bad.element, bad.value, where),
-                step=step,
-                rank=rank,
-                parameter=bad.name,
-                advice=f"with a finite loss; {_CAUSES}; {GOES_ON}",
-            )
+            _raise(bad, f"the gradient of {bad.name!r}", step, rank)
 
     def _refuse(self, loss: Tensor, step: int, rank: int) -> None:
         """Say what made the loss what it is: parameters that are not finite, or else which gradients come of it."""
@@ -184,6 +170,11 @@ class Guard:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _raise(bad: Bad, where: str, step: int, rank: int) -> NoReturn:
+    advice = f"with a finite loss; {_CAUSES}; {GOES_ON}"
+    raise NotFinite("", bad.element, bad.value, where, step=step, rank=rank, parameter=bad.name, advice=advice)
 
 
 def _flat(tensor: Tensor) -> Tensor:
