@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import polytempo
 from polytempo.core import Mismatch, Port, Strategy
-from polytempo.torch.plain import plain
+from polytempo.torch.plain import written
 
 _NOTHING = "nothing"
 _MAX_BYTES = 64 * 2**20
@@ -111,14 +111,6 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "optimizer groups": [[names.get(id(p), f"{list(p.shape)} of no module") for p in g["params"]] for g in groups],
         "optimizer has state": any(optimizer.state.values()),
         "optimizer options": [
-            {key: _written(value) for key, value in group.items() if key != "params"} for group in groups
+            {key: written(value) for key, value in group.items() if key != "params"} for group in groups
         ],
     }
-
-
-def _written(value: Any) -> Any:
-    """An option as JSON can hold it; of what it cannot hold, the type."""
-    try:
-        return plain(value, "")
-    except ValueError:
-        return type(value).__name__

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.torch.fingerprint import fingerprint
-from polytempo.torch.plain import plain
+from polytempo.torch.plain import written
 from polytempo.torch.replica import Replica
 
 _MAX_SLICES = 64
@@ -63,19 +63,12 @@ def settings(replica: Replica, what: Compared) -> dict[str, Any]:
     for i, group in enumerate(replica.optimizer.param_groups if what.optimizer else ()):
         for key, value in group.items():
             if key != "params":
-                found[f"option {key!r} of parameter group {i}"] = _written(value)
+                found[f"option {key!r} of parameter group {i}"] = written(value)
     for name, parameter in replica.model.named_parameters() if what.optimizer else ():
         for key, value in (replica.optimizer.state.get(parameter) or {}).items():
             if isinstance(value, bool | int | float | str):
                 found[f"state {key!r} of parameter {name!r}"] = value
     return found
-
-
-def _written(value: Any) -> Any:
-    try:
-        return plain(value, "")
-    except ValueError:
-        return type(value).__name__
 
 
 def settings_hash(values: Mapping[str, Any]) -> int:

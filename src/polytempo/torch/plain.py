@@ -54,3 +54,11 @@ def _dict_like(like: dict[Any, Any], value: dict[str, Any]) -> dict[Any, Any]:
     other.clear()
     other.update({key: typed(part, like.get(key)) for key, part in keyed.items()})
     return other
+
+
+def written(value: Any) -> Any:
+    """An option as JSON can hold it; of what it cannot hold, the type."""
+    try:
+        return plain(value, "")
+    except ValueError:
+        return type(value).__name__
