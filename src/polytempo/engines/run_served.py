@@ -18,7 +18,7 @@ import torch
 
 from polytempo.core import PolytempoError, Strategy, files
 from polytempo.engines import janitor
-from polytempo.engines.crew import Worker, died, diverged, how
+from polytempo.engines.crew import Worker, WorkerDied, died, diverged, how
 from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
@@ -183,6 +183,9 @@ class Launcher:
         saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
         while saves is not None and saves.pending and time.monotonic() < until_s:
             if not any(role.kind == "copy" for role in self._troupe.running):
+                for role, process in self._troupe.ended:
+                    if role.kind == "copy" and process.failure is not None and not process.failure.symptom:
+                        raise self._died(role, process)  # it could not write what it holds: that is how the run ends
                 print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
                 break
             self._troupe.wait(_LOOK_S)
@@ -209,9 +212,7 @@ class Launcher:
             return out  # processes end now because they shall
         for role, process in self._troupe.look():
             if process.failure is not None or (process.exit_code or 0) > 0:
-                error = died([process], self._run.most_lives, who=str(role), why=self._waited_for(process, role))
-                error.rank = role.node
-                raise error
+                raise self._died(role, process)
             if role.kind == "evaluator":
                 self._score_again(role, how(process))
                 continue
@@ -228,6 +229,11 @@ class Launcher:
             self._copy(shard)
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
+
+    def _died(self, role: Role, process: Worker) -> WorkerDied:
+        error = died([process], self._run.most_lives, who=str(role), why=self._waited_for(process, role))
+        error.rank = role.node
+        return error
 
     def _see_alive(self, now_s: float) -> None:
         """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
