@@ -14,6 +14,8 @@ from polytempo.engines.worker import RankInfo, failure_path
 from polytempo.engines.worker_processes import WorkerDied, WorkerProcess
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.message import Ask, Beat, Members, Noted, Outbox
 from polytempo.server.timing import Timing
 
@@ -49,7 +51,10 @@ def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     )
     chains, scheduler = [(COPY,)], BatchScheduler(4, 8, "freely", 2)
     run.coordinator = coordinator = Coordinator(
-        COORDINATOR, [0, 1], chains, scheduler, timing, on_event=lambda event: run.on_event(event)
+        Nodes(COORDINATOR, [0, 1], chains),
+        scheduler,
+        timing,
+        listeners=Listeners(on_event=lambda event: run.on_event(event)),
     )
     launcher = Launcher(run, processes)  # type: ignore[arg-type]
     for worker in (0, 1):

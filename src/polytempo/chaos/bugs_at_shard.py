@@ -1,4 +1,4 @@
-"""Bugs of the shard: its table, its ticket set, its tensors, its rules and its snapshots."""
+"""Bugs of the shard: its table of answers, its tickets, its tensors, its rules and its snapshots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def table_not_installed() -> Patches:
-    """The table of what was asked is not in the state that a new copy gets."""
+    """The table of answers is not in the state that a new copy gets."""
     load = Shard.load
 
     def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
@@ -111,7 +111,7 @@ def dead_life_accepted() -> Patches:
 
 
 def answer_not_kept() -> Patches:
-    """The answer to a push is not kept, so who asks again hears nothing."""
+    """The answer to a push is not kept, so a repeated request gets no answer."""
 
     def wrong(self: Table, reply: Reply) -> None:
         pass
@@ -154,7 +154,7 @@ def gradient_of_the_dead_kept() -> Patches:
 
 
 def scored_weights_written() -> Patches:
-    """What is shown to the evaluator is not held, so the next updates write into it."""
+    """The shard does not hold the weights that it shows to the evaluator, so the next updates write into them."""
 
     def wrong(self: Shard) -> HeldElements:
         return HeldElements(self._all_spans, self.weights, None, lambda: None)

@@ -27,6 +27,8 @@ from polytempo.core.rule import Rule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.shard.shard import Shard
@@ -268,9 +270,15 @@ class ScenarioWorld:
             rests=scenario.waits,
         )
         coordinator = Coordinator(
-            *(cast.coordinator, cast.workers, cast.copies, scheduler, TIMING),
-            on_event=self._happened,
-            evaluator=cast.coordinator + 1 if scenario.scores else None,
+            Nodes(
+                coordinator=cast.coordinator,
+                workers=cast.workers,
+                chains=cast.copies,
+                evaluator=cast.coordinator + 1 if scenario.scores else None,
+            ),
+            scheduler,
+            TIMING,
+            listeners=Listeners(on_event=self._on_event),
         )
         self.copies.coordinator = coordinator
         return ChaosLauncher(
@@ -284,8 +292,8 @@ class ScenarioWorld:
             self.scenario.lingers_s,
         )
 
-    def _happened(self, event: tuple[str, int]) -> None:
-        """The coordinator tells."""
+    def _on_event(self, event: tuple[str, int]) -> None:
+        """An event of the coordinator's."""
         self.world.note(*event)
         kind, who = event
         self.checkers.anybody_lost |= kind == "lost" or (kind == "joined" and who in self._joined)

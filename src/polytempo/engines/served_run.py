@@ -32,6 +32,8 @@ from polytempo.engines.worker import result_path
 from polytempo.engines.worker_processes import WorkerProcess
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
@@ -131,17 +133,16 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            self.cast.coordinator,
-            self.cast.workers,
-            self.cast.chains,
+            Nodes(self.cast.coordinator, self.cast.workers, self.cast.chains, self.evaluator),
             self.scheduler,
             self.timing,
             incarnation=self.incarnation,
-            on_row=self.tally.take,
-            on_event=lambda event: self.on_event(event),
-            on_entry=lambda entry: self.on_entry(entry),
+            listeners=Listeners(
+                on_row=self.tally.take,
+                on_event=lambda event: self.on_event(event),
+                on_entry=lambda entry: self.on_entry(entry),
+            ),
             reshaper=Reshaper(self.parameters, self.spans),
-            evaluator=self.evaluator,
         )
 
     def _resume(self) -> None:

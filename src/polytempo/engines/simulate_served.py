@@ -28,6 +28,8 @@ from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import serve
@@ -117,13 +119,10 @@ class _Run:
         self.scheduler = scheduler_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
         self.tally = Tally(job, strategy, self.service, options, self.batches, self.scheduler, workers=workers)
         self.coordinator = Coordinator(
-            self.cast.coordinator,
-            self.cast.workers,
-            self.cast.chains,
+            Nodes(self.cast.coordinator, self.cast.workers, self.cast.chains),
             self.scheduler,
             self.timing,
-            on_row=self.tally.take,
-            on_event=lambda event: self.reshapes.hear(event),
+            listeners=Listeners(on_row=self.tally.take, on_event=lambda event: self.reshapes.hear(event)),
             reshaper=Reshaper(self.parameters, self.spans),
         )
         self.reshapes = Reshapes(

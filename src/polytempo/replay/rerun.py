@@ -28,6 +28,8 @@ from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import View
@@ -128,13 +130,11 @@ class Rerun:
             for first, last in found.applied[0]:
                 self.play.pushed.add(first, last)
         return Coordinator(
-            self.coordinator_rank,
-            cast_of(self.service, facts.workers).workers,
-            self.chains,
+            Nodes(self.coordinator_rank, cast_of(self.service, facts.workers).workers, self.chains),
             scheduler,
             _TIMING,
             incarnation=facts.generation * LIVES + 1,
-            on_row=self._on_row,
+            listeners=Listeners(on_row=self._on_row),
         )
 
     def _on_row(self, text: bytes) -> None:
