@@ -79,7 +79,7 @@ def part(folder: Path, number: int, shard: int, batches: int) -> None:
     """The part of a shard that has so many batches."""
     service = Service(hardsync(), optimizer=UpdateRule("sgd"), shards=2)
     one = Shard(shard, (Parameter("w", 2),), (Span(shard, shard + 1),), torch.zeros(1), service, native=False)
-    one.decided.applied.add(0, batches - 1)
+    one.decisions.applied.add(0, batches - 1)
     write(folder, number, shard, *one.dump())
 
 

@@ -32,10 +32,10 @@ def repeat_answered_before_replicated() -> Patches:
     request_ = Node._request
 
     def wrong(self: Node, now_s: float, request: Entry) -> Outbox:
-        look = self.shard.look(request)
-        if look.kind == "new":
+        status = self.shard.status_of(request)
+        if status.kind == "new":
             return request_(self, now_s, request)
-        return self._addressed(look.replies)
+        return self._addressed(status.replies)
 
     return [(Node, "_request", wrong)]
 

@@ -46,11 +46,12 @@ from polytempo.server.shard.optimizer import can_be_native
 from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.snapshot import believed, read
+from polytempo.server.shard.snapshot import read, snapshot_errors
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of
 from polytempo.spec.options import RunOptions
@@ -250,12 +251,8 @@ class ServedRun:
             self.coordinator.chains[: len(self.spans)],  # of shards that have come since, the first view tells
             self.cast.coordinator,
             self.timing,
-            empty=empty,
-            outgoing=LentGradients(empty, lambda tensor: self.arenas.reference(tensor) is not None),
-            dtype=self.weights.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
+            VectorFormat(self.weights.dtype, self.parameters, self.service.codec, self.service.pull_codec),
+            memory=LentGradients(empty, lambda tensor: self.arenas.reference(tensor) is not None),
         )
         context = context_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
         mail = self.mail.mailbox(role.node, own_process=True)
@@ -302,7 +299,7 @@ class ServedRun:
         )
         if self.run_snapshot is not None and self.out is not None and not role.blank:
             part_saved = read(self.out / "checkpoint", self.run_snapshot.number, role.shard)
-            with believed(self.out / "checkpoint", self.run_snapshot.number, role.shard):
+            with snapshot_errors(self.out / "checkpoint", self.run_snapshot.number, role.shard):
                 shard.load(part_saved.state, part_saved.tensors)
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
         snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)

@@ -39,6 +39,7 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of
 from polytempo.spec.options import RunOptions
@@ -162,10 +163,7 @@ class _Run:
             self.cast.chains,
             self.cast.coordinator,
             self.timing,
-            dtype=dtype_of(context.model),
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
+            VectorFormat(dtype_of(context.model), self.parameters, self.service.codec, self.service.pull_codec),
         )
         return await through(client, port, work(port.among(self.cast.workers), context, client))
 

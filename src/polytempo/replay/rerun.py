@@ -1,11 +1,11 @@
-"""`Rerun`: a recorded run with a parameter server once more, in the virtual world.
+"""`Rerun`: performs a recorded run with a parameter server again, in the virtual world.
 
-    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order
+    records ──▶ orders ──▶ shards, coordinator     each takes the same messages as in the run, in the same order
                             ▲        │
-                            └── lives of workers   the programs of the run; one that was killed is not heard to its end
+                            └── lives of workers   the programs of the run; one that was killed ends where its record ends
 
 Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
-is over when nobody can go on; that is where the records end.
+is over when no machine can go on; that is where the records end.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from polytempo.server.shard.snapshot import read
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of
 from polytempo.spec.options import RunOptions
@@ -57,7 +58,7 @@ _INSTANT = Cluster(network=Link(0.0, _NEVER), memory=Link(0.0, _NEVER), flops_pe
 
 
 class Rerun:
-    """Everybody of one replay. `play.difference` and what the gates say tell how it went."""
+    """The machines and lives of one replay. `progress.difference` has the first difference from the record."""
 
     def __init__(self, recorded: Recorded, job: Job, strategy: Strategy, data: Path | None, stop: Stop | None) -> None:
         assert strategy.server is not None
@@ -85,7 +86,7 @@ class Rerun:
         self.coordinator_rank = first + self.service.shards
         entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
         taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | PullEntry | PushEntry))
-        self.play = ReplayProgress(self.rank_of, taken, facts.workers, stop)
+        self.progress = ReplayProgress(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
         self.scored: list[dict[str, Any]] = []
         """The rows about tests, of all scores that could have been taken."""
@@ -97,18 +98,18 @@ class Rerun:
         )
         self.scores = self._scores()
         self.coordinator = self._coordinator(recorded)
-        self.doors = [self._door(recorded, shard) for shard in range(self.service.shards)]
-        self.gates = [
-            MessageOrder(f"shard {n}", entries, door, self.play, 1 + recorded.begins[n])
-            for n, (door, entries) in enumerate(zip(self.doors, recorded.shards, strict=True))
+        self.shards = [self._shard(recorded, shard) for shard in range(self.service.shards)]
+        self.orders = [
+            MessageOrder(f"shard {n}", entries, machine, self.progress, 1 + recorded.begins[n])
+            for n, (machine, entries) in enumerate(zip(self.shards, recorded.shards, strict=True))
         ]
-        for door, gate in zip(self.doors, self.gates, strict=True):
-            door.gate = gate
-        entrance = OrderedCoordinator(self.coordinator, self.play)
-        self.gates.append(MessageOrder("the coordinator", recorded.coordinator, entrance, self.play))
+        for shard, order in zip(self.shards, self.orders, strict=True):
+            shard.order = order
+        machine = OrderedCoordinator(self.coordinator, self.progress)
+        self.orders.append(MessageOrder("the coordinator", recorded.coordinator, machine, self.progress))
 
     def perform(self) -> None:
-        """ReplayProgress until nobody can go on."""
+        """Run until no machine can go on."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.facts.threads)
         try:
@@ -128,7 +129,7 @@ class Rerun:
             found = resumed(recorded.start, self.service.shards, {})
             scheduler.load(found.scheduler, found.applied)
             for first, last in found.applied[0]:
-                self.play.pushed.add(first, last)
+                self.progress.pushed.add(first, last)
         return Coordinator(
             Nodes(self.coordinator_rank, cast_of(self.service, facts.workers).workers, self.chains),
             scheduler,
@@ -146,7 +147,7 @@ class Rerun:
         scorer = Scorer(self.job, self.data, self.batches, *self._replica())
         return OffTheClock(points_of(self.batches, self.scheduler), scorer, self.dtype, self.scored.append, lambda: 0.0)
 
-    def _door(self, recorded: Recorded, number: int) -> OrderedShard:
+    def _shard(self, recorded: Recorded, number: int) -> OrderedShard:
         """The shard as it was when the run began, or went on."""
         model, optimizer = self._replica()
         spans = self.spans[number]
@@ -164,20 +165,20 @@ class Rerun:
         node.receive(0.0, self.coordinator_rank, View(1, tuple(self.chains), ()))
         if self.scores is not None:
             self.scores.begin([shard])
-        return OrderedShard(node, self.play)
+        return OrderedShard(node, self.progress)
 
     # ------------------------------------------------------------------ lives
 
     async def _program(self, port: Port) -> None:
         machine = port.rank - self.chains[0][0]
         if machine >= 0:
-            await serve(port, self.gates[machine])
+            await serve(port, self.orders[machine])
         for life, rank in self.rank_of.items():
             if rank == port.rank:
                 await self._live(port, life)
 
     async def _live(self, port: Port, life: Life) -> None:
-        """One life, from when its first message was due to when its last one had come."""
+        """One life, from the cue before its first message to the cue after its last."""
         await port.take(None)
         worker, incarnation = life
         model, optimizer = self._replica()
@@ -188,18 +189,15 @@ class Rerun:
             self.chains,
             self.coordinator_rank,
             _TIMING,
-            dtype=self.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
+            VectorFormat(self.dtype, self.parameters, self.service.codec, self.service.pull_codec),
         )
         context = context_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
         context.compute_gradients = _noting(context.compute_gradients, self.losses[life])
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
-        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # nobody talks to them
+        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # no message goes to the others
         try:
             attendance = await _until_cue(through(client, port, work(group, context, client)))
-        except Exception as error:  # the run had it too, or something differs: the gates tell
+        except Exception as error:  # the run had it too, or the orders show a difference
             self.errors[written(life)] = f"{type(error).__name__}: {error}"
             return
         if attendance is not None:
@@ -234,7 +232,7 @@ def _noting(compute: ComputeGradients, losses: list[float]) -> ComputeGradients:
 
 
 async def _until_cue(program: Program[Attendance]) -> Attendance | None:
-    """What `program` returns; None if it is told that nothing more of it is in the records."""
+    """The result of `program`; None if the cue comes that its records have ended."""
     value: Any = None
     error: Exception | None = None
     try:

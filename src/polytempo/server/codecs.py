@@ -12,11 +12,11 @@ from polytempo.core import Codec
 _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor on which a law has to hold: codecs are chosen before there is a model."""
 _LOSES = 0.1
-"""Of the squared norm, at most: the weights of a model bear an error of some per cent, not of one half."""
+"""The largest part of the squared norm: a model works with an error of some per cent, not of one half."""
 
 
 def check_push_codec(codec: Codec | None) -> None:
-    """Raise ValueError for a codec whose wires do not say all: a shard knows nothing but what is in the message."""
+    """Raise ValueError for a codec whose wires are not complete: a shard has only the message to decode."""
     if codec is not None and codec.sparse and codec.summable:
         raise ValueError(
             f"{codec.name} wires leave out which entries they hold, for all ranks draw the same in the same step, and "
@@ -25,23 +25,23 @@ def check_push_codec(codec: Codec | None) -> None:
 
 
 def check_pull_codec(codec: Codec | None) -> None:
-    """Raise ValueError for a codec that leaves weights out, changes them much, or remembers: all are pulled."""
+    """Raise ValueError for a codec that leaves weights out, changes them much, or keeps a state: all are pulled."""
     if codec is None:
         return
     fit = "bf16(), fp16(), int8() or dynamic8()"
     if codec.init(_LARGE) is not None:
         raise ValueError(
-            f"pull_codec={codec.name} remembers what it has not sent, and what is pulled are the weights themselves, "
-            f"by whoever asks; use {fit}, without feedback"
+            f"pull_codec={codec.name} keeps a residual for one receiver, and a shard sends the same weights to every "
+            f"worker that pulls; use {fit}, without feedback"
         )
     if codec.sparse:
         raise ValueError(
-            f"pull_codec={codec.name} does not keep every weight, and what it leaves out of a pull comes with no other "
-            f"one; use {fit}"
+            f"pull_codec={codec.name} does not keep every weight, and no later pull brings what one leaves out; "
+            f"use {fit}"
         )
     loses = _loses(codec)
     if loses == inf:
-        raise ValueError(f"pull_codec={codec.name} promises nothing of a weight's size; use {fit}")
+        raise ValueError(f"pull_codec={codec.name} has no bound on the error of a weight; use {fit}")
     if loses > _LOSES:
         raise ValueError(
             f"pull_codec={codec.name} may change the weights of a large tensor by {loses:.1%} of their squared "
@@ -50,7 +50,7 @@ def check_pull_codec(codec: Codec | None) -> None:
 
 
 def _loses(codec: Codec) -> float:
-    """The most of a large tensor's squared norm that its error may have: all, where the law promises nothing."""
+    """The largest error on a large tensor, as a part of its squared norm; at least 1 where the law has no bound."""
     law = codec.law
     match law.kind:
         case "lossless":
