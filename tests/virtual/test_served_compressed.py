@@ -377,7 +377,10 @@ def test_impossible_codecs_are_refused_when_the_strategy_is_built() -> None:
     for named, remedy in (
         (lambda: strategies.downpour(codec=random_k(0.1)), r"random_k.*workers .* at different steps; use top_k"),
         (lambda: strategies.async_sgd(codec=feedback(random_k(0.1))), r"feedback\(random_k.*use top_k"),
-        (lambda: strategies.softsync(pull_codec=feedback(bf16())), r"feedback\(bf16\(\)\) keeps a residual.*use bf16\(\)"),
+        (
+            lambda: strategies.softsync(pull_codec=feedback(bf16())),
+            r"feedback\(bf16\(\)\) keeps a residual.*use bf16\(\)",
+        ),
         (lambda: strategies.ssp(pull_codec=top_k(0.01)), r"does not keep every weight.*use bf16\(\)"),
         (
             lambda: strategies.staleness_aware(pull_codec=one_bit()),

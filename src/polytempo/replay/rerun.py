@@ -2,7 +2,7 @@
 
     records ──▶ orders ──▶ shards, coordinator     each takes the same messages as in the run, in the same order
                             ▲        │
-                            └── lives of workers   the programs of the run; one that was killed ends where its record ends
+                            └── lives of workers   the programs of the run; one that was killed ends with its record
 
 Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
 is over when no machine can go on; that is where the records end.
