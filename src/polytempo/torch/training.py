@@ -24,10 +24,11 @@ from polytempo.torch.finite import check_final, check_score
 from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import next_batch
+from polytempo.torch.ports import Ports, ports_of
 from polytempo.torch.replica import Replica
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
-"""One optimizer step on one batch of so many samples; answers the batch's mean loss."""
+"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
@@ -124,14 +125,19 @@ class Summary(NamedTuple):
 
 
 async def train(port: Port, course: Course) -> Summary:
-    """Train until the options' end: steps, epochs, or what `until` asks for."""
+    """Train until the options' end: steps, epochs, or what `until` asks for.
+
+    `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
+    the same batches and draw the same random numbers.
+    """
     _check(course)
+    ports = ports_of(port)
     clock = _Clock(await port.now(), course.seconds, course.observer)
     samples_before, seconds_before = _position(course)[1], course.seconds
     meter = Meter(samples_before, seconds_before)
     scored_step = course.replica.step
     while not _over(course):
-        if not await _rest_of_epoch(port, course, meter, clock):
+        if not await _rest_of_epoch(ports, course, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(course), course.replica.step
         if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
@@ -145,10 +151,11 @@ async def train(port: Port, course: Course) -> Summary:
     moment = await _moment(port, course, clock)
     course.seconds = moment.seconds
     await course.replica.settle()
-    parameters, buffers = await course.replica.consensus(port), await course.replica.consensus_buffers(port)
+    parameters = await course.replica.consensus(ports.data)
+    buffers = await course.replica.consensus_buffers(ports.data)
     guard = course.replica.guard
     if guard is not None:
-        guard.catch_up(port.rank)
+        guard.catch_up(port.world_rank)
         check_final(parameters, course.unchecked, moment.step)
     score, reached = await course.observer.finish(port, course, moment, parameters | buffers)
     if guard is not None and score is not None:
@@ -168,22 +175,23 @@ async def train(port: Port, course: Course) -> Summary:
     )
 
 
-async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock) -> bool:
+async def _rest_of_epoch(ports: Ports, course: Course, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    port, data = ports.whole, ports.data
     a_row_every = max(1, len(course.shard) // ROWS_PER_EPOCH)
     batches = iter(course.shard)
     first_step = course.replica.step
     while not course.observer.over(course.replica.step):
         step = course.replica.step
-        seed_step(course.options.seed, port.rank, step, "data")
+        seed_step(course.options.seed, data.rank, step, "data")
         batch = next_batch(course.job, batches)
         if batch is None:
             break
         course.observer.begins(port.rank, step)
         await port.mark(step)
-        seed_step(course.options.seed, port.rank, step, "model")
+        seed_step(course.options.seed, data.rank, step, "model")
         course.replica.share = course.shard.share
-        meter.add(await course.take_step(port, batch, course.shard.batch_samples))
+        meter.add(await course.take_step(data, batch, course.shard.batch_samples))
         if course.scheduler is not None:
             course.scheduler.step()
         if (step + 1) % a_row_every == 0:
@@ -203,7 +211,7 @@ def _saves_at(course: Course, step: int) -> bool:
 async def _save(port: Port, course: Course, clock: _Clock) -> None:
     if course.options.out is not None:
         if course.replica.guard is not None:
-            course.replica.guard.catch_up(port.rank)
+            course.replica.guard.catch_up(port.world_rank)
         moment = await _moment(port, course, clock)
         course.seconds = moment.seconds
         await course.observer.save(port, course, moment)
