@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from polytempo.core import Mesh
 from polytempo.core.state import Scalar
-from polytempo.training.manifest import encoded
 from polytempo.training.checkpoint import (
     CheckpointError,
     CheckpointPart,
@@ -29,6 +28,7 @@ from polytempo.training.checkpoint import (
     read_part,
     write_part,
 )
+from polytempo.training.manifest import encoded
 
 DTYPES = [
     torch.float32,

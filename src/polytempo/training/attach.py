@@ -22,7 +22,6 @@ from polytempo.native.arena import shared_empty
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.strategies import sync_sgd
-from polytempo.training.ports import ports_of
 from polytempo.training.agree import agree_to_train
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
 from polytempo.training.drift_watch import OnDrift, watch
@@ -30,6 +29,7 @@ from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
 from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
+from polytempo.training.ports import ports_of
 from polytempo.training.replica import BufferRule, Replica, take_over
 from polytempo.training.trainable_parameters import sparse_tables, trainable
 from polytempo.worlds import ProcessWorld, current

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
-from polytempo.training.ports import Ports
 from polytempo.training.bucket import Bucket
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
+from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld
 

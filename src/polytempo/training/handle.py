@@ -16,13 +16,13 @@ from polytempo.core import Port
 from polytempo.core.state import Saved
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
-from polytempo.training.clipping import clip_grad_norm_
-from polytempo.training.ports import Ports
 from polytempo.training.backward import Backward
+from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.join import JoinMembership
 from polytempo.training.loaded_parameters import Loaded
 from polytempo.training.loss_scale import LossScale, calls_step
 from polytempo.training.ownership import Ownership
+from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
 from polytempo.training.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld

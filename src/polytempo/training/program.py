@@ -22,9 +22,9 @@ from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
-from polytempo.training.ports import Ports, ports_of
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
+from polytempo.training.ports import Ports, ports_of
 from polytempo.training.replica import Replica
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]

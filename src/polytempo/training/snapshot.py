@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.core import Mesh, NotFinite, Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.spec.plain_values import plain, typed
-from polytempo.training.ports import DATA, mesh_of, ports_of
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.checkpoint import (
     CheckpointError,
@@ -32,6 +31,7 @@ from polytempo.training.checkpoint import (
 )
 from polytempo.training.guard import MODEL, check_saved
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.ports import DATA, mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.replica import saved_states
 

@@ -23,7 +23,6 @@ from polytempo.spec.objective import loss_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.strategies import sync_sgd
-from polytempo.training.ports import mesh_of
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import attach
 from polytempo.training.background_observer import BackgroundObserver
@@ -31,6 +30,7 @@ from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
+from polytempo.training.ports import mesh_of
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.snapshot import load
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
