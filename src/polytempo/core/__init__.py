@@ -2,11 +2,11 @@
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
+from polytempo.core.driver import WAITING, Task, interpreted
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.sendrecv import send_recv
 from polytempo.core.state import Late, Owed
 from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import (
@@ -24,6 +24,7 @@ from polytempo.core.transform import (
 
 __all__ = [
     "ALONE",
+    "WAITING",
     "Bundle",
     "Codec",
     "CodecState",
@@ -45,6 +46,7 @@ __all__ = [
     "Route",
     "State",
     "Strategy",
+    "Task",
     "TimedOut",
     "Transform",
     "Turn",
@@ -53,9 +55,9 @@ __all__ = [
     "chain",
     "identity",
     "inside",
+    "interpreted",
     "is_idle",
     "native",
-    "send_recv",
     "spelled",
     "split",
     "stateless",
