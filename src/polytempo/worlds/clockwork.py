@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from polytempo.worlds.flight import Flight
+from polytempo.worlds.operations import Flight
 
 
 class Clockwork(Protocol):

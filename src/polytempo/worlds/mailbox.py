@@ -6,12 +6,12 @@ from math import inf
 
 from polytempo.core.op import Parcel, Post, Take
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.flight import Flight
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight
 from polytempo.worlds.queues import MessageQueues
 
 
-class Mail:
+class NodeMailbox:
     """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes, and nobody hears of it.
 
     A message travels as a send does: it takes the sender's end of the link, then the receiver's. It is not copied;

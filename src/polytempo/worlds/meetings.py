@@ -12,8 +12,8 @@ from polytempo.core import Mismatch
 from polytempo.core.op import Collective
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.collective import members_answers, members_bytes, members_seconds
-from polytempo.worlds.flight import Flight, Meeting, facts, signature
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight, Meeting, facts, signature
 
 _MOST_TUPLES = 4096
 _Key = tuple[int, int, int]

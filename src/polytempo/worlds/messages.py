@@ -10,8 +10,8 @@ from polytempo.core import Mismatch
 from polytempo.core.op import Recv, Send
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.collective import num_bytes
-from polytempo.worlds.flight import Flight
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight
 from polytempo.worlds.queues import MessageQueues
 
 

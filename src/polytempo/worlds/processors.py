@@ -9,7 +9,7 @@ from typing import Any
 from polytempo.cluster import Cluster
 from polytempo.core.op import Alone, Compute
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.flight import Flight
+from polytempo.worlds.operations import Flight
 from polytempo.worlds.pace import Pace
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-from polytempo.worlds.flight import Flight
+from polytempo.worlds.operations import Flight
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")

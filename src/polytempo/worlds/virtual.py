@@ -33,11 +33,11 @@ from polytempo.core.op import (
     Take,
     Work,
 )
-from polytempo.worlds.flight import Flight, Strand, who_waits_for_what
-from polytempo.worlds.mailbox import Mail
+from polytempo.worlds.mailbox import NodeMailbox
 from polytempo.worlds.meetings import Collectives
 from polytempo.worlds.messages import Messages
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight, Strand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.trace import Event, Trace
 
@@ -84,7 +84,7 @@ class VirtualWorld:
         self._processors = Processors(self, cluster, self.hosts, seed)
         self._messages = Messages(self, network)
         self._collectives = Collectives(self, network, cluster, self.hosts)
-        self._mail = Mail(self, network, num_ranks)
+        self._mail = NodeMailbox(self, network, num_ranks)
         self._results: list[Any] = [None] * num_ranks
         self._errors: dict[int, BaseException] = {}
         self._running = num_ranks
