@@ -63,7 +63,8 @@ def test_code_runs(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", read(page))])
+@pytest.mark.process
+@pytest.mark.parametrize("page", [page for page in PAGES if set(blocks("python", read(page))) - set(blocks("python"))])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     """Its blocks one after the other: later ones may use what earlier ones have defined."""
     script = tmp_path / "from_page.py"
