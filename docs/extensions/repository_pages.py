@@ -24,6 +24,8 @@ FENCE = re.compile(r"^(```.*?^```\s*?$)", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 log = logging.getLogger(__name__)
+written: set[Path] = set()
+"""The generated pages of this build."""
 
 
 def pages() -> dict[Path, str]:
@@ -78,6 +80,7 @@ def relative(target: str, page: str) -> str:
 def write(page: str, text: str) -> None:
     """Write a generated page if it has changed, so that an unchanged one is not read anew."""
     file = DOCS / f"{page}.md"
+    written.add(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists() or file.read_text(encoding="utf-8") != text:
         file.write_text(text, encoding="utf-8")
@@ -91,6 +94,12 @@ def generate(app: Sphinx) -> None:
         elif file.name == "README.md" and file.parent.is_relative_to(ROOT / "benchmarks"):
             write(page, linked(file.read_text(encoding="utf-8"), file, page) + _contents(file))
     write("generated/examples", _examples())
+
+
+def remove_stale(app: Sphinx) -> None:
+    """Remove generated pages of an earlier build that this one has not written."""
+    for file in set(GENERATED.rglob("*.md")) - written:
+        file.unlink()
 
 
 def _contents(readme: Path) -> str:
@@ -120,5 +129,6 @@ def on_source_read(app: Sphinx, page: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("builder-inited", generate)
+    app.connect("builder-inited", remove_stale, priority=900)
     app.connect("source-read", on_source_read)
     return {"parallel_read_safe": True}
