@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polytempo.report.names import plural, short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import Look, css, look
+from polytempo.report.style import LineStyle, css, look
 from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, percent, summaries
 
 
@@ -174,7 +174,7 @@ def breakable(label: str) -> str:
     return escape(label).replace("(", "(<wbr>").replace("_", "_<wbr>").replace("=", "=<wbr>")
 
 
-def swatch(style: Look) -> str:
+def swatch(style: LineStyle) -> str:
     """A short piece of a run's line with its marker, as SVG."""
     dash = f' stroke-dasharray="{style.dash.svg}"' if style.dash.svg else ""
     marker = f'<polygon points="{style.symbol.outline}"/>' if style.symbol.outline else '<circle r="4.5"/>'
