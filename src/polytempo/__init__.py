@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         native,
         strategies,
         synchronization,
-        torch,
         worlds,
     )
     from polytempo.core import (
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.engines.worker_processes import WorkerDied
+    from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
@@ -63,7 +63,6 @@ _FOLDERS = (
     "native",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 )
 _HOMES = {
@@ -84,6 +83,7 @@ _HOMES = {
     "polytempo.engines.local": ("launch",),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
+    "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.training.attach": ("attach", "no_sync"),
     "polytempo.training.handle": ("Handle",),
@@ -120,6 +120,7 @@ __all__ = [
     "attach",
     "cluster",
     "collectives",
+    "comm_hook",
     "compare",
     "compression",
     "core",
@@ -136,7 +137,6 @@ __all__ = [
     "simulate",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 ]
 
