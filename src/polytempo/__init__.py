@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.native.arena import shared_empty
+    from polytempo.spec.catalogue import parse_strategy
     from polytempo.torch.attach import attach, no_sync
     from polytempo.torch.handle import Handle
     from polytempo.torch.job import Data, Job, of_batch
@@ -85,6 +86,7 @@ _HOMES = {
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.torch.attach": ("attach", "no_sync"),
     "polytempo.torch.handle": ("Handle",),
     "polytempo.torch.job": ("Data", "Job", "of_batch"),
@@ -130,6 +132,7 @@ __all__ = [
     "native",
     "no_sync",
     "of_batch",
+    "parse_strategy",
     "run",
     "shard",
     "shared_empty",
