@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from polytempo import strategies
 from polytempo.cli.main import app
 from polytempo.cli.strategies import described, source_in
 from polytempo.core import Strategy
+from polytempo.spec.call import parse_call
 from polytempo.spec.catalogue import CODECS, COMPARED, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
 
 
@@ -25,6 +27,13 @@ def test_every_strategy_can_be_named_and_has_a_paper(name: str) -> None:
     assert entry.signature.startswith(f"{name}(")
     assert entry.summary.endswith(".")
     assert entry.source
+
+
+@pytest.mark.parametrize("name", strategies.__all__)
+def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
+    """In the signature's order, but for codecs that are not given."""
+    listed = parse_call(str(STRATEGIES[name]())).keywords
+    assert list(listed) == [key for key in signature(STRATEGIES[name]).parameters if not key.endswith("codec")]
 
 
 @pytest.mark.parametrize(
