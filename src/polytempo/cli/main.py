@@ -15,7 +15,6 @@ app = typer.Typer(
     epilog="Begin with: polytempo train digits --workers 2",
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
