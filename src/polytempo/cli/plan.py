@@ -9,9 +9,9 @@ from polytempo import jobs
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.request import Request
 from polytempo.cli.show import show_json, show_table
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import not_read
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import not_read
+from polytempo.spec.options import RunOptions
 
 
 def found_job(text: str) -> Job:
