@@ -4,6 +4,7 @@ from polytempo.core.bundle import Bundle
 from polytempo.core.call_name import call_name
 from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Law
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
+from polytempo.core.mesh import Mesh
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
@@ -33,6 +34,7 @@ __all__ = [
     "EncodeContext",
     "Late",
     "Law",
+    "Mesh",
     "Mismatch",
     "NotFinite",
     "Op",

@@ -53,10 +53,10 @@ from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.shares import Shares
 from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.wire_tag import wire_tag
 
 T = TypeVar("T")
 
-_TAGS_PER_CHANNEL = 1024
 _LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
 _LATE = re.compile(r"timed? ?out", re.I)
 
@@ -260,12 +260,12 @@ class ProcessWorld:
         match op:
             case Send(buffer, to, tag, channel):
                 event = Event(self.rank, self.step, "send", num_bytes(buffer), start_s, start_s, to)
-                work = whole.send([buffer.contiguous()], to, _wire_tag(channel, tag)) if buffer.numel() else None
+                work = whole.send([buffer.contiguous()], to, wire_tag(channel, tag)) if buffer.numel() else None
                 return _Pending(self, op, event, work, lambda: None)
             case Recv(like, source, tag, channel):
                 event = Event(self.rank, self.step, "recv", 0, start_s, start_s, source)
                 into = torch.empty_like(like, memory_format=torch.contiguous_format)
-                work = whole.recv([into], source, _wire_tag(channel, tag)) if like.numel() else None
+                work = whole.recv([into], source, wire_tag(channel, tag)) if like.numel() else None
                 return _Pending(self, op, event, work, lambda: into)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
 
@@ -367,12 +367,6 @@ def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
     if op.timeout_s is not None:
         options.timeout = timedelta(seconds=op.timeout_s)
     return options
-
-
-def _wire_tag(channel: int, tag: int) -> int:
-    if not 0 <= tag < _TAGS_PER_CHANNEL or channel >= 2**21:
-        raise ValueError(f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}")
-    return channel * _TAGS_PER_CHANNEL + tag
 
 
 def _alone(op: Collective[Any]) -> Any:
