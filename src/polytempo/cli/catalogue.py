@@ -111,13 +111,13 @@ def _no_strategy(name: str) -> str:
 
 
 def routes_of(function: Function) -> Mapping[str, object]:
-    """What a strategy's `route` can name, by its type: a `Path` carries any wires.
+    """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
 
     Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
     """
     parameter = inspect.signature(function).parameters.get("route")
-    takes_paths = parameter is not None and "Path" in re.findall(r"\w+", str(parameter.annotation))
-    return {**_ROUTES, **WAYS} if takes_paths else _ROUTES
+    takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
+    return {**_ROUTES, **WAYS} if takes_wires else _ROUTES
 
 
 def strategies_from(text: str | None) -> list[Strategy]:

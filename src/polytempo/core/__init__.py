@@ -1,7 +1,7 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
-from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
+from polytempo.core.codec import ALONE, Codec, CodecState, Facts, Law, Occasion
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
@@ -29,6 +29,7 @@ __all__ = [
     "CodecState",
     "Deadlock",
     "Drifted",
+    "Facts",
     "Late",
     "Law",
     "Mismatch",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
+from polytempo.core.codec import Codec
 from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
@@ -62,6 +63,6 @@ def spelled(function: str, **arguments: object) -> str:
 def _spelled_value(value: object) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return str(value.__name__)
-    if hasattr(value, "wire_bytes") and hasattr(value, "name"):
-        return str(value.name)
+    if isinstance(value, Codec):
+        return value.facts.name
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank
