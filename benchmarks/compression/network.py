@@ -36,7 +36,7 @@ from polytempo.cli.catalogue import strategy_from
 from polytempo.cluster import Link
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 from polytempo.worlds import ProcessWorld
 
 HOSTS, GOAL = 4, 0.97
@@ -144,7 +144,7 @@ def learn(given: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in given["names"]:
 
-        def work(seat: Seat, name: str = name) -> list[dict[str, Any]]:
+        def work(rank_info: RankInfo, name: str = name) -> list[dict[str, Any]]:
             return whole(init(backend="gloo", quiet=True), {**given, "names": [name]})
 
         rows += launch(work, HOSTS, threads=1, timeout_s=_RUN_S)[0]

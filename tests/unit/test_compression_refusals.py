@@ -19,7 +19,7 @@ from polytempo.cluster import ethernet
 from polytempo.compression.int8 import Int8
 from polytempo.compression.top_k import TopK
 from polytempo.core import Bundle, Codec, Port
-from polytempo.torch.ddp_hook import comm_hook
+from polytempo.interop.ddp_hook import comm_hook
 from polytempo.worlds.virtual import VirtualWorld
 
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [

@@ -20,9 +20,9 @@ from polytempo.compression import dgc, feedback, one_bit, threshold, through, to
 from polytempo.core import Codec, Strategy, spelled
 from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
-from polytempo.torch.job import Job
-from polytempo.torch.replica import Replica
-from polytempo.torch.shard_rule import parameters_of
+from polytempo.spec.job import Job
+from polytempo.training.replica import Replica
+from polytempo.training.shard_rule import parameters_of
 
 
 def plain_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polytempo.compression.exchange import Exchanged, ExchangePlan, WireRoute, check_finite, contribution
 from polytempo.compression.packing import whole
-from polytempo.core import Bundle, Codec, CodecState, NotFinite, Occasion, Port, Route
+from polytempo.core import Bundle, Codec, CodecState, EncodeContext, NotFinite, Port, Route
 
 
 def all_reduce(route: Route) -> WireRoute:
@@ -32,7 +32,7 @@ def all_reduce(route: Route) -> WireRoute:
         agreed = await _agreed(port, codec, views, state.codecs)
         pieces = whole(views, codec, 0)
         whens = [
-            Occasion(step, port.rank, piece.number, size, each) for piece, each in zip(pieces, agreed, strict=True)
+            EncodeContext(step, port.rank, piece.number, size, each) for piece, each in zip(pieces, agreed, strict=True)
         ]
         flops = codec.facts.flops * bundle.flat.numel()
 
@@ -62,7 +62,7 @@ def all_reduce(route: Route) -> WireRoute:
 async def _summed(port: Port, route: Route, given: Bundle, codec: Codec) -> Bundle:
     """Wires that are the values themselves, element by element: one for the whole buffer, written back over it."""
     flat = given.flat
-    when, room = Occasion(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
+    when, room = EncodeContext(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
     wire = await port.compute(lambda: codec.encode(flat, None, when, room)[0], codec.facts.flops * flat.numel())
     total = await route(port, wire)
 
@@ -102,7 +102,7 @@ async def _agreed(
     return [None if value is None else next(largest) for value in found]
 
 
-def _encoded(codec: Codec, x: Tensor, state: CodecState, when: Occasion, name: str, room: Tensor) -> CodecState:
+def _encoded(codec: Codec, x: Tensor, state: CodecState, when: EncodeContext, name: str, room: Tensor) -> CodecState:
     """Fill `room`; the next state."""
     if x.is_meta:
         return state

@@ -15,7 +15,7 @@ from torch import Tensor
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import CAST
 from polytempo.compression.values import computed, whole
-from polytempo.core import Facts, Law, Occasion
+from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.state import narrowed
 
 _HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -53,11 +53,11 @@ class Cast:
         """2 bytes an element, of the 16-bit type itself, so that wires can be added."""
         return WireSize(2 * like.numel(), self.dtype)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """To nearest even. What is finite stays finite, also in the sum of `when.terms` wires."""
         return narrowed(computed(x), torch.empty(0, dtype=self.dtype, device=x.device), self.limit(when.terms))
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """Exact, but that what is finite stays finite in float16, too."""
         wire = whole(self.name, wire, like, like.numel(), self.dtype)
         if torch.finfo(like.dtype).max < torch.finfo(self.dtype).max:

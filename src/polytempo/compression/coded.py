@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_finite, check_flat, check_kind
-from polytempo.core import ALONE, Codec, CodecState, Facts, Occasion
+from polytempo.core import ALONE, Codec, CodecState, EncodeContext, Facts
 
 
 class WireSize(NamedTuple):
@@ -43,10 +43,10 @@ class Encoding(Protocol):
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """Of the wire of a tensor like this; of a sum of `terms` wires, where they may be added."""
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """The wire, flat; a view of x may do. Raises NotFinite, where the facts do not say that it passes."""
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor | Entries:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor | Entries:
         """x̂, shaped like `like`, of any dtype that holds it (a view of the wire may do); or its entries.
 
         Raises ValueError for a wire that no such tensor has.
@@ -58,22 +58,22 @@ class Kernels(NamedTuple):
 
     decodes: Callable[[Tensor], bool]
     """`decodes(like)`: whether `add_` and `decode` take such a tensor."""
-    add_: Callable[[Any, Tensor, Tensor, Occasion], None]
+    add_: Callable[[Any, Tensor, Tensor, EncodeContext], None]
     """`add_(encoding, wire, out, when)`: out += decode(wire)."""
-    decode: Callable[[Any, Tensor, Tensor, Occasion], Tensor] | None = None
+    decode: Callable[[Any, Tensor, Tensor, EncodeContext], Tensor] | None = None
     """`decode(encoding, wire, like, when)`: x̂. None: by torch."""
     encodes: Callable[..., bool] = lambda *tensors: False
     """`encodes(x)`, `encodes(x, residual)`: whether `encode` takes these tensors."""
-    encode: Callable[[Any, Tensor, Tensor | None, Occasion, Tensor | None], Tensor] | None = None
+    encode: Callable[[Any, Tensor, Tensor | None, EncodeContext, Tensor | None], Tensor] | None = None
     """`encode(encoding, x, residual, when, out)`: the wire of v = x + residual, and residual ← v - decode(wire).
 
     Raises NotFinite, and ValueError for an `out` that is too small, before anything has changed. None: by torch."""
 
 
-def from_zeros(add_: Callable[[Any, Tensor, Tensor, Occasion], None]) -> Callable[..., Tensor]:
+def from_zeros(add_: Callable[[Any, Tensor, Tensor, EncodeContext], None]) -> Callable[..., Tensor]:
     """Decoding by adding to zeros."""
 
-    def decode(encoding: Encoding, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(encoding: Encoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         found = torch.zeros_like(like, memory_format=torch.contiguous_format)
         add_(encoding, wire, found, when)
         return found
@@ -116,7 +116,7 @@ class Coded:
         return self.facts.statistic(x)
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x."""
         check_kind(x)
@@ -128,7 +128,12 @@ class Coded:
         return (_own(wire, x) if out is None else placed(self.facts.name, wire, out)), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The wire of v = x + residual; then residual ← v - decode(wire). x stays as it is.
 
@@ -148,7 +153,7 @@ class Coded:
         residual.copy_(self._left(v, wire, when))
         return wire, state
 
-    def _left(self, v: Tensor, wire: Tensor, when: Occasion) -> Tensor:
+    def _left(self, v: Tensor, wire: Tensor, when: EncodeContext) -> Tensor:
         """v - decode(wire); of entries without a dense tensor in between."""
         found = self.encoding.decode(wire, v, when) if self.facts.sparse else None
         if not isinstance(found, Entries):
@@ -157,7 +162,7 @@ class Coded:
         flat[found.indices] -= found.values
         return flat.view(v.shape)
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """x̂."""
         if self.kernels is not None and self.kernels.decode is not None and self.kernels.decodes(like):
             return self.kernels.decode(self.encoding, wire, like, when)
@@ -168,7 +173,7 @@ class Coded:
         add_decoded_(found, out, self.facts.name)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += x̂. Raises ValueError, and adds nothing, for a wire that no such tensor has."""
         if self.kernels is not None and self.kernels.decodes(out):
             self.kernels.add_(self.encoding, wire, out, when)
@@ -189,7 +194,7 @@ def _own(found: Tensor, source: Tensor) -> Tensor:
     return found.clone() if found.data_ptr() == source.data_ptr() else found
 
 
-def decoded_alone(codec: Codec, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+def decoded_alone(codec: Codec, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     """What a wire decodes to; one for a sum, in a sum with as many wires of zeros as it waits for."""
     if when.terms > 1 and codec.facts.summable:
         nothing, _ = codec.encode(torch.zeros_like(like), codec.init(like), when)

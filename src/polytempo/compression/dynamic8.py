@@ -16,8 +16,8 @@ from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import DYNAMIC8
 from polytempo.compression.tree import Tree, nearest, tree
 from polytempo.compression.values import check_finite, computed
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_whole
 
 _MOST = torch.finfo(torch.float32).max
 
@@ -66,7 +66,7 @@ class Dynamic8:
         """Scales and codes."""
         return Parts(self.facts.name, wire, like, self.block, torch.uint8)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """To the nearest of 256 numbers; which of two equally near ones is left to rounding."""
         check_finite(self.facts.name, x)
         rows = in_blocks(computed(x), self.block)
@@ -74,7 +74,7 @@ class Dynamic8:
         codes = nearest((rows * inverse.to(rows)[:, None]).float(), Tree.of(tree().to(x.device)))
         return wire_of(scales, codes.to(torch.uint8), x.numel())
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """scale · number[code]."""
         parts, wide = self.parts(wire, like), torch.float64 if like.dtype is torch.float64 else torch.float32
         numbers = Tree.of(tree().to(like.device)).numbers.to(wide)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polytempo.compression.coded import Entries
 from polytempo.compression.values import check_flat
-from polytempo.core import Occasion
+from polytempo.core import EncodeContext
 
 LIST, MASK, ALL = 0, 1, 2
 _COUNT = 2**30 - 1
@@ -51,7 +51,7 @@ def largest(v: Tensor, k: int) -> Tensor:
     return torch.cat([more, ties]).sort().values
 
 
-def sampled(t: Tensor, count: int, when: Occasion) -> Tensor:
+def sampled(t: Tensor, count: int, when: EncodeContext) -> Tensor:
     """About `count` elements of t, flat, at equal distances from where the step and the tensor say; or all, if few."""
     stride = max(1, t.numel() // count)
     stride -= stride > 1 and stride % 2 == 0  # odd: rows have even lengths, and columns differ

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.values import whole
-from polytempo.core import Facts, Law, Occasion
+from polytempo.core import EncodeContext, Facts, Law
 
 
 def exact() -> Coded:
@@ -34,10 +34,10 @@ class Exact:
         """The tensor's."""
         return WireSize(like.numel() * like.element_size(), like.dtype)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """The values, flat."""
         return x.reshape(-1)
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """The values, in their shape."""
         return whole("exact()", wire, like, like.numel(), like.dtype).view(like.shape)

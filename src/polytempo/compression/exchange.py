@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polytempo.compression.packing import EXACT_BELOW, Packing, stripes, whole
 from polytempo.compression.values import first_nonfinite
-from polytempo.core import Bundle, Codec, CodecState, NotFinite, Owed, Port, Program
+from polytempo.core import Bundle, Codec, CodecState, NotFinite, Port, Program, Residual
 from polytempo.core.codec import PartlyGiven
 from polytempo.core.merge import Merge
 from polytempo.core.state import narrowed
@@ -94,8 +94,8 @@ def _given(state: CodecState) -> tuple[list[Tensor], CodecState]:
     """What a codec's state owes, and the state without it."""
     if isinstance(state, PartlyGiven):  # not all that ranks add up is to be given: `dgc`
         return state.given()
-    if isinstance(state, Owed):
-        return ([] if state.residual is None else [state.residual]), Owed()
+    if isinstance(state, Residual):
+        return ([] if state.residual is None else [state.residual]), Residual()
     if isinstance(state, tuple):
         parts = [_given(each) for each in state]
         values = [after for _, after in parts]

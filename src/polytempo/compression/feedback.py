@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polytempo.compression.coded import Coded, decoded_alone
 from polytempo.compression.values import check_finite, check_kind
-from polytempo.core import ALONE, Codec, Facts, Law, Occasion, Owed
+from polytempo.core import ALONE, Codec, EncodeContext, Facts, Law, Residual
 from polytempo.core.codec import check_codec
 from polytempo.core.state import narrowed, wide
 
@@ -52,7 +52,7 @@ def feedback(codec: Codec) -> Feedback:
 class Fed(NamedTuple):
     """What is owed of this tensor; None is before the first encoding."""
 
-    owed: Owed
+    owed: Residual
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +80,7 @@ class Feedback:
 
     def init(self, like: Tensor) -> Fed:
         """Nothing is owed."""
-        return Fed(Owed())
+        return Fed(Residual())
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
         """As the codec."""
@@ -96,7 +96,7 @@ class Feedback:
         return self.codec.statistic(x if residual is None else narrowed(x + residual, x), None)
 
     def encode(
-        self, x: Tensor, state: Fed | None = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: Fed | None = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, Fed]:
         """The wire of v = x + r. The state that is given is spent: its residual becomes the next one, in place.
 
@@ -107,10 +107,10 @@ class Feedback:
             residual = torch.zeros_like(x, dtype=wide(x.dtype))
         encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
         wire, _ = encode_(x, residual, None, when, out)
-        return wire, Fed(Owed(residual))
+        return wire, Fed(Residual(residual))
 
     def _encode_wide_(
-        self, x: Tensor, residual: Tensor, state: None, when: Occasion, out: Tensor | None
+        self, x: Tensor, residual: Tensor, state: None, when: EncodeContext, out: Tensor | None
     ) -> tuple[Tensor, None]:
         """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is owed, too."""
         check_kind(x)
@@ -121,10 +121,10 @@ class Feedback:
         torch.sub(v, decoded_alone(self.codec, wire, rounded, when), out=residual)
         return wire, None
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """As the codec."""
         return self.codec.decode(wire, like, when)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """As the codec."""
         self.codec.add_(wire, out, when)

@@ -16,8 +16,8 @@ from polytempo.compression.blocks import Parts, in_blocks, loosened, normal_scal
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import INT8
 from polytempo.compression.values import check_finite, computed
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_whole
 
 MOST_CODE = 127
 GREATEST_SCALE = float.fromhex("0x1.020406p121")
@@ -70,7 +70,7 @@ class Int8:
         """Scales and codes."""
         return Parts(self.facts.name, wire, like, self.block, torch.int8)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """To nearest even."""
         check_finite(self.facts.name, x)
         rows = in_blocks(computed(x), self.block)
@@ -78,7 +78,7 @@ class Int8:
         codes = (rows * inverse.to(rows)[:, None]).round().clamp(-MOST_CODE, MOST_CODE)
         return wire_of(scales, codes.to(torch.int8), x.numel())
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """scale · code."""
         parts, wide = self.parts(wire, like), torch.float64 if like.dtype is torch.float64 else torch.float32
         rows = in_blocks(parts.codes.to(wide), self.block) * parts.scales.to(wide)[:, None]

@@ -19,8 +19,8 @@ from polytempo.compression.draw import draw_key, draws
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.kernels.drawn import NATURAL
 from polytempo.compression.values import check_f32, fitted, opened
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_whole
 
 _SIGNS = dense_fields(1)
 _LARGEST_POWER = 254
@@ -61,7 +61,7 @@ class Natural:
         """9 bits an element."""
         return WireSize(_padded(like.numel()) + 4 * num_words(_SIGNS, like.numel()))
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Exponents, and signs."""
         flat = check_f32(self.facts.name, x)
         bits = flat.view(torch.int32).to(torch.int64)
@@ -72,7 +72,7 @@ class Natural:
         wire[_padded(flat.numel()) :] = packed(_SIGNS, (bits < 0).to(torch.int64)).view(torch.uint8)
         return wire
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """±2^exponent, or 0."""
         wire = opened(self.facts.name, self.size(like).num_bytes, like, wire)
         signs = unpacked(_SIGNS, wire[_padded(like.numel()) :].view(torch.int32), like.numel())

@@ -16,7 +16,7 @@ from polytempo.compression.bits import bits_loss, packed, to_float, unpacked, wo
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import ONE_BIT
 from polytempo.compression.values import check_finite, computed, opened
-from polytempo.core import Facts, Law, Occasion
+from polytempo.core import EncodeContext, Facts, Law
 
 _SHORTEST_ROW = 4
 """12 bytes are at least what a row takes, so shorter ones would grow."""
@@ -77,7 +77,7 @@ class OneBit:
 
     pairs = parts
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Signs and means."""
         check_finite("one_bit()", x)
         rows = computed(x).view(-1, self.row_length(x))
@@ -88,7 +88,7 @@ class OneBit:
         means = to_float(torch.stack([downs, ups], 1)).view(-1).view(torch.uint8)
         return torch.cat([means, packed(positive).view(-1)])
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """The mean that each bit names."""
         means, words = self.parts(wire, like)
         pairs = means.view(-1, 2)

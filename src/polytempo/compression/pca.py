@@ -18,8 +18,8 @@ from torch import Tensor
 
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.values import check_f32, check_flat, fitted
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -42,7 +42,7 @@ def pca(rank: int = 4) -> Coded:
     infinities, and float64 values beyond float32's range.
 
     Unusual: PCA is made for many samples of one kind. Here the samples are the rows of one weight matrix, the inputs of
-    one unit or the kernels of one channel, and the components travel with them, since there is no other occasion to
+    one unit or the kernels of one channel, and the components travel with them, since there is no other context to
     agree on them. We know of no paper that is *the* source of this; it is low-rank approximation with a mean.
     """
     check_whole(rank=rank)
@@ -72,7 +72,7 @@ class Pca:
             return WireSize(4 * self._numbers(like), torch.float32)
         return WireSize(like.numel() * like.element_size(), like.dtype)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Mean, scores and components."""
         check_f32(self.facts.name, x)
         if not self._saves(x):
@@ -80,7 +80,7 @@ class Pca:
         parts = principal(x.reshape(_shape(x)), self.num_components(x))
         return torch.cat([part.reshape(-1).clamp(-_LARGEST, _LARGEST) for part in parts]).float()
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """1 · mean + scores · components, in float64."""
         num_bytes, dtype = self.size(like)
         check_flat(f"a wire of {self.facts.name}", wire, like.device, dtype)

@@ -17,8 +17,8 @@ from polytempo.compression import entries
 from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import ENTRIES
 from polytempo.compression.values import check_finite
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_real
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_real
 
 
 def prune(below: float = 1.0) -> Coded:
@@ -57,14 +57,14 @@ class Prune:
         """4 bytes more than the tensor, the most."""
         return WireSize(entries.wire_bytes(like.numel(), like.numel(), like.element_size()))
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """What is large enough."""
         check_finite(self.facts.name, x)
         flat = x.reshape(-1)
         indices = self._kept(flat)
         return entries.write(indices, flat[indices], flat.numel())
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor | Entries:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor | Entries:
         """The values at their places."""
         return entries.read(wire, like, self.facts.name)
 

@@ -20,8 +20,8 @@ from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.kernels.drawn import QSGD
 from polytempo.compression.values import check_f32, fitted, opened
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_whole
 from polytempo.native.codes_drawn import Fields
 
 MOST_LEVELS = 32767
@@ -84,7 +84,7 @@ class Qsgd:
         """4 bytes a bucket, and about w / 8 an element."""
         return WireSize(4 * (-(-like.numel() // self.bucket_of(like)) + num_words(self.fields, like.numel())))
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Steps, and levels drawn."""
         flat, bucket = check_f32(self.facts.name, x), self.bucket_of(x)
         steps = steps_between_levels(flat, bucket, self.levels)
@@ -93,7 +93,7 @@ class Qsgd:
         )
         return torch.cat([part.view(torch.uint8) for part in (steps, packed(self.fields, codes + self.levels))])
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """level · step."""
         wire, bucket = opened(self.facts.name, self.size(like).num_bytes, like, wire, torch.uint8), self.bucket_of(like)
         head = 4 * -(-like.numel() // bucket)

@@ -16,8 +16,8 @@ from torch import Tensor
 from polytempo.compression import strata
 from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.values import check_finite, whole
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_real, check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_real, check_whole
 
 
 def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Coded:
@@ -74,12 +74,12 @@ class RandomK:
         """Of k values: nobody has to be told the indices."""
         return WireSize(self.num_sent(like) * like.element_size(), like.dtype)
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """The values drawn. Looks at all of x for what is no number, also where nobody would see it."""
         check_finite(self.facts.name, x)
         return x.reshape(-1)[self.drawn(x, when)]
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Entries:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Entries:
         """The values, or n/k times as much, at the places that `when` says."""
         values = whole(self.facts.name, wire, like, self.num_sent(like), like.dtype)
         if self.unbiased:
@@ -87,7 +87,7 @@ class RandomK:
             values = (values * self._scale(like)).clamp_(-most, most)
         return Entries(self.drawn(like, when), values)
 
-    def drawn(self, like: Tensor, when: Occasion) -> Tensor:
+    def drawn(self, like: Tensor, when: EncodeContext) -> Tensor:
         """The k indices (int64) for that tensor and step."""
         return strata.drawn(self.facts.name, like, self.num_sent(like), self.seed, when.step, when.tensor)
 

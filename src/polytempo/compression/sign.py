@@ -18,7 +18,7 @@ from polytempo.compression.bits import bits_loss, packed, to_float, unpacked, wo
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import SIGN, VOTE
 from polytempo.compression.values import check_finite, computed, opened
-from polytempo.core import Facts, Law, Occasion
+from polytempo.core import EncodeContext, Facts, Law
 
 
 def sign(scaled: bool = True) -> Coded:
@@ -79,7 +79,7 @@ class Sign:
         scale = scale if scale.numel() else torch.ones(1, device=wire.device)
         return torch.cat([-scale, scale]), words
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Scale and signs."""
         flat = computed(self.turned(x, when))
         check_finite(self.facts.name, flat)
@@ -89,13 +89,13 @@ class Sign:
         scale = to_float(flat.double().abs().sum() / flat.numel())
         return torch.cat([scale.view(1).view(torch.uint8), words])
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """±scale."""
         pair, words = self.pairs(wire, like)
         bits = unpacked(words, 1, like.numel())
         return torch.where(bits, pair[1], pair[0]).view(like.shape).to(like.dtype)
 
-    def turned(self, x: Tensor, when: Occasion) -> Tensor:
+    def turned(self, x: Tensor, when: EncodeContext) -> Tensor:
         """x with ±1 in place of its zeros, where not scaled; x itself, where it has none, which one pass finds out."""
         if self.scaled or int(torch.count_nonzero(x)) == x.numel():
             return x

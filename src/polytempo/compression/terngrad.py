@@ -22,8 +22,8 @@ from polytempo.compression.fields import num_words, packed, unpacked, whole_fiel
 from polytempo.compression.kernels.drawn import TERNGRAD, scaler_of
 from polytempo.compression.ternary import as_f32, ternaries
 from polytempo.compression.values import fitted, flat_f32, opened
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_real, check_whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_real, check_whole
 from polytempo.native.codes_drawn import Fields
 
 
@@ -87,7 +87,7 @@ class TernGrad:
         """Whole codes from 0 to 2 · terms."""
         return whole_fields((2 * terms).bit_length())
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """s, and ternaries. Raises ValueError where wires are added without an agreed s."""
         own = self.scaler(x)
         wire = torch.empty(self.size(x, when.terms).num_bytes // 4, dtype=torch.int32, device=x.device)
@@ -96,25 +96,25 @@ class TernGrad:
         words.copy_(packed(self.fields(when.terms), given + 1))
         return wire
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """s · (Σ fields - N)."""
         words, scaler = self.opened(wire, like, when)
         counts = unpacked(self.fields(when.terms), words, like.numel()) - when.terms
         exact = torch.float64 if like.dtype is torch.float64 else torch.float32  # so that nothing of a sum is lost
         return fitted(counts.to(exact) * scaler, like)
 
-    def begun(self, wire: Tensor, own: float, when: Occasion) -> tuple[Tensor, float]:
+    def begun(self, wire: Tensor, own: float, when: EncodeContext) -> tuple[Tensor, float]:
         """Put s on a wire, where it travels; the ternaries' part of it, and s: the agreed one, where there is one."""
         if when.terms > 1 and when.agreed is None:
             raise ValueError(
                 f"wires of {self.facts.name} can be added only if all ranks have one s; give the largest `statistic` "
-                "of all ranks as Occasion(agreed=…), or use route=all_gather"
+                "of all ranks as EncodeContext(agreed=…), or use route=all_gather"
             )
         scaler, head = own if when.agreed is None else as_f32(when.agreed), _head(when.terms)
         wire[:head].view(torch.float32).fill_(scaler)
         return wire[head:], scaler
 
-    def opened(self, wire: Tensor, like: Tensor, when: Occasion) -> tuple[Tensor, float]:
+    def opened(self, wire: Tensor, like: Tensor, when: EncodeContext) -> tuple[Tensor, float]:
         """The ternaries' part of a wire, and s."""
         wire = opened(self.facts.name, self.size(like, when.terms).num_bytes, like, wire).view(torch.int32)
         head = _head(when.terms)
@@ -122,7 +122,7 @@ class TernGrad:
             return wire[head:], float(wire[:head].view(torch.float32))
         if when.agreed is None:
             raise ValueError(
-                f"a sum of {when.terms} wires of {self.facts.name} needs their s: give it as Occasion(agreed=…)"
+                f"a sum of {when.terms} wires of {self.facts.name} needs their s: give it as EncodeContext(agreed=…)"
             )
         return wire, as_f32(when.agreed)
 

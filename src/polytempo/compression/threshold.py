@@ -18,8 +18,8 @@ from polytempo.compression import entries
 from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import THRESHOLD
 from polytempo.compression.values import check_finite, room
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_real
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_real
 
 _HEADER = "<If"
 _HEADER_BYTES = 8
@@ -80,7 +80,7 @@ class Threshold:
         """At most 8 + 4⌈n/16⌉ bytes: a bitmap."""
         return WireSize(_HEADER_BYTES + 4 * _words(like.numel()))
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """±τ where |x| > τ."""
         tau = self.tau_of(x, None, when)
         check_finite(self.facts.name, x)
@@ -90,14 +90,14 @@ class Threshold:
         entries.put(wire, _HEADER_BYTES, _mapped(signs) if is_map else _listed(signs))
         return wire
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Entries:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Entries:
         """τ and -τ at their places."""
         words, tau, is_map = self.opened(wire, like)
         codes = entries.taken(words, 0, words.numel() // 4, torch.int32).long()
         indices, signs = self._unmapped(codes, like.numel()) if is_map else _unlisted(codes)
         return Entries(indices, signs.to(like.dtype) * tau)
 
-    def tau_of(self, x: Tensor, residual: Tensor | None, when: Occasion) -> float:
+    def tau_of(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
         """τ for x + residual, as a float32 that x can hold, too."""
         entries.check_count(self.facts.name, x.numel())
         return _representable(self.tau if self.density is None else self._adapted(x, residual, when), x.dtype)
@@ -124,7 +124,7 @@ class Threshold:
             )
         return wire[_HEADER_BYTES : _HEADER_BYTES + 4 * num_words], tau, is_map
 
-    def _adapted(self, x: Tensor, residual: Tensor | None, when: Occasion) -> float:
+    def _adapted(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
         """The τ just below what the share `density` of the sample reaches."""
         assert self.density is not None, "only then τ adapts"
         count = max(-(-x.numel() // _SAMPLE), math.ceil(_OVER / self.density))

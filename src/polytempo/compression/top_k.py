@@ -18,8 +18,8 @@ from polytempo.compression import entropy as zstd
 from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import TOP_K
 from polytempo.compression.values import check_finite
-from polytempo.core import Facts, Law, Occasion
-from polytempo.core.given import check_real
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.checks import check_real
 
 _HEADER_BYTES = 4
 
@@ -68,7 +68,7 @@ class TopK:
         """k."""
         return min(max(1, math.ceil(self.ratio * like.numel())), like.numel())
 
-    def encode(self, x: Tensor, when: Occasion) -> Tensor:
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """The k largest: where they are, and what."""
         entries.check_count(self.facts.name, x.numel())
         check_finite(self.facts.name, x)
@@ -78,7 +78,7 @@ class TopK:
         entries.put(plain, entries.put(plain, 0, indices.to(torch.int32)), v[indices])
         return self.sent(plain, x)
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion) -> Entries:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Entries:
         """The values at their places."""
         start, end, length = self.opened(wire, like)
         k = self.num_sent(like)

@@ -1,13 +1,13 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
-from polytempo.core.codec import ALONE, Codec, CodecState, Facts, Law, Occasion
+from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Facts, Law
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.sendrecv import send_recv
-from polytempo.core.state import Late, Owed
+from polytempo.core.send_receive import send_recv
+from polytempo.core.state import Late, Residual
 from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import (
     Part,
@@ -29,20 +29,20 @@ __all__ = [
     "CodecState",
     "Deadlock",
     "Drifted",
+    "EncodeContext",
     "Facts",
     "Late",
     "Law",
     "Mismatch",
     "NotFinite",
-    "Occasion",
     "Op",
-    "Owed",
     "Part",
     "PeerLost",
     "PolytempoError",
     "Port",
     "Price",
     "Program",
+    "Residual",
     "Route",
     "State",
     "Strategy",

@@ -25,11 +25,11 @@ CodecState = Any
 """A tree as `core.state` has it; None where a codec remembers nothing."""
 
 
-class Occasion(NamedTuple):
+class EncodeContext(NamedTuple):
     """Which encoding of which tensor this is: all that a codec may depend on besides the values.
 
     Random numbers are a pure function of the codec's seed, of (step, rank, tensor, life), and of the element's
-    position, so an occasion can be repeated, and nobody has to send a generator's state.
+    position, so an context can be repeated, and nobody has to send a generator's state.
     """
 
     step: int = 1
@@ -46,8 +46,8 @@ class Occasion(NamedTuple):
     """How often who encodes had ended and begun to count steps anew (a worker of a parameter server)."""
 
 
-ALONE = Occasion()
-"""The occasion of somebody who just wants to see a tensor encoded."""
+ALONE = EncodeContext()
+"""The context of somebody who just wants to see a tensor encoded."""
 
 
 class Law(NamedTuple):
@@ -118,14 +118,14 @@ class Codec(Protocol):
         """`facts.statistic` of what `encode` would encode; None, where there is none."""
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x, and the next state. `out`: memory for it (`wire_bytes`, flat); the wire is its beginning."""
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """x̂, shaped like `like` and of its dtype, in memory of its own."""
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += decode(wire), touching only what the wire has entries for."""
 
 

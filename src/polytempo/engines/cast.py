@@ -17,18 +17,18 @@ from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
-from polytempo.server.dealer import Dealer
-from polytempo.server.score_snapshots import ScorePoints, score_points
-from polytempo.torch.finite import Guard
-from polytempo.torch.job import Data, Job
-from polytempo.torch.local_decay import LocalDecay
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import made_schedule
-from polytempo.torch.rate_schedule import RateSchedule, check_schedule
-from polytempo.torch.served import ServedCourse, gradients_of
-from polytempo.torch.shard_rule import shard_rule_of
-from polytempo.torch.trainable import trainable
-from polytempo.torch.training import check_goals
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.shard.score_snapshots import ScorePoints, score_points
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import made_schedule
+from polytempo.spec.options import RunOptions
+from polytempo.training.guard import Guard
+from polytempo.training.local_decay import LocalDecay
+from polytempo.training.program import check_goals
+from polytempo.training.rate_schedule import RateSchedule, check_schedule
+from polytempo.training.server_worker import ServedContext, gradients_of
+from polytempo.training.shard_rule import shard_rule_of
+from polytempo.training.trainable_parameters import trainable
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -75,12 +75,14 @@ def service_of(service: Service, job: Job, optimizer: Optimizer, batches: Batche
     return made
 
 
-def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool) -> Dealer:
+def scheduler_of(
+    service: Service, batches: Batches, job: Job, options: RunOptions, *, has_test: bool
+) -> BatchScheduler:
     """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one step."""
     check_goals(job, options, has_test=has_test)
     if service.reassigns is not None:  # every worker cuts a share of every step into slices
         check_enough(batches.num_samples, batches.size)
-    return Dealer(
+    return BatchScheduler(
         batches_per_epoch=len(batches),
         num_tickets=num_tickets(batches, job, options),
         deals=service.deals,
@@ -91,9 +93,9 @@ def dealer_of(service: Service, batches: Batches, job: Job, options: RunOptions,
     )
 
 
-def points_of(batches: Batches, dealer: Dealer) -> ScorePoints:
+def points_of(batches: Batches, scheduler: BatchScheduler) -> ScorePoints:
     """When scores are taken."""
-    return score_points(len(batches), dealer.num_tickets, batches.size)
+    return score_points(len(batches), scheduler.num_tickets, batches.size)
 
 
 def num_tickets(batches: Batches, job: Job, options: RunOptions) -> int:
@@ -107,9 +109,9 @@ def num_tickets(batches: Batches, job: Job, options: RunOptions) -> int:
     return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
 
-def samples_behind(dealer: Dealer, batches: Batches) -> int:
+def samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
     """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
-    return batches.samples_before(sum(last - first + 1 for first, last in dealer.done))
+    return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
 
 
 def reached(row: dict[str, float], options: RunOptions) -> bool | None:
@@ -132,7 +134,7 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
 
 
-def course_of(
+def context_of(
     job: Job,
     strategy: Strategy,
     options: RunOptions,
@@ -141,7 +143,7 @@ def course_of(
     model: nn.Module,
     optimizer: Optimizer,
     flops_per_sample: float = 0.0,
-) -> ServedCourse:
+) -> ServedContext:
     """What a worker is to train, in either world and in a replay; a virtual one charges `flops_per_sample`."""
     server = strategy.server
     assert server is not None, "whoever has no server has no part in this"
@@ -152,7 +154,7 @@ def course_of(
         schedule = RateSchedule(
             *(optimizer, make), steps_per_epoch=steps, batches=len(batches), movable=_movable(server)
         )
-    return ServedCourse(
+    return ServedContext(
         job=job,
         strategy=strategy,
         model=model,

@@ -8,9 +8,9 @@ import torch
 
 from polytempo.core import NotFinite, Strategy
 from polytempo.report.metrics import read_metrics
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import Result
+from polytempo.spec.job import Job
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
 
 
 def diverged_result(job: Job, strategy: Strategy, workers: int, options: RunOptions, error: NotFinite) -> Result:

@@ -17,9 +17,19 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.capacity import check_processes
-from polytempo.engines.crew import GRACE_S, Worker, died, end, last_lines, look, quote, start, wait_all
 from polytempo.engines.fork import held_signals
-from polytempo.engines.worker import Result, Seat, result_path
+from polytempo.engines.worker import RankInfo, Result, result_path
+from polytempo.engines.worker_processes import (
+    GRACE_S,
+    WorkerProcess,
+    died,
+    end,
+    last_lines,
+    look,
+    quote,
+    start,
+    wait_all,
+)
 
 _TICK_S = 0.2
 _POLL_S = 0.02
@@ -35,7 +45,7 @@ class RunTimedOut(PolytempoError):
 
 
 def launch(
-    work: Callable[[Seat], Result],
+    work: Callable[[RankInfo], Result],
     workers: int,
     *,
     threads: int | None = None,
@@ -43,7 +53,7 @@ def launch(
     timeout_s: float | None = None,
     tick: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Call `work(seat)` in `workers` processes of this host; return what they returned, in the order of ranks.
+    """Call `work(rank_info)` in `workers` processes of this host; return what they returned, in the order of ranks.
 
     Workers are forked, so `work` may be a closure, and they start in milliseconds. Results travel as
     JSON (a tuple arrives as a list). A worker has `threads` threads: by default its share of the
@@ -52,7 +62,7 @@ def launch(
     only quoted in errors. Temporary files of workers end with the run. `tick` is called a few times
     a second while workers run, and may raise.
 
-        launch(lambda seat: seat.rank ** 2, workers=3)      # [0, 1, 4]
+        launch(lambda rank_info: rank_info.rank ** 2, workers=3)      # [0, 1, 4]
 
     The first worker that fails ends the run. However it ends, killed launcher included, no process,
     folder or port is left; `logs` stay.
@@ -68,12 +78,12 @@ def launch(
         threads = threads_per_worker(workers, threads)
         folder = (home / "logs" if logs is None else logs).absolute()
         made(folder)
-        crew: list[Worker] = []
+        crew: list[WorkerProcess] = []
         try:
             for rank in range(workers):
-                seat = Seat(rank, workers, home, threads)
+                rank_info = RankInfo(rank, workers, home, threads)
                 with held_signals():  # between two starts a signal ends the run
-                    crew.append(start(work, seat, folder / f"rank-{rank}.log", notes))
+                    crew.append(start(work, rank_info, folder / f"rank-{rank}.log", notes))
             _run(crew, timeout_s, tick)
         finally:
             end(crew)
@@ -117,7 +127,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run(crew: Sequence[Worker], timeout_s: float | None, tick: Callable[[], object] | None) -> None:
+def _run(crew: Sequence[WorkerProcess], timeout_s: float | None, tick: Callable[[], object] | None) -> None:
     """Wait until every worker has its result; raise as soon as one cannot have it any more."""
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while any(worker.exit_code is None for worker in crew):
@@ -131,11 +141,11 @@ def _run(crew: Sequence[Worker], timeout_s: float | None, tick: Callable[[], obj
             tick()
 
 
-def _timed_out(running: Sequence[Worker], timeout_s: float) -> RunTimedOut:
+def _timed_out(running: Sequence[WorkerProcess], timeout_s: float) -> RunTimedOut:
     for worker in running:
         os.kill(worker.process, signal.SIGUSR1)  # faulthandler writes where it hangs into its log
     wait_all(running, time.monotonic() + GRACE_S)
-    ranks = [worker.seat.rank for worker in running]
+    ranks = [worker.rank_info.rank for worker in running]
     who = ", ".join(f"rank {rank}" for rank in ranks)
     quoted = quote(f"Where rank {ranks[0]} was", last_lines(running[0].log, "(most recent call first)"))
     return RunTimedOut(f"the run was not over within {timeout_s:g} s; still running: {who}. {quoted}", timeout_s, ranks)

@@ -16,17 +16,17 @@ import torch
 
 from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
-from polytempo.data.shard import Shard
-from polytempo.engines.crew import WorkerDied
+from polytempo.data.shard import DataShard
 from polytempo.engines.local import RunTimedOut, launch
-from polytempo.engines.worker import Seat
-from polytempo.torch.evaluate import Evaluation, tensors_of
-from polytempo.torch.job import Job
-from polytempo.torch.objective import loss_of
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import data_of, model_of, next_batch, optimizer_of, schedule_of
-from polytempo.torch.requirements import check_model, fitted
-from polytempo.torch.training import check_goals
+from polytempo.engines.worker import RankInfo
+from polytempo.engines.worker_processes import WorkerDied
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.options import RunOptions
+from polytempo.training.evaluate import Evaluation, tensors_of
+from polytempo.training.program import check_goals
+from polytempo.training.requirements import check_model, fitted
 
 _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
@@ -48,7 +48,7 @@ class Rehearsed(NamedTuple):
 def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
     """Make the job's parts in a process of its own, and the gradient of one batch.
 
-    Errors: ValueError and JobFailed as `torch.parts` says them, of what any of the functions does wrong, and of a
+    Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
     strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
     worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
     """
@@ -60,7 +60,7 @@ def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> R
 
 
 def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
-    def work(seat: Seat) -> dict[str, Any]:
+    def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
             return {"found": list(_rehearsed(job, strategies, options))}
         except JobFailed as error:
@@ -90,7 +90,7 @@ def _rehearsed(job: Job, strategies: Sequence[Strategy], options: RunOptions) ->
         for strategy in strategies:
             fitted(strategy, optimizer_of(job, model, options.lr))
             check_model(model, strategy)
-        shard = Shard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, options.lr), len(shard))
         check_goals(job, options, has_test=data.test is not None)

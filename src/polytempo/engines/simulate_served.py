@@ -20,33 +20,33 @@ from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.batches import Batches
 from polytempo.engines.capacity import check_simulated
-from polytempo.engines.cast import Cast, cast_of, course_of, dealer_of, dtype_of, points_of, service_of
+from polytempo.engines.cast import Cast, cast_of, context_of, dtype_of, points_of, scheduler_of, service_of
 from polytempo.engines.reshaping import Reshapes, num_added
-from polytempo.engines.scoring import OffTheClock
-from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.tally import Tally
+from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
-from polytempo.server.client import Client
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
-from polytempo.server.node import Node
-from polytempo.server.reshape import Reshaper
-from polytempo.server.shard import Shard
-from polytempo.server.through import through
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.torch.flops import flops_per_sample
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import data_of, model_of, optimizer_of
-from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.running import Running
-from polytempo.torch.scorer import Scorer
-from polytempo.torch.served import Attendance, ServedCourse, work
-from polytempo.torch.shard_rule import flat_of, parameters_of
-from polytempo.torch.trainer import recorder
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.server_calls import through
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result, parameters_sha256
+from polytempo.training.flops import flops_per_sample
+from polytempo.training.running_statistics import Running
+from polytempo.training.scorer import Scorer
+from polytempo.training.server_worker import Attendance, ServedContext, work
+from polytempo.training.shard_rule import flat_of, parameters_of
+from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
 _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
@@ -113,14 +113,14 @@ class _Run:
         self.world = VirtualWorld(
             replace(cluster, servers=self.cast.num_servers), self.cast.coordinator + 1, seed=options.seed
         )
-        self.courses = [self._course() for _ in self.cast.workers]
-        self.dealer = dealer_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
-        self.tally = Tally(job, strategy, self.service, options, self.batches, self.dealer, workers=workers)
+        self.courses = [self._context() for _ in self.cast.workers]
+        self.scheduler = scheduler_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
+        self.tally = Tally(job, strategy, self.service, options, self.batches, self.scheduler, workers=workers)
         self.coordinator = Coordinator(
             self.cast.coordinator,
             self.cast.workers,
             self.cast.chains,
-            self.dealer,
+            self.scheduler,
             self.timing,
             on_row=self.tally.take,
             on_event=lambda event: self.reshapes.hear(event),
@@ -155,7 +155,7 @@ class _Run:
         return None
 
     async def _work(self, port: Port) -> Attendance:
-        course = self.courses[port.rank]
+        context = self.courses[port.rank]
         client = Client(
             port.rank,
             1,
@@ -163,24 +163,24 @@ class _Run:
             self.cast.chains,
             self.cast.coordinator,
             self.timing,
-            dtype=dtype_of(course.model),
+            dtype=dtype_of(context.model),
             parameters=self.parameters,
             codec=self.service.codec,
             pull_codec=self.service.pull_codec,
         )
-        return await through(client, port, work(port.among(self.cast.workers), course, client))
+        return await through(client, port, work(port.among(self.cast.workers), context, client))
 
-    def _course(self) -> ServedCourse:
+    def _context(self) -> ServedContext:
         model = _model(self.job, self.options.seed)
         optimizer = _optimizer(self.job, model, self.options)
-        return course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer, self.flops)
+        return context_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer, self.flops)
 
     def _scores(self, dtype: torch.dtype) -> OffTheClock | None:
         if self.data.test is None:
             return None
         model = _model(self.job, self.options.seed)
         scorer = Scorer(self.job, self.data, self.batches, model, _optimizer(self.job, model, self.options))
-        points = points_of(self.batches, self.dealer)
+        points = points_of(self.batches, self.scheduler)
         return OffTheClock(points, scorer, dtype, self.tally.take_row, lambda: self.world.now_s)
 
     def _nodes(self, model: nn.Module) -> dict[int, Node]:
@@ -207,7 +207,7 @@ class _Run:
         attendances = [attendance for attendance in outcome.results if attendance is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
-        if self.scores is not None and not self.dealer.stopped:
+        if self.scores is not None and not self.scheduler.stopped:
             self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
         result = self._result(outcome, attendances)
         out = self.options.out

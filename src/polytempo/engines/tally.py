@@ -11,15 +11,15 @@ from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
 from polytempo.engines.cast import reached, samples_behind
-from polytempo.engines.standing import Standing
-from polytempo.server.dealer import Dealer
+from polytempo.engines.run_snapshot import RunSnapshot
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Statistics
-from polytempo.torch.finite import check_score
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import Result
-from polytempo.torch.served import Attendance
-from polytempo.torch.served_facts import facts_of
+from polytempo.spec.job import Job
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
+from polytempo.training.guard import check_score
+from polytempo.training.server_facts import facts_of
+from polytempo.training.server_worker import Attendance
 
 
 class Tally:
@@ -32,19 +32,19 @@ class Tally:
         service: Service,
         options: RunOptions,
         batches: Batches,
-        dealer: Dealer,
+        scheduler: BatchScheduler,
         *,
         workers: int,
-        before: Standing | None = None,
+        before: RunSnapshot | None = None,
     ) -> None:
         self._workers = workers
         self._job, self._strategy, self._service, self._options = job, strategy, service, options
-        self._batches, self._dealer = batches, dealer
+        self._batches, self._scheduler = batches, scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
-        self.stop: Callable[[], None] = dealer.stop
+        self.stop: Callable[[], None] = scheduler.stop
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row; and how long the run lasted before it was resumed."""
-        self._samples = samples_behind(dealer, batches)
+        self._samples = samples_behind(scheduler, batches)
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if options.until else None
@@ -87,7 +87,7 @@ class Tally:
         workers = self._workers
         trained = [a for a in attendances if a.steps]  # who came too late for a batch has no time
         seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
-        samples = samples_behind(self._dealer, self._batches)
+        samples = samples_behind(self._scheduler, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
         if not self._options.allow_nan and self._tested is not None:
             check_score(self._tested["loss"], self.last_step)
@@ -96,7 +96,7 @@ class Tally:
             strategy=str(self._strategy),
             world=world,
             workers=workers,
-            steps=-(-sum(last - first + 1 for first, last in self._dealer.done) // workers),
+            steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
             epochs=samples / self._batches.num_samples,
             samples=samples,
             seconds=self._seconds + seconds,
@@ -113,7 +113,7 @@ class Tally:
             trace_hash=trace_hash,
             reached=self._reached,
             ledger=of_tickets(
-                *(self._batches, self._dealer.done, [shard.tickets for shard in statistics]),
+                *(self._batches, self._scheduler.done, [shard.tickets for shard in statistics]),
                 numbers_per_batch=self._service.numbers_per_batch,
             ),
             server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, spelled
 from polytempo.server.codecs import spelled_codecs
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
 
 

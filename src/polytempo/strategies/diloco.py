@@ -35,7 +35,7 @@ def diloco(
     return Strategy(
         spelled("diloco", **arguments, **({} if codec is None else {"codec": codec})),
         parameters=every(period, from_anchor(meet)),
-        in_step=period == 1,
+        synchronized=period == 1,
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from polytempo.core import Codec, Strategy, spelled
 from polytempo.core.rule import UpdateRule
 from polytempo.server.codecs import spelled_codecs
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.pull import pull
-from polytempo.server.push import push
+from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.service import choice, served, service
+from polytempo.server.worker.pull import pull
+from polytempo.server.worker.push import push
 
 
 def downpour(

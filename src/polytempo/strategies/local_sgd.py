@@ -28,5 +28,5 @@ def local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec |
     return Strategy(
         spelled("local_sgd", period=period, route=route, **({} if codec is None else {"codec": codec})),
         parameters=every(period, meet if codec is None else from_anchor(meet)),
-        in_step=period == 1,
+        synchronized=period == 1,
     )

@@ -27,6 +27,6 @@ def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: R
     return Strategy(
         spelled("parameter_averaging", period=period, optimizer_state=optimizer_state, route=route),
         parameters=every(period, mean(route)),
-        in_step=period == 1,
+        synchronized=period == 1,
         carries_optimizer=optimizer_state,
     )

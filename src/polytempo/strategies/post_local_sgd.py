@@ -21,5 +21,5 @@ def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = nativ
         spelled("post_local_sgd", switch_step=switch_step, period=period, route=route),
         gradients=until(switch_step, mean(route)),
         parameters=after(switch_step, every(period, mean(route))),
-        in_step=period == 1,
+        synchronized=period == 1,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, spelled
 from polytempo.server.codecs import spelled_codecs
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
-from polytempo.server.within import within
 
 
 def ssp(

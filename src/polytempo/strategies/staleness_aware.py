@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, spelled
 from polytempo.server.codecs import spelled_codecs
-from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import inverse
 from polytempo.server.service import served, service
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import inverse
 
 
 def staleness_aware(

@@ -10,7 +10,7 @@ from polytempo.compression.blocks import Parts
 from polytempo.compression.coded import Encoding, Kernels, from_zeros
 from polytempo.compression.tree import tree
 from polytempo.compression.values import refuse, room, whole
-from polytempo.core import Occasion
+from polytempo.core import EncodeContext
 from polytempo.native import codes_dense
 
 
@@ -48,7 +48,7 @@ class Bits(Encoding, Protocol):
 class Signs(Bits, Protocol):
     """`sign`."""
 
-    def turned(self, x: Tensor, when: Occasion) -> Tensor:
+    def turned(self, x: Tensor, when: EncodeContext) -> Tensor:
         """x, with a sign for what has none."""
 
 
@@ -69,7 +69,7 @@ def _room(encoding: Encoding, x: Tensor, out: Tensor | None) -> Tensor:
     return room(encoding.facts.name, num_bytes, x, out, dtype)
 
 
-def _encode_cast(encoding: Cast, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_cast(encoding: Cast, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
     wire = _room(encoding, x, out)
     bad = codes_dense.cast_(x, residual, encoding.limit(when.terms), wire)
     if residual is not None:
@@ -77,14 +77,16 @@ def _encode_cast(encoding: Cast, x: Tensor, residual: Tensor | None, when: Occas
     return wire
 
 
-def _add_cast_(encoding: Cast, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_cast_(encoding: Cast, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     codes_dense.add_cast_(whole(encoding.facts.name, wire, out, out.numel(), encoding.size(out).dtype), out)
 
 
 CAST = Kernels(_fits, _add_cast_, None, _fits, _encode_cast)
 
 
-def _encode_int8(encoding: Blocks, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_int8(
+    encoding: Blocks, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = _room(encoding, x, out)
     parts = encoding.parts(wire, x)
     parts.padding.zero_()
@@ -93,7 +95,7 @@ def _encode_int8(encoding: Blocks, x: Tensor, residual: Tensor | None, when: Occ
     return wire
 
 
-def _add_int8_(encoding: Blocks, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_int8_(encoding: Blocks, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     parts = encoding.parts(wire, out)
     codes_dense.add_int8_(parts.scales, parts.codes, encoding.block, out)
 
@@ -102,7 +104,7 @@ INT8 = Kernels(_fits, _add_int8_, from_zeros(_add_int8_), _fits, _encode_int8)
 
 
 def _encode_dynamic8(
-    encoding: Blocks, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None
+    encoding: Blocks, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = _room(encoding, x, out)
     parts = encoding.parts(wire, x)
@@ -112,7 +114,7 @@ def _encode_dynamic8(
     return wire
 
 
-def _add_dynamic8_(encoding: Blocks, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_dynamic8_(encoding: Blocks, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     parts = encoding.parts(wire, out)
     codes_dense.add_dynamic8_(parts.scales, parts.codes, encoding.block, tree(), out)
 
@@ -120,7 +122,9 @@ def _add_dynamic8_(encoding: Blocks, wire: Tensor, out: Tensor, when: Occasion) 
 DYNAMIC8 = Kernels(_fits, _add_dynamic8_, from_zeros(_add_dynamic8_), _fits, _encode_dynamic8)
 
 
-def _encode_one_bit(encoding: Bits, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_one_bit(
+    encoding: Bits, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = _room(encoding, x, out)
     means, words = encoding.parts(wire, x)
     bad = codes_dense.one_bit_(x, residual, means, words, encoding.row_length(x))
@@ -128,7 +132,7 @@ def _encode_one_bit(encoding: Bits, x: Tensor, residual: Tensor | None, when: Oc
     return wire
 
 
-def _add_bits_(encoding: Bits, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_bits_(encoding: Bits, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     means, words = encoding.pairs(wire, out)
     codes_dense.add_one_bit_(means, words, out, encoding.row_length(out))
 
@@ -136,7 +140,9 @@ def _add_bits_(encoding: Bits, wire: Tensor, out: Tensor, when: Occasion) -> Non
 ONE_BIT = Kernels(_fits, _add_bits_, from_zeros(_add_bits_), _fits, _encode_one_bit)
 
 
-def _encode_sign(encoding: Signs, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_sign(
+    encoding: Signs, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = _room(encoding, x, out)
     scale, words = encoding.parts(wire, x)
     given = encoding.turned(x, when)

@@ -11,7 +11,7 @@ from polytempo.compression.coded import Encoding, Kernels
 from polytempo.compression.draw import draw_key
 from polytempo.compression.ternary import own_scaler
 from polytempo.compression.values import flat_f32, opened, refused, room
-from polytempo.core import Occasion
+from polytempo.core import EncodeContext
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields
 
@@ -49,10 +49,10 @@ class Ternary(Drawn, Protocol):
     def fields(self, terms: int) -> Fields:
         """How ternaries lie in words."""
 
-    def begun(self, wire: Tensor, own: float, when: Occasion) -> tuple[Tensor, float]:
+    def begun(self, wire: Tensor, own: float, when: EncodeContext) -> tuple[Tensor, float]:
         """Put s on a wire; the ternaries' part of it, and s."""
 
-    def opened(self, wire: Tensor, like: Tensor, when: Occasion) -> tuple[Tensor, float]:
+    def opened(self, wire: Tensor, like: Tensor, when: EncodeContext) -> tuple[Tensor, float]:
         """The ternaries' part of a wire, and s."""
 
 
@@ -71,20 +71,22 @@ def _given(x: Tensor, residual: Tensor | None) -> Tensor:
     return flat_f32(x) if residual is None else x
 
 
-def _encode_natural(encoding: Drawn, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_natural(
+    encoding: Drawn, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out)
     if codes_drawn.natural_encode(_given(x, residual), residual, draw_key(encoding.seed, when), wire) >= 0:
         raise refused(encoding.facts.name, x, residual)
     return wire
 
 
-def _decode_natural(encoding: Drawn, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+def _decode_natural(encoding: Drawn, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     wire, out = opened(encoding.facts.name, encoding.size(like).num_bytes, like, wire), torch.empty_like(like)
     codes_drawn.natural_decode(wire, out, add=False)
     return out
 
 
-def _add_natural_(encoding: Drawn, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_natural_(encoding: Drawn, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire)
     codes_drawn.natural_decode(wire, out, add=True)
 
@@ -92,7 +94,9 @@ def _add_natural_(encoding: Drawn, wire: Tensor, out: Tensor, when: Occasion) ->
 NATURAL = Kernels(_decodes, _add_natural_, _decode_natural, _encodes, _encode_natural)
 
 
-def _encode_qsgd(encoding: Levels, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_qsgd(
+    encoding: Levels, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)
     layout = (encoding.bucket_of(x), encoding.levels, encoding.fields, draw_key(encoding.seed, when))
     if codes_drawn.qsgd_encode(_given(x, residual), residual, *layout, wire) >= 0:
@@ -100,13 +104,13 @@ def _encode_qsgd(encoding: Levels, x: Tensor, residual: Tensor | None, when: Occ
     return wire
 
 
-def _decode_qsgd(encoding: Levels, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+def _decode_qsgd(encoding: Levels, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     out = torch.empty_like(like)
     _qsgd(encoding, wire, out, add=False)
     return out
 
 
-def _add_qsgd_(encoding: Levels, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_qsgd_(encoding: Levels, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     _qsgd(encoding, wire, out, add=True)
 
 
@@ -131,7 +135,7 @@ def scaler_of(codec: str, x: Tensor, residual: Tensor | None, clip: float) -> fl
 
 
 def _encode_terngrad(
-    encoding: Ternary, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None
+    encoding: Ternary, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     own = scaler_of(encoding.facts.name, x, residual, encoding.clip or 0.0)
     wire = room(encoding.facts.name, encoding.size(x, when.terms).num_bytes, x, out).view(torch.int32)
@@ -141,17 +145,17 @@ def _encode_terngrad(
     return wire
 
 
-def _decode_terngrad(encoding: Ternary, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+def _decode_terngrad(encoding: Ternary, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     out = torch.empty_like(like)
     _terngrad(encoding, wire, out, when, add=False)
     return out
 
 
-def _add_terngrad_(encoding: Ternary, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_terngrad_(encoding: Ternary, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     _terngrad(encoding, wire, out, when, add=True)
 
 
-def _terngrad(encoding: Ternary, wire: Tensor, out: Tensor, when: Occasion, *, add: bool) -> None:
+def _terngrad(encoding: Ternary, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
     words, scaler = encoding.opened(wire, out, when)
     codes_drawn.terngrad_decode(words, out, scaler, when.terms, encoding.fields(when.terms), add=add)
 

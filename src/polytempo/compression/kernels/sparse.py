@@ -10,7 +10,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.compression.coded import Encoding, Kernels, add_decoded_, from_zeros, placed
 from polytempo.compression.values import refuse, room
-from polytempo.core import Occasion
+from polytempo.core import EncodeContext
 from polytempo.native import codes_sparse
 
 
@@ -33,7 +33,7 @@ class Largest(Encoding, Protocol):
 class Over(Encoding, Protocol):
     """`threshold`."""
 
-    def tau_of(self, x: Tensor, residual: Tensor | None, when: Occasion) -> float:
+    def tau_of(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
         """τ for x + residual."""
 
     def headed(self, count: int, tau: float, like: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, bool]:
@@ -47,10 +47,12 @@ def _serves(*tensors: Tensor) -> bool:
     return codes_sparse.serves(*tensors)
 
 
-def _encode_top_k(encoding: Largest, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_top_k(
+    encoding: Largest, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     name, k, fixed = encoding.facts.name, encoding.num_sent(x), encoding.facts.fixed
     plain = room(name, encoding.plain_bytes(x), x, out if fixed else None, torch.uint8)
-    refuse(name, codes_sparse.Source(x, residual).top(k, plain).bad, x, residual)
+    refuse(name, codes_sparse.SourceArrays(x, residual).top(k, plain).bad, x, residual)
     wire = encoding.sent(plain, x)
     if not fixed and out is not None:
         wire = placed(name, wire, out)
@@ -60,7 +62,7 @@ def _encode_top_k(encoding: Largest, x: Tensor, residual: Tensor | None, when: O
     return wire
 
 
-def _add_top_k_(encoding: Largest, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_top_k_(encoding: Largest, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     start, end, length = encoding.opened(wire, out)
     if length:
         add_decoded_(encoding.decode(wire, out, when), out, encoding.facts.name)
@@ -71,16 +73,18 @@ def _add_top_k_(encoding: Largest, wire: Tensor, out: Tensor, when: Occasion) ->
 TOP_K = Kernels(_serves, _add_top_k_, from_zeros(_add_top_k_), _serves, _encode_top_k)
 
 
-def _encode_threshold(encoding: Over, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+def _encode_threshold(
+    encoding: Over, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     tau = encoding.tau_of(x, residual, when)
-    count, bad = codes_sparse.Source(x, residual).count_over(tau)
+    count, bad = codes_sparse.SourceArrays(x, residual).count_over(tau)
     refuse(encoding.facts.name, bad, x, residual)
     wire, words, is_map = encoding.headed(count, tau, x, out)
     codes_sparse.pack_threshold(x, residual, tau, is_map, words)
     return wire
 
 
-def _add_threshold_(encoding: Over, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_threshold_(encoding: Over, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     words, tau, is_map = encoding.opened(wire, out)
     if not codes_sparse.add_threshold(out, words, tau, is_map):
         raise ValueError(f"a wire of {encoding.facts.name} has entries that a tensor of {out.numel()} elements has not")
@@ -98,7 +102,7 @@ def add_entries_(codec: str, wire: Tensor, out: Tensor) -> None:
         raise ValueError(f"a wire of {codec} has an index beyond the tensor's {out.numel()} elements")
 
 
-def _add_entries_(encoding: Encoding, wire: Tensor, out: Tensor, when: Occasion) -> None:
+def _add_entries_(encoding: Encoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     add_entries_(encoding.facts.name, wire, out)
 
 
