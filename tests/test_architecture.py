@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
+BELOW_TRAINING = {"core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -28,41 +29,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"core", "native", "server.message"},
     "chaos": {"core", "server"},
     "strategies": {"core", *AXES, "flexrr"},
+    "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds"},
-    "torch": {"core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "worlds", "wire", "report.metrics"},
-    "engines": {
+    "one_host": {"core", "native", "data", "strategies", "worlds"},
+    "training": {*BELOW_TRAINING, "one_host", "report.metrics"},
+    "interop": {*BELOW_TRAINING, "training"},
+    "jobs": {"spec.job", "data"},
+    "engines": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs"},
+    "replay": {*BELOW_TRAINING, "training", "report", "engines"},
+    "bench": {
         "core",
         "native",
         "cluster",
-        "data",
-        *AXES,
-        "flexrr",
+        "compression",
         "strategies",
+        "spec",
         "worlds",
-        "wire",
         "report",
-        "torch",
-    },
-    "jobs": {"torch.job", "data"},
-    "bench": {"core", "native", "cluster", "compression", "strategies", "worlds", "report", "torch", "engines"},
-    "cli": {
-        "core",
-        "native",
-        "cluster",
-        "data",
-        *AXES,
-        "flexrr",
-        "strategies",
-        "worlds",
-        "wire",
-        "chaos",
-        "report",
-        "torch",
+        "training",
+        "interop",
         "engines",
-        "jobs",
-        "bench",
     },
+    "cli": {*BELOW_TRAINING, "chaos", "report", "training", "interop", "engines", "replay", "jobs", "bench"},
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
@@ -77,6 +66,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
         core,
         data,
         jobs,
-        native,
         strategies,
         synchronization,
-        torch,
         worlds,
     )
     from polytempo.core import (
         Bundle,
         Deadlock,
+        Drifted,
         Mismatch,
         NotFinite,
         PeerLost,
@@ -35,12 +34,16 @@ if TYPE_CHECKING:
         TimedOut,
         Transform,
     )
+    from polytempo.core.errors import JobFailed
     from polytempo.engines.init import init
-    from polytempo.engines.local import launch
+    from polytempo.engines.local import RunTimedOut, launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.engines.worker_processes import WorkerDied
+    from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
+    from polytempo.server.coordinator.lost_shard import ShardLost
+    from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
@@ -60,16 +63,15 @@ _FOLDERS = (
     "core",
     "data",
     "jobs",
-    "native",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 )
 _HOMES = {
     "polytempo.core": (
         "Bundle",
         "Deadlock",
+        "Drifted",
         "Mismatch",
         "NotFinite",
         "PeerLost",
@@ -79,12 +81,16 @@ _HOMES = {
         "TimedOut",
         "Transform",
     ),
+    "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.worker_processes": ("WorkerDied",),
-    "polytempo.engines.local": ("launch",),
+    "polytempo.engines.local": ("RunTimedOut", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
+    "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.server.coordinator.lost_shard": ("ShardLost",),
+    "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.training.attach": ("attach", "no_sync"),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
@@ -100,8 +106,10 @@ __all__ = [
     "Bundle",
     "Data",
     "Deadlock",
+    "Drifted",
     "Handle",
     "Job",
+    "JobFailed",
     "Mismatch",
     "NotFinite",
     "PeerLost",
@@ -110,6 +118,8 @@ __all__ = [
     "ProcessWorld",
     "Result",
     "RunOptions",
+    "RunTimedOut",
+    "ShardLost",
     "Strategy",
     "TimedOut",
     "Trainer",
@@ -120,6 +130,7 @@ __all__ = [
     "attach",
     "cluster",
     "collectives",
+    "comm_hook",
     "compare",
     "compression",
     "core",
@@ -127,16 +138,15 @@ __all__ = [
     "init",
     "jobs",
     "launch",
-    "native",
     "no_sync",
     "of_batch",
+    "parse_strategy",
     "run",
     "shard",
     "shared_empty",
     "simulate",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 ]
 

@@ -19,6 +19,7 @@ from polytempo.compression.coded import placed
 from polytempo.compression.kernels.sparse import add_entries_
 from polytempo.compression.values import check_finite, check_kind, refuse
 from polytempo.core import ALONE, CodecState, EncodeContext, Facts, Law, Residual
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 from polytempo.core.state import narrowed, wide
 from polytempo.native import codes_sparse
@@ -117,10 +118,8 @@ class Dgc:
     @cached_property
     def facts(self) -> Facts:
         """Σ decoded + v = Σ u, but for the momentum that is stopped where something was sent; Σ x at momentum 0."""
-        more = "" if self.clip is None else f", clip={self.clip:g}"
-        more += f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
         return Facts(
-            f"dgc(ratio={self.ratio:g}, momentum={self.momentum:g}{more})",
+            codec_name(dgc, self, brief=("clip", "warmup_steps", "sample", "dense_below")),
             Law("conserving"),
             flops=7.0,
             sparse=True,

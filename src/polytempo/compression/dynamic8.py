@@ -17,6 +17,7 @@ from polytempo.compression.kernels.dense import DYNAMIC8
 from polytempo.compression.tree import Tree, nearest, tree
 from polytempo.compression.values import check_finite, computed
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 _MOST = torch.finfo(torch.float32).max
@@ -56,7 +57,7 @@ class Dynamic8:
     def facts(self) -> Facts:
         """The bound is that of the worst block of this length, found among the numbers half way between two codes."""
         bound = Law("contraction", lambda like: 1 - loosened(_loss(min(self.block, like.numel())), like))
-        return Facts(f"dynamic8(block={self.block})", bound, flops=24.0)
+        return Facts(codec_name(dynamic8, self), bound, flops=24.0)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """1 an element, up to a multiple of 4, and 4 a block."""

@@ -17,6 +17,7 @@ from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import INT8
 from polytempo.compression.values import check_finite, computed
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 MOST_CODE = 127
@@ -56,7 +57,7 @@ class Int8:
     @cached_property
     def facts(self) -> Facts:
         """See `int8` for the proof of the bound."""
-        return Facts(f"int8(block={self.block})", Law("contraction", self._bound), flops=6.0)
+        return Facts(codec_name(int8, self), Law("contraction", self._bound), flops=6.0)
 
     def _bound(self, like: Tensor) -> float:
         others = max(0, min(self.block, like.numel()) - 1)

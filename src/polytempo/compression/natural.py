@@ -20,6 +20,7 @@ from polytempo.compression.fields import dense_fields, num_words, packed, unpack
 from polytempo.compression.kernels.drawn import NATURAL
 from polytempo.compression.values import check_f32, fitted, opened
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 _SIGNS = dense_fields(1)
@@ -55,7 +56,7 @@ class Natural:
     @cached_property
     def facts(self) -> Facts:
         """The bound is 1/8, in the range from 2^-126 to 2^127."""
-        return Facts(f"natural(seed={self.seed})", Law("unbiased", lambda like: 1 / 8), flops=20.0)
+        return Facts(codec_name(natural, self), Law("unbiased", lambda like: 1 / 8), flops=20.0)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """9 bits an element."""

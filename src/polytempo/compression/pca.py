@@ -19,6 +19,7 @@ from torch import Tensor
 from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.values import check_f32, check_flat, fitted
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -64,7 +65,7 @@ class Pca:
         Operations are those of the scores and of the reconstruction; the Gram matrix takes as many as the shorter side
         is long.
         """
-        return Facts(f"pca(rank={self.rank})", Law("contraction", self._kept), flops=4.0 * self.rank + 100.0)
+        return Facts(codec_name(pca, self), Law("contraction", self._kept), flops=4.0 * self.rank + 100.0)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """4 · (n + k · (m + n)) bytes of float32; or all of the tensor, where that is less."""

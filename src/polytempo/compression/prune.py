@@ -18,6 +18,7 @@ from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import ENTRIES
 from polytempo.compression.values import check_finite
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 
 
@@ -51,7 +52,7 @@ class Prune:
     def facts(self) -> Facts:
         """At most n - 1 elements stay out, each less than below² · ‖v‖² / n."""
         law = Law("contraction", lambda like: 1 - self.below**2 * max(like.numel() - 1, 0) / max(like.numel(), 1))
-        return Facts(f"prune(below={self.below:g})", law, flops=4.0, sparse=True, fixed=False)
+        return Facts(codec_name(prune, self), law, flops=4.0, sparse=True, fixed=False)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """4 bytes more than the tensor, the most."""

@@ -21,6 +21,7 @@ from polytempo.compression.fields import dense_fields, num_words, packed, unpack
 from polytempo.compression.kernels.drawn import QSGD
 from polytempo.compression.values import check_f32, fitted, opened
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 from polytempo.native.codes_drawn import Fields
 
@@ -68,7 +69,7 @@ class Qsgd:
     @cached_property
     def facts(self) -> Facts:
         """The bound is lemma 3.1 of the paper, for a bucket: min(n / s², √n / s)."""
-        name = f"qsgd(levels={self.levels}, bucket={self.bucket}, seed={self.seed})"
+        name = codec_name(qsgd, self)
         return Facts(name, Law("unbiased", self._variance), flops=30.0)
 
     def _variance(self, like: Tensor) -> float:

@@ -17,6 +17,7 @@ from polytempo.compression import strata
 from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.values import check_finite, whole
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 
 
@@ -63,8 +64,8 @@ class RandomK:
         law = Law("contraction", lambda like: 1 / self._scale(like))
         if self.unbiased:
             law = Law("unbiased", lambda like: self._scale(like) - 1)
-        more = (", unbiased=True" if self.unbiased else "") + (f", seed={self.seed}" if self.seed else "")
-        return Facts(f"random_k(ratio={self.ratio:g}{more})", law, flops=2.0, summable=True, sparse=True)
+        name = codec_name(random_k, self, brief=("unbiased", "seed"))
+        return Facts(name, law, flops=2.0, summable=True, sparse=True)
 
     def num_sent(self, like: Tensor) -> int:
         """k."""

@@ -19,6 +19,7 @@ from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.kernels.dense import SIGN, VOTE
 from polytempo.compression.values import check_finite, computed, opened
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 
 
 def sign(scaled: bool = True) -> Coded:
@@ -56,7 +57,7 @@ class Sign:
         """See `sign` for the proof of the bound."""
         law = Law("contraction", lambda like: 1 - bits_loss(like.numel(), like))
         return Facts(
-            f"sign(scaled={self.scaled})", law if self.scaled else Law("conserving", lambda like: math.inf), flops=3.0
+            codec_name(sign, self), law if self.scaled else Law("conserving", lambda like: math.inf), flops=3.0
         )
 
     def row_length(self, like: Tensor) -> int:

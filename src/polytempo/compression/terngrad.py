@@ -23,6 +23,7 @@ from polytempo.compression.kernels.drawn import TERNGRAD, scaler_of
 from polytempo.compression.ternary import as_f32, ternaries
 from polytempo.compression.values import fitted, flat_f32, opened
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 from polytempo.native.codes_drawn import Fields
 
@@ -72,7 +73,7 @@ class TernGrad:
         law = Law("unbiased", lambda like: max(0.0, (sqrt(like.numel()) - 1) / 2))
         if clip:
             law = Law("conserving", lambda like: 1 + clip**2 / 8 if clip <= 4 else clip - 1)
-        name = f"terngrad(clip={self.clip}, seed={self.seed})"
+        name = codec_name(terngrad, self)
         return Facts(name, law, flops=25.0, summable=True, statistic=self.scaler)
 
     def scaler(self, x: Tensor) -> float:

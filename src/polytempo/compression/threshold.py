@@ -19,6 +19,7 @@ from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import THRESHOLD
 from polytempo.compression.values import check_finite, room
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 
 _HEADER = "<If"
@@ -73,7 +74,7 @@ class Threshold:
     @cached_property
     def facts(self) -> Facts:
         """A single tensor may lose everything (|x| <= τ); with feedback nothing is lost."""
-        name = f"threshold(tau={self.tau:g}{'' if self.density is None else f', density={self.density:g}'})"
+        name = codec_name(threshold, self, brief=("density",))
         return Facts(name, Law("conserving"), flops=3.0, sparse=True, fixed=False)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:

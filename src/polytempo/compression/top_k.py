@@ -19,6 +19,7 @@ from polytempo.compression.coded import Coded, Entries, WireSize
 from polytempo.compression.kernels.sparse import TOP_K
 from polytempo.compression.values import check_finite
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 
 _HEADER_BYTES = 4
@@ -60,7 +61,7 @@ class TopK:
     @cached_property
     def facts(self) -> Facts:
         """The k largest of n have at least k/n of the sum of squares."""
-        name = f"top_k(ratio={self.ratio:g}{', entropy=True' if self.entropy else ''})"
+        name = codec_name(top_k, self, brief=("entropy",))
         law = Law("contraction", lambda like: self.num_sent(like) / max(like.numel(), 1))
         return Facts(name, law, flops=4.0, sparse=True, fixed=not self.entropy)
 
