@@ -24,6 +24,7 @@ from polytempo.torch.job import Data, Job, most_likely
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256
 from polytempo.torch.shard_rule import parameters_of
+from polytempo.torch.spec import RunSpec
 
 WORDS = 60
 
@@ -192,7 +193,9 @@ def test_only_touched_rows_travel() -> None:
 
     def sent(steps: int, sparse: bool) -> float:
         made = job(lambda: Bag(20_000, 8, sparse), words=20_000)
-        result = simulate_served(made, strategies.async_sgd(shards=2), 1, ethernet(), RunOptions(steps=steps))
+        result = simulate_served(
+            RunSpec.of(made, strategies.async_sgd(shards=2), 1, RunOptions(steps=steps)), ethernet()
+        )
         assert result.server is not None
         bytes_sent: float = result.bytes_sent_per_rank + result.server["bytes_sent"]
         return bytes_sent

@@ -32,6 +32,7 @@ from polytempo.report.runs import load_run
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result
+from polytempo.torch.spec import RunSpec
 from polytempo.torch.trainer import Trainer
 
 
@@ -56,40 +57,43 @@ def run(
     be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
-    options = replace(options or RunOptions(), **more)
-    _prepare(job, [strategy], workers, options)
-    return _performed(job, strategy, workers, options, progress)
+    spec = RunSpec.of(job, strategy, workers, replace(options or RunOptions(), **more))
+    _prepare([spec])
+    return _performed(spec, progress)
 
 
-def _prepare(job: Job, strategies: Sequence[Strategy], workers: int, options: RunOptions) -> None:
-    """Refuse, before anything is started or written, what cannot become a run; say what may surprise."""
-    for strategy in strategies:
-        check_strategy(strategy)
-    check_processes(max(num_processes(strategy, workers) for strategy in strategies), workers)
+def _prepare(specs: Sequence[RunSpec]) -> None:
+    """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
+
+    `specs` are of one job with the same options, by one strategy after the other.
+    """
+    workers = specs[0].workers
+    check_processes(max(num_processes(spec) for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
-    found = rehearse(job, strategies, options)
+    found = rehearse(specs)
     if found.samples is not None:
         check_enough(found.samples, workers)
     check_memory(found.private_bytes, workers)
-    notes = [*found.warned, *batch_notes(found.samples, workers, options.batch_size or job.batch_size)]
+    notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
     for note in [*cores_notes(workers), *notes]:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _performed(job: Job, strategy: Strategy, workers: int, options: RunOptions, progress: Progress | None) -> Result:
+def _performed(spec: RunSpec, progress: Progress | None) -> Result:
     """The run itself."""
+    options, workers = spec.options, spec.workers
     with began(options.out):
-        if strategy.server is not None:
-            return run_served(job, strategy, workers, options, progress)
+        if spec.strategy.server is not None:
+            return run_served(spec, progress)
         out = options.out and options.out.resolve()
         given = replace(options, out=out)
 
         def work(seat: Seat) -> dict[str, Any] | None:
             world = init(timeout_s=options.timeout_s, quiet=True)
-            result = Trainer(job, strategy, given, world=world).fit()
+            result = Trainer(spec.job, spec.strategy, given, world=world).fit()
             return result.as_json() if seat.rank == 0 else None
 
-        with diverged(), show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers") as show:
+        with diverged(), show_rows(progress, spec) as show:
             if out is None:
                 [answer, *_] = launch(work, workers, threads=options.threads)
             else:
@@ -113,7 +117,7 @@ def join(
     options = replace(options or RunOptions(), **more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
-    with show_rows(shown, options, f"{job.name}, {strategy}, {world.size} workers") as show:
+    with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
         result = Trainer(job, strategy, options, world=world).fit(on_row=show)
     return reported(result, options.out) if options.out is not None and world.rank == 0 else result
 
@@ -134,16 +138,18 @@ def compare(
     options = replace(options or RunOptions(), **more)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
-    _prepare(job, strategies, workers, options)
+    for strategy in strategies:
+        check_strategy(strategy)
+    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies])
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
         folders.append(folder)
-        own = replace(options, out=folder)
+        spec = RunSpec.of(job, strategy, workers, replace(options, out=folder))
         try:
-            results.append(_performed(job, strategy, workers, own, progress))
+            results.append(_performed(spec, progress))
         except NotFinite as error:
-            results.append(diverged_result(job, strategy, workers, own, error))
+            results.append(diverged_result(spec, error))
     if options.out is not None:
         report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
     return results

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-from polytempo.core import PolytempoError, Strategy, files
+from polytempo.core import PolytempoError, files
 from polytempo.engines import janitor
 from polytempo.engines.crew import Worker, WorkerDied, died, diverged, how
 from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
 from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.topology import Topology
 from polytempo.engines.troupe import Role, Troupe
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
 from polytempo.torch.result import Result
+from polytempo.torch.spec import RunSpec
 from polytempo.torch.trainer import recorder
 
 _LOOK_S = 0.05
@@ -40,10 +40,8 @@ _LONGEST_WRITE_S = 300.0
 """The same for shards that write the last snapshot."""
 
 
-def run_served(
-    job: Job, strategy: Strategy, workers: int, options: RunOptions, progress: Progress | None = None
-) -> Result:
-    """Train `job` with `workers` processes and the parameter server that `strategy` asks for, all on this host.
+def run_served(spec: RunSpec, progress: Progress | None = None) -> Result:
+    """Train with worker processes and the parameter server that the run's strategy asks for, all on this host.
 
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
@@ -51,14 +49,14 @@ def run_served(
     Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
     of a shard has died.
     """
-    threads = torch.get_num_threads()
+    options, threads = spec.options, torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
     try:
         with ExitStack() as stack:
             home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
             if options.out is not None:
                 files.run_folder(options.out)
-            run = ServedRun(job, strategy, workers, options, home)
+            run = ServedRun(spec, home)
             stack.callback(run.arenas.close)  # they are many files, and `run` is part of cycles
             notes = stack.enter_context(janitor.swept(home))
             if progress is not None:
@@ -67,13 +65,13 @@ def run_served(
             out = options.out
             logs = (home / "logs" if out is None else out / "logs").absolute()
             files.made(logs)
-            show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
+            show = stack.enter_context(show_rows(progress, spec))
             writer = None
             if out is not None:
                 metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=run.resumed_at, scored_again=run.scored_again)
                 writer = stack.enter_context(metrics)
             run.tally.record = recorder(writer, show)
-            threads_each = threads_per_worker(workers, options.threads)
+            threads_each = threads_per_worker(spec.workers, options.threads)
             stack.enter_context(run.kept(threads_each))
             with diverged():
                 outcome = _conducted(run, home, notes, logs, threads_each)
@@ -86,19 +84,21 @@ def run_served(
     return reported(result, options.out)
 
 
-def num_processes(strategy: Strategy, workers: int) -> int:
+def num_processes(spec: RunSpec) -> int:
     """How many processes a run on this host has beside the launcher and its janitor."""
-    service = strategy.server
-    return workers if service is None else workers + service.shards * (1 + service.replicas) + 1
+    service = spec.strategy.server
+    if service is None:
+        return Topology.collective(spec.workers).num_nodes
+    return Topology.served(spec.workers, service.shards, service.replicas).num_nodes  # with the evaluator, but not us
 
 
 def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int) -> Outcome:
     """Start everybody, be the coordinator until the end, and see that nobody is left."""
     troupe = Troupe(run.part, home, notes, logs, threads=threads, most_lives=run.most_lives)
     with _closed(troupe):
-        for worker in run.cast.workers:
+        for worker in run.topology.workers:
             troupe.start("worker", worker, incarnation=run.incarnation)
-        for shard, chain in enumerate(run.cast.chains):
+        for shard, chain in enumerate(run.topology.chains):
             for node in chain:
                 troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
         if run.evaluator is not None:
@@ -125,8 +125,8 @@ class Launcher:
 
     def __init__(self, run: ServedRun, troupe: Troupe) -> None:
         self._run, self._troupe, self._coordinator = run, troupe, run.coordinator
-        self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
-        self._next_node = run.cast.evaluator + 1
+        self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
+        self._next_node = run.topology.evaluator + 1
         self._restarts = 0
         self._now_s = 0.0
         self._heard_s: dict[int, float] = {}
@@ -139,7 +139,7 @@ class Launcher:
         self._short: set[int] = set()
         """Shards that lack a copy for good."""
         self._look_at_s = 0.0
-        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.cast.spares, self._shard)
+        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.topology.spares, self._shard)
         run.on_event = self._hear
 
     @property

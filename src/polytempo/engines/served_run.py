@@ -15,25 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from polytempo.core import PolytempoError, Strategy
-from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, course_of, dealer_of, points_of, service_of
+from polytempo.core import PolytempoError
 from polytempo.engines.crew import Worker
 from polytempo.engines.happened import Happened
 from polytempo.engines.mail import PostOffice
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
-from polytempo.engines.reshaping import num_added
+from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.standing import LIVES, Saves, discard, go_on, resumed, shard_saves
 from polytempo.engines.tally import Tally
 from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
-from polytempo.server.client import Client
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.evaluator import Evaluator
-from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import Outbox
@@ -44,19 +39,13 @@ from polytempo.server.record import Entry
 from polytempo.server.reshape import Reshaper
 from polytempo.server.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.shard import Shard
 from polytempo.server.snapshot import believed, read
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
 from polytempo.server.update import can_be_native
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import data_of, model_of, optimizer_of
 from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.running import Running
-from polytempo.torch.scorer import Scorer
 from polytempo.torch.served import Attendance, work
-from polytempo.torch.shard_rule import flat_of, parameters_of
+from polytempo.torch.spec import RunSpec
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN, Joined, combined_hash, joined, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
@@ -87,41 +76,26 @@ class Outcome(NamedTuple):
 class ServedRun:
     """Made in the launcher before it forks, so that every process has it."""
 
-    def __init__(self, job: Job, strategy: Strategy, workers: int, options: RunOptions, home: Path) -> None:
-        assert strategy.server is not None
-        self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
+    def __init__(self, spec: RunSpec, home: Path) -> None:
+        self.spec, self.options = spec, spec.options
         self.home = home
-        self.out = None if options.out is None else options.out.absolute()
-        self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
-        self.data = data_of(job, options.data)
-        self.batches = Batches(
-            self.data.training(),
-            size=workers,
-            batch_size=options.batch_size or job.batch_size,
-            seed=options.seed,
-            deals=self.service.deals,
-        )
-        model = self._model()
-        optimizer = self._optimizer(model)
-        self.parameters = parameters_of(model, optimizer, strategy)
-        self.spans = shard_map(self.parameters, self.service.shards)
-        self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer, self.batches, options)
-        busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
-        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
-        self.evaluator = None if self.data.test is None else self.cast.evaluator
-        self.most_lives = self.cast.coordinator + options.restarts + 2
-        vectors = workers + _SPARE_BUFFERS + SNAPSHOTS
-        dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
+        self.out = None if spec.options.out is None else spec.options.out.absolute()
+        self.program = program = ServedProgram(spec)
+        self.topology = program.topology
+        num_bytes = program.weights.nbytes
+        busy_s = num_bytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
+        self.timing = Timing(deadline_s=self.options.timeout_s).of_processes(busy_s)
+        self.evaluator = self.topology.evaluator if program.scores else None
+        self.most_lives = self.topology.num_nodes + self.options.restarts + 1
+        vectors = spec.workers + _SPARE_BUFFERS + SNAPSHOTS
+        dense_bytes = sum(p.numel for p in without_tables(program.parameters)) * program.dtype.itemsize
         self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
-        self.mail = PostOffice(home, options.transport, self.arenas, (2 * workers + 8) * self.weights.nbytes)
+        self.mail = PostOffice(home, self.options.transport, self.arenas, (2 * spec.workers + 8) * num_bytes)
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
-        self.dealer = dealer_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
-        self.points = points_of(self.batches, self.dealer)
+        self.dealer = program.dealer()
         self._resume()
-        told = job, strategy, self.service, options, self.batches, self.dealer
-        self.tally = Tally(*told, workers=workers, before=self.standing)
+        self.tally = Tally(program, self.dealer, self.standing)
         self.coordinator = self._coordinator()
         self.tally.stop = self.coordinator.stop
         self.recording: Recording | None = None
@@ -131,27 +105,27 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            self.cast.coordinator,
-            self.cast.workers,
-            self.cast.chains,
+            self.topology.coordinator,
+            self.topology.workers,
+            self.topology.chains,
             self.dealer,
             self.timing,
             incarnation=self.incarnation,
             on_row=self.tally.take,
             on_event=lambda event: self.on_event(event),
             on_entry=lambda entry: self.on_entry(entry),
-            reshaper=Reshaper(self.parameters, self.spans),
+            reshaper=Reshaper(self.program.parameters, self.program.spans),
             evaluator=self.evaluator,
         )
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""
-        options, batches = self.options, self.batches
+        options, batches, service = self.options, self.program.batches, self.program.service
         self.common: dict[str, Any] = {
-            "job": self.job.name,
-            "strategy": str(self.strategy),
-            "shards": self.service.shards,
-            "seed": options.seed,
+            "job": self.spec.job.name,
+            "strategy": str(self.spec.strategy),
+            "shards": service.shards,
+            "seed": self.spec.seed,
             "batch_size": batches.batch_size,
             "samples": batches.num_samples,
         }
@@ -160,12 +134,12 @@ class ServedRun:
         self.standing, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
         if not options.resume or self.out is None:
             return
-        folder, per_batch = self.out / "checkpoint", self.service.numbers_per_batch
-        found = resumed(folder, self.service.shards, self.common, per_batch, even=batches.deals == "evenly")
+        folder, per_batch = self.out / "checkpoint", service.numbers_per_batch
+        found = resumed(folder, service.shards, self.common, per_batch, even=batches.deals == "evenly")
         self.standing, self.resumed_at = found.standing, found.standing.step
         self.incarnation = (found.standing.generation + 1) * LIVES + 1
         go_on(self.dealer, found, folder)
-        self.scored_again = found.scored_again(self.points, batches)
+        self.scored_again = found.scored_again(self.program.points(self.dealer), batches)
         lacks_score = set(found.batches) == {self.dealer.num_tickets} and not has_ended(
             self.out, found.standing.generation
         )
@@ -187,15 +161,14 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        native = can_be_native(self.weights.dtype)
-        facts = facts_now(self.job, self.strategy, len(self.cast.workers), self.options, native, threads)
+        facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
         self.recording = Recording(self.out, facts, self.standing)
         self.on_entry = self.recording.on_entry
         self.saves = Saves(
             checkpoint,
             self.coordinator,
             self.common,
-            workers=len(self.cast.workers),
+            workers=self.spec.workers,
             every=self.options.checkpoint_every,
             last=self.standing,
             step=lambda: self.tally.last_step,
@@ -205,13 +178,6 @@ class ServedRun:
             yield
         finally:
             self.recording.close()
-
-    def _model(self) -> nn.Module:
-        torch.manual_seed(self.options.seed)
-        return model_of(self.job)
-
-    def _optimizer(self, model: nn.Module) -> Optimizer:
-        return optimizer_of(self.job, model, self.options.lr)
 
     # ------------------------------------------------------------------ what the processes do
 
@@ -224,8 +190,8 @@ class ServedRun:
 
     def conduct(self, launcher: Machine) -> None:
         """Be the coordinator's process until the run is over."""
-        mail = self.mail.mailbox(self.cast.coordinator)
-        world = MailWorld(self.cast.coordinator, mail, self._hosts, zero_s=self._zero_s)
+        mail = self.mail.mailbox(self.topology.coordinator)
+        world = MailWorld(self.topology.coordinator, mail, self._hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
         finally:
@@ -233,53 +199,40 @@ class ServedRun:
 
     @property
     def _hosts(self) -> list[int]:
-        return [0] * (self.cast.coordinator + self.options.restarts + 2)
+        return [0] * (self.topology.coordinator + self.options.restarts + 2)
 
     def _worker(self, role: Role) -> Mapping[str, Any]:
-        model = self._model()
-        optimizer = self._optimizer(model)
-
         def empty(numel: int, dtype: torch.dtype) -> Tensor:
             return self.arenas.empty(role.life, numel, dtype)
 
-        client = Client(
-            role.node,
-            role.incarnation,
-            self.spans,
-            self.coordinator.chains[: len(self.spans)],  # of shards that have come since, the first view tells
-            self.cast.coordinator,
-            self.timing,
-            empty=empty,
-            outgoing=Outgoing(empty, lambda tensor: self.arenas.reference(tensor) is not None),
-            dtype=self.weights.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
-        )
-        course = course_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
+        outgoing = Outgoing(empty, lambda tensor: self.arenas.reference(tensor) is not None)
+        chains = self.coordinator.chains
+        client = self.program.client(role.node, role.incarnation, self.timing, chains, empty=empty, outgoing=outgoing)
+        course = self.program.course()
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
-            program = work(world.port.among(self.cast.workers), course, client)
+            program = work(world.port.among(self.topology.workers), course, client)
             attendance = world.drive(through(client, world.port, program))
         finally:
             mail.close(linger_s=1.0)
         return self._told(world) | {
             "attendance": list(attendance),
             # who came when the run was over has not got the final weights
-            "sha256": None if client.finished else parameters_sha256(model.parameters()),
+            "sha256": None if client.finished else parameters_sha256(course.model.parameters()),
             "threads": torch.get_num_threads(),
         }
 
     def _evaluate(self, role: Role) -> None:
-        model = self._model()
-        scorer = Scorer(self.job, self.data, self.batches, model, self._optimizer(model))
+        scorer = self.program.scorer()
 
         def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
             return json.dumps(scorer.row(number, seconds, flat, running)).encode()
 
         chains, timing = self.coordinator.chains, self.timing
-        evaluator = Evaluator(role.node, self.cast.coordinator, chains, scorer.numel, self.weights.dtype, score, timing)
+        evaluator = Evaluator(
+            role.node, self.topology.coordinator, chains, scorer.numel, self.program.dtype, score, timing
+        )
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
@@ -289,24 +242,18 @@ class ServedRun:
 
     def _copy(self, role: Role) -> Mapping[str, Any]:
         present = self.coordinator.reshaper.spans
-        spans = present[role.shard] if role.shard < len(present) else ()
-        shard = Shard(
-            role.shard,
-            self.parameters,
-            spans,
-            part(self.weights, spans).clone(),
-            self.service,
-            empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
-            running=self.running,
+        shard = self.program.shard(
+            role.shard, present, empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype)
         )
         if self.standing is not None and self.out is not None and not role.blank:
             part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)
             with believed(self.out / "checkpoint", self.standing.number, role.shard):
                 shard.load(part_saved.state, part_saved.tensors)
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
-        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
+        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.program.points(self.dealer))
 
-        saves = shard_saves(role.shard, self.parameters, spans, self.options)
+        spans = present[role.shard] if role.shard < len(present) else ()
+        saves = shard_saves(role.shard, self.program.parameters, spans, self.options)
 
         def on_entry(index: int, entry: ShardEntry) -> None:
             recorder.on_entry(index, entry)
@@ -318,7 +265,7 @@ class ServedRun:
         node = Node(
             role.node,
             shard,
-            self.cast.coordinator,
+            self.topology.coordinator,
             self.timing,
             blank=role.blank,
             on_entry=on_entry,
@@ -328,7 +275,7 @@ class ServedRun:
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
-            for to, message in machine.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
+            for to, message in machine.receive(world.now_s(), self.topology.coordinator, self.coordinator.view):
                 mail.post(to, message)
             world.drive(serve(world.port, machine))
         finally:
@@ -341,7 +288,7 @@ class ServedRun:
     def _told(self, world: MailWorld) -> dict[str, Any]:
         """What every process leaves of its trace."""
         return {
-            **world.trace.excerpt(MOST_WRITTEN // self.cast.coordinator + 1),
+            **world.trace.excerpt(MOST_WRITTEN // self.topology.coordinator + 1),
             "bytes": world.trace.bytes_sent[world.rank],
         }
 
@@ -394,4 +341,6 @@ class ServedRun:
         if self.recording is not None:
             self.recording.end(outcome.finals)
         events, dropped = outcome.events
-        write_chrome_trace(out / "trace.json", events, title=f"{self.job.name}, {self.strategy}", dropped=dropped)
+        write_chrome_trace(
+            out / "trace.json", events, title=f"{self.spec.job.name}, {self.spec.strategy}", dropped=dropped
+        )

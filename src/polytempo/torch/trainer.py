@@ -28,9 +28,10 @@ from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
 from polytempo.torch.objective import loss_of
 from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import data_of, model_of, optimizer_of, schedule_of
+from polytempo.torch.parts import data_of, replica_of, schedule_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.snapshot import load
+from polytempo.torch.spec import RunSpec
 from polytempo.torch.training import Course, Observer, Summary, TakeStep, check_length, train
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
@@ -62,20 +63,18 @@ class Trainer:
         self.options = replace(options or RunOptions(), **more)
         self.world = world or current()
         options = self.options
-        torch.manual_seed(options.seed)
-        self.model: nn.Module = model_of(job)
+        spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
+        self.model, optimizer = replica_of(spec)
         self.data = data_of(job, options.data)
-        lr = options.lr or job.lr
-        optimizer = optimizer_of(job, self.model, lr)
-        self.batch_size = options.batch_size or job.batch_size
+        self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
-        facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
+        facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
-            *(self.model, optimizer, strategy or sync_sgd()),
+            *(self.model, optimizer, spec.strategy),
             world=self.world,
-            seed=options.seed,
+            seed=spec.seed,
             on_drift=options.on_drift,
             allow_nan=options.allow_nan,
         )
@@ -83,12 +82,11 @@ class Trainer:
             self.data.training(),
             rank=self.world.rank,
             size=self.world.size,
-            batch_size=self.batch_size,
-            seed=options.seed,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
         )
         self.course = Course(
-            job=job,
-            options=options,
+            spec=spec,
             replica=self.handle.replica,
             shard=shard,
             data=self.data,
@@ -198,8 +196,8 @@ def result_of(
         train_loss=summary.train_loss,
         bytes_sent_per_rank=num_bytes / num_ranks,
         communication_share=communication_share,
-        batch_size=course.options.batch_size or course.job.batch_size,
-        seed=course.options.seed,
+        batch_size=course.spec.batch_size,
+        seed=course.spec.seed,
         threads=torch.get_num_threads(),
         parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,

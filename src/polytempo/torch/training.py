@@ -25,6 +25,7 @@ from polytempo.torch.job import Data, Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.parts import next_batch
 from polytempo.torch.replica import Replica
+from polytempo.torch.spec import RunSpec
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
 """One optimizer step on one batch of so many samples; answers the batch's mean loss."""
@@ -84,8 +85,7 @@ class Observer(Protocol):
 class Course:
     """Everything that one rank needs for a run."""
 
-    job: Job
-    options: RunOptions
+    spec: RunSpec
     replica: Replica
     shard: Shard
     data: Data
@@ -98,6 +98,16 @@ class Course:
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
+
+    @property
+    def job(self) -> Job:
+        """The run's."""
+        return self.spec.job
+
+    @property
+    def options(self) -> RunOptions:
+        """The run's, as they were given."""
+        return self.spec.options
 
 
 class Summary(NamedTuple):
@@ -175,13 +185,13 @@ async def _rest_of_epoch(port: Port, course: Course, meter: Meter, clock: _Clock
     first_step = course.replica.step
     while not course.observer.over(course.replica.step):
         step = course.replica.step
-        seed_step(course.options.seed, port.rank, step, "data")
+        seed_step(course.spec.seed, port.rank, step, "data")
         batch = next_batch(course.job, batches)
         if batch is None:
             break
         course.observer.begins(port.rank, step)
         await port.mark(step)
-        seed_step(course.options.seed, port.rank, step, "model")
+        seed_step(course.spec.seed, port.rank, step, "model")
         course.replica.share = course.shard.share
         meter.add(await course.take_step(port, batch, course.shard.batch_samples))
         if course.scheduler is not None:
@@ -233,13 +243,10 @@ def _over(course: Course) -> bool:
 
 
 def _finished(course: Course) -> bool:
-    options = course.options
-    if options.steps is not None and course.replica.step >= options.steps:
+    steps, epochs = course.options.steps, course.spec.epochs
+    if steps is not None and course.replica.step >= steps:
         return True
-    if options.epochs is None and options.steps is not None:
-        return False
-    default = course.job.epochs * (10 if options.until else 1)
-    return _position(course)[0] >= (options.epochs or default) - 1e-9
+    return epochs is not None and _position(course)[0] >= epochs - 1e-9
 
 
 def _check(course: Course) -> None:
