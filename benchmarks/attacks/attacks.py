@@ -32,12 +32,12 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.engines.fork import die_with, fork
 from polytempo.engines.standing import resumed
 from polytempo.server import message as messages
 from polytempo.server import snapshot
 from polytempo.server.snapshot import SnapshotError
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.torch.checkpoint import CheckpointError, Part, commit, latest, read_manifest, read_part, write_part
 from polytempo.wire.frames import VERSION, Limits, Malformed, decode, encode
 
@@ -317,7 +317,7 @@ def string(chance: random.Random, folder: Path) -> str | None:
     """A strategy, or ValueError."""
     text = hostile_string(chance)
     try:
-        strategy_from(text)
+        parse_strategy(text)
     except ValueError as error:
         return None if str(error) else f"{text!r}: an error without a word"
     except Exception as error:

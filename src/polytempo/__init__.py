@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         core,
         data,
         jobs,
-        native,
         strategies,
         synchronization,
         torch,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from polytempo.core import (
         Bundle,
         Deadlock,
+        Drifted,
         Mismatch,
         NotFinite,
         PeerLost,
@@ -35,12 +35,15 @@ if TYPE_CHECKING:
         TimedOut,
         Transform,
     )
+    from polytempo.core.errors import JobFailed
     from polytempo.engines.crew import WorkerDied
     from polytempo.engines.init import init
-    from polytempo.engines.local import launch
+    from polytempo.engines.local import RunTimedOut, launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.native.arena import shared_empty
+    from polytempo.server.lost import ShardLost
+    from polytempo.spec.catalogue import parse_strategy
     from polytempo.torch.attach import attach, no_sync
     from polytempo.torch.handle import Handle
     from polytempo.torch.job import Data, Job, of_batch
@@ -60,7 +63,6 @@ _FOLDERS = (
     "core",
     "data",
     "jobs",
-    "native",
     "strategies",
     "synchronization",
     "torch",
@@ -70,6 +72,7 @@ _HOMES = {
     "polytempo.core": (
         "Bundle",
         "Deadlock",
+        "Drifted",
         "Mismatch",
         "NotFinite",
         "PeerLost",
@@ -79,12 +82,15 @@ _HOMES = {
         "TimedOut",
         "Transform",
     ),
+    "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.crew": ("WorkerDied",),
-    "polytempo.engines.local": ("launch",),
+    "polytempo.engines.local": ("RunTimedOut", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.server.lost": ("ShardLost",),
+    "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.torch.attach": ("attach", "no_sync"),
     "polytempo.torch.handle": ("Handle",),
     "polytempo.torch.job": ("Data", "Job", "of_batch"),
@@ -100,8 +106,10 @@ __all__ = [
     "Bundle",
     "Data",
     "Deadlock",
+    "Drifted",
     "Handle",
     "Job",
+    "JobFailed",
     "Mismatch",
     "NotFinite",
     "PeerLost",
@@ -110,6 +118,8 @@ __all__ = [
     "ProcessWorld",
     "Result",
     "RunOptions",
+    "RunTimedOut",
+    "ShardLost",
     "Strategy",
     "TimedOut",
     "Trainer",
@@ -127,9 +137,9 @@ __all__ = [
     "init",
     "jobs",
     "launch",
-    "native",
     "no_sync",
     "of_batch",
+    "parse_strategy",
     "run",
     "shard",
     "shared_empty",

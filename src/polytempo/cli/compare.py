@@ -7,13 +7,13 @@ from pathlib import Path
 
 import typer
 
-from polytempo.cli.catalogue import strategies_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
 from polytempo.cli.plan import job_of, run_name, run_options, show_plan
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
+from polytempo.spec.catalogue import parse_strategies
 
 
 def compare(given: Mapping[str, object], config: Path | None) -> None:
@@ -21,7 +21,7 @@ def compare(given: Mapping[str, object], config: Path | None) -> None:
     options = train_options(given, config)
     if options.resume:
         raise ValueError("--resume: compare begins anew; `polytempo train --resume --out` goes on with one of its runs")
-    strategies = strategies_from(options.strategies)
+    strategies = parse_strategies(options.strategies)
     with notes_on_stderr():
         job = job_of(options)
     name = run_name(options, "compare")

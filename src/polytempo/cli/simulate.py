@@ -7,7 +7,6 @@ from pathlib import Path
 
 import typer
 
-from polytempo.cli.catalogue import cluster_from, strategy_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
 from polytempo.cli.plan import job_of, run_name, run_options, show_plan
@@ -15,6 +14,7 @@ from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_r
 from polytempo.engines.simulate import default_cluster
 from polytempo.engines.simulate import simulate as simulated
 from polytempo.report.progress import Progress
+from polytempo.spec.catalogue import parse_cluster, parse_strategy
 
 
 def simulate(given: Mapping[str, object], config: Path | None) -> None:
@@ -22,8 +22,8 @@ def simulate(given: Mapping[str, object], config: Path | None) -> None:
     options = train_options(given, config)
     if options.resume:
         raise ValueError("--resume: a simulation is not resumed; the same seed gives the same run, so begin again")
-    strategy = strategy_from(options.strategy)
-    cluster = cluster_from(options.cluster or default_cluster(strategy, options.workers), options.stragglers)
+    strategy = parse_strategy(options.strategy)
+    cluster = parse_cluster(options.cluster or default_cluster(strategy, options.workers), options.stragglers)
     with notes_on_stderr():
         job = job_of(options)
     name = run_name(options, options.strategy, "simulated")

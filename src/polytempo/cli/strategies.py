@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from polytempo.cli.catalogue import CODECS, STRATEGIES, WAYS, routes_of
-from polytempo.cli.resolve import Function, signature_of
 from polytempo.cli.show import show_json, show_table
+from polytempo.spec.catalogue import CODECS, STRATEGIES, WAYS, routes_of
+from polytempo.spec.resolution import Function, signature_of
 
 WIDTH = 120
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import typer
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options
 from polytempo.cli.plan import job_of, run_name, run_options, show_plan
@@ -16,13 +15,14 @@ from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_r
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
 from polytempo.report.progress import Progress
+from polytempo.spec.catalogue import parse_strategy
 
 
 def train(given: Mapping[str, object], config: Path | None) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
     options = train_options(given, config)
     world = recognise(os.environ)
-    strategy = strategy_from(options.strategy)
+    strategy = parse_strategy(options.strategy)
     with notes_on_stderr():
         job = job_of(options)
     taken = run_options(options, _folder(options, shared=world.size > 1))

@@ -1,6 +1,7 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
+from polytempo.core.call_name import call_name
 from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
@@ -8,7 +9,7 @@ from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
 from polytempo.core.sendrecv import send_recv
 from polytempo.core.state import Late, Owed
-from polytempo.core.strategy import Strategy, Turn, spelled
+from polytempo.core.strategy import Strategy, Turn
 from polytempo.core.transform import (
     Part,
     State,
@@ -50,13 +51,13 @@ __all__ = [
     "Turn",
     "Work",
     "averaging",
+    "call_name",
     "chain",
     "identity",
     "inside",
     "is_idle",
     "native",
     "send_recv",
-    "spelled",
     "split",
     "stateless",
     "world_port",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
@@ -30,7 +30,7 @@ from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
 from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
+from polytempo.torch.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.torch.result import Result
 from polytempo.torch.spec import RunSpec
 from polytempo.torch.trainer import Trainer
@@ -43,7 +43,7 @@ def run(
     options: RunOptions | None = None,
     *,
     progress: Progress | None = None,
-    **more: Any,
+    **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` by `strategy` with `workers` processes of this host.
 
@@ -57,7 +57,7 @@ def run(
     be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
-    spec = RunSpec.of(job, strategy, workers, replace(options or RunOptions(), **more))
+    spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
     _prepare([spec])
     return _performed(spec, progress)
 
@@ -110,11 +110,16 @@ def _performed(spec: RunSpec, progress: Progress | None) -> Result:
 
 
 def join(
-    job: Job, strategy: Strategy, options: RunOptions | None = None, *, progress: Progress | None = None, **more: Any
+    job: Job,
+    strategy: Strategy,
+    options: RunOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     check_strategy(strategy)
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
     with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
@@ -129,13 +134,13 @@ def compare(
     options: RunOptions | None = None,
     *,
     progress: Progress | None = None,
-    **more: Any,
+    **more: Unpack[OptionKeywords],
 ) -> list[Result]:
     """Train `job` with one strategy after the other, and report them side by side in `out`.
 
     A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
     """
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
     for strategy in strategies:

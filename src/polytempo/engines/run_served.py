@@ -23,11 +23,11 @@ from polytempo.engines.local import threads_per_worker
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.served_run import Outcome, ServedRun
 from polytempo.engines.shown import reported, show_rows
-from polytempo.engines.topology import Topology
 from polytempo.engines.troupe import Role, Troupe
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
+from polytempo.spec.topology import Topology
 from polytempo.torch.result import Result
 from polytempo.torch.spec import RunSpec
 from polytempo.torch.trainer import recorder

@@ -22,7 +22,6 @@ from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.engines.reshaping import num_added
-from polytempo.engines.topology import Topology
 from polytempo.server.buffers import Empty, plain_empty
 from polytempo.server.client import Client
 from polytempo.server.dealer import Dealer
@@ -31,6 +30,7 @@ from polytempo.server.outgoing import Outgoing
 from polytempo.server.score_snapshots import ScorePoints, score_points
 from polytempo.server.shard import Shard
 from polytempo.server.timing import Timing
+from polytempo.spec.topology import Topology
 from polytempo.torch.finite import Guard
 from polytempo.torch.job import Data
 from polytempo.torch.local_decay import LocalDecay

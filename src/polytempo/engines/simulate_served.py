@@ -24,7 +24,6 @@ from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.tally import Tally
-from polytempo.engines.topology import Topology
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.coordinator import Coordinator
@@ -34,6 +33,7 @@ from polytempo.server.node import Node
 from polytempo.server.reshape import Reshaper
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
+from polytempo.spec.topology import Topology
 from polytempo.torch.flops import flops_per_sample
 from polytempo.torch.job import Data
 from polytempo.torch.result import Result, parameters_sha256

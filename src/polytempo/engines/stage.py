@@ -26,7 +26,6 @@ from polytempo.engines.recording import RunFacts
 from polytempo.engines.scoring import OffTheClock
 from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.standing import LIVES, resumed
-from polytempo.engines.topology import Topology
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.loop import serve
 from polytempo.server.message import View
@@ -36,6 +35,7 @@ from polytempo.server.snapshot import read
 from polytempo.server.through import through
 from polytempo.server.timing import Timing
 from polytempo.server.update import can_be_native
+from polytempo.spec.topology import Topology
 from polytempo.torch.job import Job
 from polytempo.torch.options import RunOptions
 from polytempo.torch.result import parameters_sha256

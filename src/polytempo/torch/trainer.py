@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from polytempo.torch.handle import Handle
 from polytempo.torch.hogwild import is_hogwild
 from polytempo.torch.job import Data, Job
 from polytempo.torch.objective import loss_of
-from polytempo.torch.options import RunOptions
+from polytempo.torch.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.torch.parts import data_of, replica_of, schedule_of
 from polytempo.torch.result import Result, parameters_sha256
 from polytempo.torch.snapshot import load
@@ -57,10 +57,10 @@ class Trainer:
         options: RunOptions | None = None,
         *,
         world: ProcessWorld | None = None,
-        **more: Any,
+        **more: Unpack[OptionKeywords],
     ) -> None:
         self.job = job
-        self.options = replace(options or RunOptions(), **more)
+        self.options = with_keywords(options, more)
         self.world = world or current()
         options = self.options
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)

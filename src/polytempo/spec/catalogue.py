@@ -1,4 +1,4 @@
-"""What the command line can name: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
+"""What a text can name: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import cast
 
 from polytempo import aggregation, collectives, compression, strategies
-from polytempo.cli.call import parse_call, split_calls
-from polytempo.cli.resolve import Factory, Function, resolve
 from polytempo.cluster import (
     Cluster,
     Stragglers,
@@ -26,6 +24,8 @@ from polytempo.cluster import (
     uniform,
 )
 from polytempo.core import Strategy
+from polytempo.spec.call import parse_call, split_calls
+from polytempo.spec.resolution import Factory, Function, resolve
 
 COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that is not told which."""
@@ -90,8 +90,16 @@ _NAMES: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def strategy_from(text: str) -> Strategy:
-    """The strategy that `text` spells, such as `local_sgd(period=8, route=ring)`."""
+def parse_strategy(text: str) -> Strategy:
+    """The strategy that a text describes, as the command line and files of options write it.
+
+        pt.parse_strategy("local_sgd(period=8, route=ring)")
+
+    `str(strategy)` is such a text: `parse_strategy(str(strategy))` makes the same strategy again, in any process.
+    Nothing in the text is evaluated as Python.
+
+    Errors: ValueError where there is no such strategy, codec, route, … or argument; it lists those that there are.
+    """
     call = parse_call(text)
     if call.name not in STRATEGIES and call.name in {"low_rank", *CODECS}:
         raise ValueError(_no_strategy(call.name))
@@ -120,12 +128,12 @@ def routes_of(function: Function) -> Mapping[str, object]:
     return {**_ROUTES, **WAYS} if takes_paths else _ROUTES
 
 
-def strategies_from(text: str | None) -> list[Strategy]:
+def parse_strategies(text: str | None) -> list[Strategy]:
     """The strategies of a list with commas, or the usual ones to compare."""
-    return [strategy_from(each) for each in split_calls(text or COMPARED)]
+    return [parse_strategy(each) for each in split_calls(text or COMPARED)]
 
 
-def cluster_from(text: str, stragglers: str | None = None) -> Cluster:
+def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
     """The cluster that `text` spells, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given."""
     cluster = resolve(parse_call(text), _CLUSTERS, _NAMES, what="cluster")
     assert isinstance(cluster, Cluster)
