@@ -10,19 +10,17 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 import torch
 
 from polytempo.core.errors import JobFailed, NotFinite, PeerLost, TimedOut
 from polytempo.engines import janitor
+from polytempo.engines.engine import Failure, Result
 from polytempo.engines.fork import default_signals, die_with
-
-Result = Mapping[str, Any] | Sequence[Any] | float | None
-"""What a worker hands back: anything that JSON can say."""
 
 MAX_RESULT_BYTES = 64 << 20
 _MOST_SAID = 200
@@ -39,17 +37,6 @@ class Seat(NamedTuple):
     threads: int
     generation: int = 0
     """How many times these workers were started before."""
-
-
-class Failure(NamedTuple):
-    """Why a worker raised: the exception's name, whether it only tells of another rank's end, and its message."""
-
-    error: str
-    symptom: bool
-    message: str = ""
-    """What the exception says, on one line and not too long."""
-    facts: Mapping[str, Any] | None = None
-    """Of a `NotFinite`, what it is made of."""
 
 
 def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
@@ -137,6 +124,12 @@ def result_path(home: Path, rank: int) -> Path:
 def failure_path(home: Path, rank: int) -> Path:
     """Where the worker of `rank` says why it failed."""
     return home / f"failure-{rank}.json"
+
+
+def failure_of(home: Path, rank: int) -> Failure | None:
+    """Why the worker of `rank` says that it failed, if it could say so."""
+    path = failure_path(home, rank)
+    return Failure(*json.loads(path.read_text())) if path.exists() else None
 
 
 def _write(path: Path, value: Result) -> None:
