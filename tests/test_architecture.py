@@ -93,8 +93,8 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
-    ("torch/autoload.py", "polytempo.torch.backend.create"): "`import torch` runs `register`, and must not wait",
-    ("jobs/__init__.py", "polytempo.torch.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
+    ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
 }
 """Imports inside functions, each with its reason."""

@@ -24,10 +24,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import polytempo as pt
-from polytempo.bench.models import Transformer, cnn
+from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 
 Batch = tuple[Tensor, Tensor]
 
@@ -61,7 +61,7 @@ DIGITS = Workload("digits MLP 64-128-10, batch 256", lambda: mlp(64, 128, 10), v
 AGAINST_DDP = [
     Workload("(a) MLP 784-2048-2048-10, batch 64", lambda: mlp(784, 2048, 2048, 10), vectors(64, 784), 5),
     Workload("(b) CNN, batch 64", cnn, vectors(64, 1, 28, 28), 20),
-    Workload("(c) transformer, 4 layers of 256, batch 8 x 64", Transformer, symbols, 6),
+    Workload("(c) transformer, 4 layers of 256, batch 8 x 64", BenchTransformer, symbols, 6),
 ]
 
 
@@ -117,7 +117,7 @@ def turns(workload: Workload, makers: dict[str, Callable[[Workload], Any]], num_
 def measured(workload: Workload, workers: int, makers: dict[str, Any], num_turns: int) -> dict[str, list[float]]:
     """Rank 0's seconds a step."""
 
-    def work(seat: Seat) -> dict[str, list[float]]:
+    def work(rank_info: RankInfo) -> dict[str, list[float]]:
         init(quiet=True)
         return turns(workload, makers, num_turns)
 

@@ -33,15 +33,23 @@ import msgspec
 import torch
 
 from polytempo.engines.fork import die_with, fork
-from polytempo.engines.standing import resumed
+from polytempo.engines.run_snapshot import resumed
 from polytempo.server import message as messages
-from polytempo.server import snapshot
-from polytempo.server.snapshot import SnapshotError
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.snapshot import SnapshotError
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.torch.checkpoint import CheckpointError, Part, commit, latest, read_manifest, read_part, write_part
-from polytempo.wire.frames import VERSION, Limits, Malformed, decode, encode
+from polytempo.training.checkpoint import (
+    CheckpointError,
+    CheckpointPart,
+    commit,
+    latest,
+    read_manifest,
+    read_part,
+    write_part,
+)
+from polytempo.wire.frames import VERSION, FrameLimits, Malformed, decode, encode
 
-LIMITS = Limits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
+LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
 SLOW_S = 10.0
 """No single input may take so long."""
 MOST_DELAY_S = 0.05
@@ -156,7 +164,7 @@ def frames() -> Search:
 def save(folder: Path, step: int) -> None:
     """A checkpoint and a snapshot whose values are the step's number."""
     root = folder / "checkpoint"
-    part = Part({"weight": torch.full((2000,), float(step))}, {"epoch": step})
+    part = CheckpointPart({"weight": torch.full((2000,), float(step))}, {"epoch": step})
     commit(root, step, [write_part(root, step, rank, part) for rank in range(RANKS)], {"job": "attack"})
     for shard in range(SHARDS):
         snapshot.write(root, step, shard, b"%d" % step, [torch.full((2000,), float(step))])

@@ -24,7 +24,7 @@ import polytempo as pt
 from polytempo.bench.tables import markdown
 from polytempo.core import Strategy
 from polytempo.jobs import find
-from polytempo.torch.result import Result
+from polytempo.spec.result import Result
 
 s, c = pt.strategies, pt.compression
 STRATEGIES = [

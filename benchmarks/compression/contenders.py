@@ -24,7 +24,7 @@ import polytempo as pt
 from polytempo import data
 from polytempo.bench.models import mlp
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.torch.handle import Handle
+from polytempo.training.handle import Handle
 from polytempo.worlds import ProcessWorld
 
 GLOBAL_BATCH, LR, MOMENTUM = 256, 0.1, 0.9
@@ -126,7 +126,7 @@ class Training:
         """On all test images, of the mean of the ranks' models; each rank scores its part of them."""
         model, world = self._plain, self._world
         tensors: dict[str, Tensor] = dict(model.named_parameters())
-        if self._handle is not None and not self._handle.replica.strategy.in_step:
+        if self._handle is not None and not self._handle.replica.strategy.synchronized:
             tensors = world.drive(self._handle.replica.consensus(world.port))
         mine = slice(world.rank, None, world.size)
         inputs, targets = self._images.test_inputs[mine], self._images.test_targets[mine]

@@ -35,7 +35,7 @@ from polytempo.cli.bench_compression import candidate
 from polytempo.core import ALONE, Codec
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
 from polytempo.spec.call import split_calls
 
@@ -221,7 +221,7 @@ def low_rank(rounds: int) -> list[dict[str, Any]]:
 def hooks(turns: int, steps: int) -> list[dict[str, Any]]:
     """A step of DDP with torch's hooks and with ours, two workers on this host over gloo, in turns."""
 
-    def work(seat: Seat) -> dict[str, list[float]]:
+    def work(rank_info: RankInfo) -> dict[str, list[float]]:
         init(backend="gloo", quiet=True)
         torch.manual_seed(0)
         batch = (torch.randn(16, 784), torch.randint(10, (16,)))

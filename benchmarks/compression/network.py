@@ -35,7 +35,7 @@ from polytempo.bench.tables import markdown
 from polytempo.cluster import Link
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.worlds import ProcessWorld
 
@@ -144,7 +144,7 @@ def learn(given: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in given["names"]:
 
-        def work(seat: Seat, name: str = name) -> list[dict[str, Any]]:
+        def work(rank_info: RankInfo, name: str = name) -> list[dict[str, Any]]:
             return whole(init(backend="gloo", quiet=True), {**given, "names": [name]})
 
         rows += launch(work, HOSTS, threads=1, timeout_s=_RUN_S)[0]

@@ -22,9 +22,9 @@ from torch.nn import functional
 from polytempo import strategies
 from polytempo.cluster import one_host
 from polytempo.core import Port
-from polytempo.torch.drift import Compared, Verdict, Walk, comparable, compared, judged, looked
-from polytempo.torch.fingerprint import fingerprint
-from polytempo.torch.replica import Replica
+from polytempo.training.drift import Compared, DriftVerdict, Walk, comparable, compared, judged, looked
+from polytempo.training.fingerprint import fingerprint
+from polytempo.training.replica import Replica
 from polytempo.worlds import VirtualWorld
 
 RANKS = 3
@@ -72,7 +72,7 @@ class Search:
         number, self.number = self.number, self.number + 1
         VirtualWorld(one_host(), RANKS).run(lambda port: self.ranks[port.rank].step(port, number))
 
-    def look(self) -> Verdict:
+    def look(self) -> DriftVerdict:
         """What all ranks say of the next slice."""
         looks = []
         for rank in self.ranks:

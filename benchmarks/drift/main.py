@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polytempo as pt
-from polytempo.bench.models import Transformer, cnn
+from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
-from polytempo.torch.drift import comparable
-from polytempo.torch.drift_watch import DriftWatch
+from polytempo.engines.worker import RankInfo
+from polytempo.training.drift import comparable
+from polytempo.training.drift_watch import DriftWatch
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,7 +56,7 @@ WORKLOADS: list[tuple[str, Callable[[], nn.Module], Callable[[], Batch], int, in
     ("digits MLP 64-128-10, batch 256", lambda: mlp(64, 128, 10), vectors(256, 64), 100, 1500),
     ("MLP 784-2048-2048-10, batch 64", lambda: mlp(784, 2048, 2048, 10), vectors(64, 784), 4, 40),
     ("CNN, batch 64", cnn, vectors(64, 1, 28, 28), 10, 100),
-    ("transformer, 4 layers of 256, batch 8 x 64", Transformer, symbols, 4, 24),
+    ("transformer, 4 layers of 256, batch 8 x 64", BenchTransformer, symbols, 4, 24),
 ]
 """Name, model, batch, steps a turn, and steps before the first turn, in which the watch finds its pace."""
 
@@ -146,7 +146,7 @@ def main() -> None:
     rows = []
     for number, (name, *_) in enumerate(WORKLOADS):
 
-        def work(seat: Seat, number: int = number) -> dict[str, Any]:
+        def work(rank_info: RankInfo, number: int = number) -> dict[str, Any]:
             init(quiet=True)
             return measured(number, arguments.turns)
 

@@ -1,6 +1,6 @@
 """Crews: the processes of each contender, which live all the time and take turns.
 
-main      ── calls ──▶ seat, seat, …       a seat makes so many calls and says how long they took
+main      ── calls ──▶ rank_info, rank_info, …       a rank_info makes so many calls and says how long they took
           ◀─ seconds ─                     a server of the crew just serves; whose turn it is not, sleeps
 """
 
@@ -22,8 +22,8 @@ _FORK = multiprocessing.get_context("fork")
 _START_S, _TURN_S = 120.0, 300.0
 
 Attend = Callable[[Callable[[int], object]], None]
-"""A seat calls it when it is ready, with what makes a number of calls. It returns when the benchmark is over."""
-Seat = Callable[[Attend], None]
+"""A rank_info calls it when it is ready, with what makes a number of calls. It returns when the benchmark is over."""
+RankInfo = Callable[[Attend], None]
 
 
 class Unavailable(RuntimeError):
@@ -31,16 +31,16 @@ class Unavailable(RuntimeError):
 
 
 class Crew:
-    """One contender: `seats` take part in the timing, `servers` do not. Everybody is a process of his own."""
+    """One contender: `rank_infos` take part in the timing, `servers` do not. Everybody is a process of his own."""
 
-    def __init__(self, name: str, seats: Sequence[Seat], servers: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, name: str, rank_infos: Sequence[RankInfo], servers: Sequence[Callable[[], None]] = ()) -> None:
         self.name, self._pipes, self._processes = name, list[Connection](), list[Any]()
         for server in servers:
             self._start(_alone, server)
-        for seat in seats:
+        for rank_info in rank_infos:
             ours, theirs = _FORK.Pipe()
             self._pipes.append(ours)
-            self._start(_seated, seat, theirs)
+            self._start(_seated, rank_info, theirs)
             theirs.close()
         try:
             self._answers(_START_S)
@@ -54,7 +54,7 @@ class Crew:
         self._processes.append(process)
 
     def turn(self, calls: int) -> float:
-        """Seconds a call, of the slowest seat, when each makes `calls` calls."""
+        """Seconds a call, of the slowest rank_info, when each makes `calls` calls."""
         for pipe in self._pipes:
             pipe.send_bytes(str(calls).encode())
         return max(self._answers(_TURN_S)) / calls
@@ -102,7 +102,7 @@ def _alone(server: Callable[[], None]) -> None:
     server()
 
 
-def _seated(seat: Seat, pipe: Connection) -> None:
+def _seated(rank_info: RankInfo, pipe: Connection) -> None:
     def attend(run: Callable[[int], object]) -> None:
         run(1)
         pipe.send_bytes(b"0")
@@ -116,7 +116,7 @@ def _seated(seat: Seat, pipe: Connection) -> None:
             pipe.send_bytes(repr(time.perf_counter() - begun).encode())
 
     try:
-        seat(attend)
+        rank_info(attend)
     except Exception as error:
         pipe.send_bytes(f"{type(error).__name__}: {error}".encode())
         raise

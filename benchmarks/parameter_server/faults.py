@@ -70,7 +70,7 @@ def once_each(seed: int, victims: Sequence[tuple[str, int]], number: signal.Sign
     faults = [Fault(point, what, which, number) for point, (what, which) in zip(points, order, strict=True)]
     timing = {"worker_lost_s": WORKER_LOST_S} if number == signal.SIGSTOP else {}
     since_s = time.monotonic()
-    story = told(lambda run, troupe: Watching(run, troupe, faults, seed), counting(TICKETS), timing=timing)
+    story = told(lambda run, supervisor: Watching(run, supervisor, faults, seed), counting(TICKETS), timing=timing)
     done = f"{len(story.launcher.recoveries)} of {len(faults)} x {number.name} in {time.monotonic() - since_s:.1f} s"
     print(f"seed {seed}: {done}", *story.wrong, sep="\n    ", flush=True)
     return story

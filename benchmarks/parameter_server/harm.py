@@ -30,10 +30,10 @@ from polytempo.engines import run_served, served_run
 from polytempo.engines.fork import fork
 from polytempo.engines.run_served import Launcher
 from polytempo.engines.served_run import ServedRun
-from polytempo.engines.troupe import Troupe
+from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
 from polytempo.server.timing import Timing
-from polytempo.torch.result import parameters_sha256
+from polytempo.spec.result import parameters_sha256
 
 WORKERS, SHARDS, COPIES = 4, 2, 2
 GIVE_UP_S = 20.0
@@ -119,9 +119,9 @@ class Watching(Launcher):
     With one further copy of each shard that is what is promised: the loss of any one process.
     """
 
-    def __init__(self, run: ServedRun, troupe: Troupe, faults: Sequence[Fault], seed: int) -> None:
-        super().__init__(run, troupe)
-        self.run, self.troupe = run, troupe
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, faults: Sequence[Fault], seed: int) -> None:
+        super().__init__(run, supervisor)
+        self.run, self.supervisor = run, supervisor
         self.recoveries: list[Recovery] = []
         self.dealt: set[int] = set()
         self.acknowledged: set[int] = set()
@@ -148,7 +148,7 @@ class Watching(Launcher):
     def tick(self, now_s: float) -> Outbox:
         """As the launcher, and do the next harm when its time has come."""
         out = self._noted(super().tick(now_s))
-        self.processes.update(process for role in self.troupe.running if (process := self.process(role.node)))
+        self.processes.update(process for role in self.supervisor.running if (process := self.process(role.node)))
         if self.is_whole and self.recoveries and self.recoveries[-1].whole_s is None:
             self.recoveries[-1].close()
         if self._due_s is not None and now_s >= self._due_s:
@@ -178,7 +178,7 @@ class Watching(Launcher):
 
     def process(self, node: int) -> int | None:
         """The process on `node`."""
-        return self.troupe.process_of(node)
+        return self.supervisor.process_of(node)
 
     def strike(self, fault: Fault) -> None:
         """Do the harm."""
@@ -198,7 +198,7 @@ class Watching(Launcher):
         return out
 
 
-Launch = Callable[[ServedRun, Troupe], Watching]
+Launch = Callable[[ServedRun, ProcessSupervisor], Watching]
 
 
 class Story(NamedTuple):
@@ -213,8 +213,8 @@ def told(launch: Launch, job: pt.Job, **more: Any) -> Story:
     """Perform a run that comes to its end, and judge it."""
     launchers: list[Watching] = []
 
-    def launched(run: ServedRun, troupe: Troupe) -> Watching:
-        launchers.append(launch(run, troupe))
+    def launched(run: ServedRun, supervisor: ProcessSupervisor) -> Watching:
+        launchers.append(launch(run, supervisor))
         return launchers[-1]
 
     with private_folder() as folder:
@@ -305,4 +305,4 @@ def running(processes: set[int]) -> set[int]:
 def _run_alone(launch: Callable[..., Watching], tickets: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    performed(lambda run, troupe: launch(run, troupe, [], 0), counting(tickets))
+    performed(lambda run, supervisor: launch(run, supervisor, [], 0), counting(tickets))

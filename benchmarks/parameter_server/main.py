@@ -26,7 +26,7 @@ from polytempo.bench.turns import Figure, figure, ratio
 from polytempo.core import Port
 from polytempo.core.rule import Service
 from polytempo.server.message import Message, Pull, Push
-from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.wire.shared import Arenas
 
 NUMEL = 25_000_000
@@ -93,7 +93,7 @@ def _both(a: Figure, b: Figure) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------- a slow worker
 
 
-class Course:
+class TrainingContext:
     """Four workers whose steps take `STEP_S` each, asleep; that of worker 3 `slowed` times as long."""
 
     WORKERS, SLOW = 4, 3
@@ -137,9 +137,9 @@ class Course:
 
 def straggler(rounds: int, turn_s: float) -> None:
     """Four workers, one of them slowed: what the others do meanwhile, and how far they get ahead."""
-    all_well = Course("async_sgd, all well", pt.strategies.async_sgd(), 1)
-    free = Course("async_sgd, one slowed", pt.strategies.async_sgd(), SLOWED)
-    bound = Course(f"ssp(bound={BOUND}), one slowed", pt.strategies.ssp(BOUND), SLOWED)
+    all_well = TrainingContext("async_sgd, all well", pt.strategies.async_sgd(), 1)
+    free = TrainingContext("async_sgd, one slowed", pt.strategies.async_sgd(), SLOWED)
+    bound = TrainingContext(f"ssp(bound={BOUND}), one slowed", pt.strategies.ssp(BOUND), SLOWED)
     courses = (all_well, free, bound)
     rates: dict[str, list[float]] = {course.name: [] for course in courses}
     steps = max(10, round(turn_s / STEP_S))

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from crew import Attend, Crew, Seat
+from crew import Attend, Crew, RankInfo
 from torch import Tensor
 
 from polytempo.core import Port, Program, Strategy
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.server.client import Client
 from polytempo.server.layout import Parameter, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import COORDINATOR, Members, Message, View
-from polytempo.server.node import Node
-from polytempo.server.shard import Shard
-from polytempo.server.through import through
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.server_calls import through
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
@@ -120,7 +120,7 @@ class Served:
         world = MailWorld(self.workers, self._mail(self.workers), [0] * (self.workers + 2))
         world.drive(serve(world.port, node))
 
-    def _seat(self, worker: int, program: Work) -> Seat:
+    def _seat(self, worker: int, program: Work) -> RankInfo:
         def work(attend: Attend) -> None:
             def empty(numel: int, dtype: torch.dtype) -> Tensor:
                 return self._arenas.empty(worker, numel, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from crew import Attend, Crew, Seat, Unavailable
+from crew import Attend, Crew, RankInfo, Unavailable
 from torch import Tensor
 from torch.distributed import rpc
 
@@ -34,7 +34,7 @@ def limit(numel: int, workers: int) -> Crew:
     arenas = Arenas(workers + 1, 4 * numel * 3 + (1 << 20))
     shared = arenas.empty(workers, numel)
 
-    def seat(worker: int) -> Seat:
+    def rank_info(worker: int) -> RankInfo:
         def work(attend: Attend) -> None:
             gradient, parameters = arenas.empty(worker, numel).fill_(1e-3), arenas.empty(worker, numel)
 
@@ -47,7 +47,7 @@ def limit(numel: int, workers: int) -> Crew:
 
         return work
 
-    return Crew("limit", [seat(worker) for worker in range(workers)])
+    return Crew("limit", [rank_info(worker) for worker in range(workers)])
 
 
 def gloo(numel: int, workers: int) -> Crew:
@@ -66,7 +66,7 @@ def gloo(numel: int, workers: int) -> Crew:
             weights.add_(gradient)
             dist.send(weights, source)
 
-    def seat(worker: int) -> Seat:
+    def rank_info(worker: int) -> RankInfo:
         def work(attend: Attend) -> None:
             join(worker)
             gradient, parameters = torch.full((numel,), 1e-3), torch.zeros(numel)
@@ -80,7 +80,7 @@ def gloo(numel: int, workers: int) -> Crew:
 
         return work
 
-    return Crew("gloo", [seat(worker) for worker in range(workers)], [serve])
+    return Crew("gloo", [rank_info(worker) for worker in range(workers)], [serve])
 
 
 # ---------------------------------------------------------------------------------------------------------- torch RPC
@@ -114,7 +114,7 @@ def torch_rpc(numel: int, workers: int) -> Crew:
         join(workers)
         threading.Event().wait()
 
-    def seat(worker: int) -> Seat:
+    def rank_info(worker: int) -> RankInfo:
         def work(attend: Attend) -> None:
             join(worker)
             gradient, parameters = torch.full((numel,), 1e-3), torch.zeros(numel)
@@ -128,7 +128,7 @@ def torch_rpc(numel: int, workers: int) -> Crew:
 
         return work
 
-    return Crew("torch RPC", [seat(worker) for worker in range(workers)], [serve])
+    return Crew("torch RPC", [rank_info(worker) for worker in range(workers)], [serve])
 
 
 # ---------------------------------------------------------------------------------------------------------------- Ray
@@ -141,7 +141,7 @@ def ray_actors(numel: int, workers: int) -> Crew:
     return Crew("Ray actors", [_ray_driver(numel, workers)])
 
 
-def _ray_driver(numel: int, workers: int) -> Seat:
+def _ray_driver(numel: int, workers: int) -> RankInfo:
     def work(attend: Attend) -> None:
         ray.init(
             num_cpus=workers + 1,

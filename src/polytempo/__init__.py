@@ -36,21 +36,21 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
-    from polytempo.engines.crew import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.local import RunTimedOut, launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
+    from polytempo.engines.worker_processes import WorkerDied
     from polytempo.native.arena import shared_empty
-    from polytempo.server.lost import ShardLost
+    from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.catalogue import parse_strategy
-    from polytempo.torch.attach import attach, no_sync
-    from polytempo.torch.handle import Handle
-    from polytempo.torch.job import Data, Job, of_batch
-    from polytempo.torch.options import RunOptions
-    from polytempo.torch.result import Result
-    from polytempo.torch.shard import shard
-    from polytempo.torch.trainer import Trainer
+    from polytempo.spec.job import Data, Job, of_batch
+    from polytempo.spec.options import RunOptions
+    from polytempo.spec.result import Result
+    from polytempo.training.attach import attach, no_sync
+    from polytempo.training.handle import Handle
+    from polytempo.training.shard import shard
+    from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
 
 __version__ = "0.1.0"
@@ -84,20 +84,20 @@ _HOMES = {
     ),
     "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
-    "polytempo.engines.crew": ("WorkerDied",),
+    "polytempo.engines.worker_processes": ("WorkerDied",),
     "polytempo.engines.local": ("RunTimedOut", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.native.arena": ("shared_empty",),
-    "polytempo.server.lost": ("ShardLost",),
+    "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
-    "polytempo.torch.attach": ("attach", "no_sync"),
-    "polytempo.torch.handle": ("Handle",),
-    "polytempo.torch.job": ("Data", "Job", "of_batch"),
-    "polytempo.torch.options": ("RunOptions",),
-    "polytempo.torch.result": ("Result",),
-    "polytempo.torch.shard": ("shard",),
-    "polytempo.torch.trainer": ("Trainer",),
+    "polytempo.training.attach": ("attach", "no_sync"),
+    "polytempo.training.handle": ("Handle",),
+    "polytempo.spec.job": ("Data", "Job", "of_batch"),
+    "polytempo.spec.options": ("RunOptions",),
+    "polytempo.spec.result": ("Result",),
+    "polytempo.training.shard": ("shard",),
+    "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

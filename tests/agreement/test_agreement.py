@@ -14,11 +14,11 @@ from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 from polytempo.jobs import find
-from polytempo.torch.options import RunOptions
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainer import Trainer
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainer import Trainer
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +34,7 @@ def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[
     """What each of the real ranks says at its end."""
     job = find("digits")
 
-    def work(seat: Seat) -> dict[str, Any]:
+    def work(rank_info: RankInfo) -> dict[str, Any]:
         return Trainer(job, strategy, world=init(quiet=True), **options).fit().as_json()
 
     return launch(work, workers, threads=1)

@@ -26,7 +26,7 @@ from polytempo.core import Strategy
 from polytempo.core.rule import Add, Arrival, Drop, RuleState, Situation, Update
 from polytempo.data.batches import Batches
 from polytempo.engines.simulate import simulate
-from polytempo.torch.job import Data, Job
+from polytempo.spec.job import Data, Job
 
 SAMPLES, BATCH, EPOCHS, LR = 37, 4, 3, 0.1
 """An epoch's last batch has one sample."""

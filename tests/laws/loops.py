@@ -365,7 +365,7 @@ def frozen(trial: Trial) -> None:
     """A layer is frozen, rests once the ranks have met, and goes on when it is thawed."""
     layer = trial.net[0]
     assert isinstance(layer, nn.Linear)
-    meets = trial.handle is None or trial.handle.replica.strategy.in_step
+    meets = trial.handle is None or trial.handle.replica.strategy.synchronized
     at_rest = None
     for step, batch in enumerate(trial.batches(num_steps=FREEZES + PERIODS + 4)):
         if step == FREEZES:

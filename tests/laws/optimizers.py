@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Strategy
 from polytempo.engines.simulate import simulate
-from polytempo.torch.job import Data, Job
-from polytempo.torch.result import Result
+from polytempo.spec.job import Data, Job
+from polytempo.spec.result import Result
 
 SLOPE = 3.0
 """So that a third of it, what each of three ranks adds to the mean, is exact."""

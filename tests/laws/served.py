@@ -20,9 +20,9 @@ from polytempo.data.batches import Batches
 from polytempo.engines import tally as engine
 from polytempo.engines.simulate import simulate
 from polytempo.server.message import Statistics
-from polytempo.torch.job import Data, Job
-from polytempo.torch.result import Result
-from polytempo.torch.served import Attendance
+from polytempo.spec.job import Data, Job
+from polytempo.spec.result import Result
+from polytempo.training.server_worker import Attendance
 
 SAMPLES, BATCH = 96, 4
 NUM_BATCHES = SAMPLES // BATCH

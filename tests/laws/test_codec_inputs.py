@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laws.codecs import ROWS, Row, text
 from polytempo.compression import feedback, random_k, terngrad
-from polytempo.core import Codec, Occasion
+from polytempo.core import Codec, EncodeContext
 
 every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -55,7 +55,7 @@ def test_what_is_finite_arrives_finite(row: Row, dtype: torch.dtype) -> None:
     """Also what is scaled or rounded up on its way, near the largest number that the dtype has."""
     most = torch.finfo(dtype).max if dtype is not torch.float64 else float(torch.finfo(torch.float32).max)
     for step, share in enumerate([1.0, 0.99, 1e-3], start=1):
-        codec, x, when = row.make(), torch.full((40, 40), most * share, dtype=dtype), Occasion(step)
+        codec, x, when = row.make(), torch.full((40, 40), most * share, dtype=dtype), EncodeContext(step)
         x.view(-1)[::3] *= -1
         assert codec.decode(codec.encode(x, None, when)[0], x, when).isfinite().all()
 
@@ -65,7 +65,7 @@ def test_what_random_k_scales_up_stays_in_range(dtype: torch.dtype, value: float
     """n/k = 100 times as much is beyond it; smaller ones are scaled as ever."""
     codec, x = random_k(0.01, unbiased=True), torch.full((1000,), value, dtype=dtype)
     x[::2] = -1.0
-    residual, when = torch.zeros_like(x), Occasion(2)
+    residual, when = torch.zeros_like(x), EncodeContext(2)
     wire, _ = codec.encode_(x, residual, None, when)
     decoded = codec.decode(wire, x, when)
     assert set(decoded.unique().tolist()) == {-100.0, 0.0, float(torch.finfo(dtype).max)}
@@ -74,7 +74,7 @@ def test_what_random_k_scales_up_stays_in_range(dtype: torch.dtype, value: float
 
 def lost(codec: Codec, x: Tensor, times: int) -> tuple[float, float]:
     """‖x̂ - x‖² / ‖x‖², the mean over that many steps, and its standard error."""
-    whens = [Occasion(step, rank=1, tensor=5) for step in range(1, times + 1)]
+    whens = [EncodeContext(step, rank=1, tensor=5) for step in range(1, times + 1)]
     found = [codec.decode(codec.encode(x, codec.init(x), when)[0], x, when).double() - x for when in whens]
     errors = torch.stack([each.square().sum() for each in found]) / x.double().square().sum()
     return float(errors.mean()), float(errors.std()) / math.sqrt(times)

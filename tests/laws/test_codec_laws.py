@@ -18,7 +18,7 @@ from torch import Tensor
 from laws.codecs import ROWS, Row, text
 from polytempo import compression
 from polytempo.compression.feedback import Feedback, feedback
-from polytempo.core import Codec, CodecState, NotFinite, Occasion, Owed
+from polytempo.core import Codec, CodecState, EncodeContext, NotFinite, Residual
 from polytempo.spec.catalogue import CODECS
 
 every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
@@ -104,7 +104,7 @@ def untouched(memory: Tensor, filled: int) -> bool:
 
 def owed(state: CodecState) -> list[Tensor]:
     """All that a state owes."""
-    if isinstance(state, Owed):
+    if isinstance(state, Residual):
         return [] if state.residual is None else [state.residual]
     return [each for part in state for each in owed(part)] if isinstance(state, tuple) else []
 
@@ -141,10 +141,10 @@ def test_a_codec_says_what_its_row_says(row: Row) -> None:
 
 @every_codec
 @some
-@given(case=cases(), occasion=st.tuples(st.integers(1, 2**31), st.integers(0, 4095), st.integers(0, 2**32 - 1)))
-def test_a_wire_is_a_pure_function_and_as_long_as_said(row: Row, case: Case, occasion: tuple[int, int, int]) -> None:
+@given(case=cases(), context=st.tuples(st.integers(1, 2**31), st.integers(0, 4095), st.integers(0, 2**32 - 1)))
+def test_a_wire_is_a_pure_function_and_as_long_as_said(row: Row, case: Case, context: tuple[int, int, int]) -> None:
     """Whatever the memory held before; nothing beside the memory is touched, and x stays as it is."""
-    codec, x, when = row.make(), case.tensor(), Occasion(*occasion)
+    codec, x, when = row.make(), case.tensor(), EncodeContext(*context)
     before, found = raw(x.reshape(-1)), []
     dtype = codec.wire_dtype(x)
     for filled in (0x00, 0xFF):
@@ -168,7 +168,7 @@ def test_a_wire_is_a_pure_function_and_as_long_as_said(row: Row, case: Case, occ
 def test_both_ways_to_decode_agree(row: Row, case: Case) -> None:
     """decode = zeros + add_, in memory of its own, shaped like x; and whoever decodes gets the same."""
     codec, x = row.make(), case.tensor()
-    when = Occasion(5, rank=3, tensor=7)
+    when = EncodeContext(5, rank=3, tensor=7)
     wire, _ = codec.encode(x, codec.init(x), when)
     before = raw(wire)
     decoded = codec.decode(wire, x, when)
@@ -238,7 +238,7 @@ def test_over_100_steps_nothing_is_lost(row: Row, dtype: torch.dtype) -> None:
     for step in range(1, 101):
         x = case.tensor(step)
         given_in += x
-        when = Occasion(step, rank=1)
+        when = EncodeContext(step, rank=1)
         wire, state = codec.encode(x, state, when)
         codec_of = codec.decode(wire, x, when)
         arrived += codec_of
@@ -268,7 +268,7 @@ def test_feedback_around_a_sum_whose_wires_mean_nothing_alone() -> None:
     codec, case = Feedback(compression.terngrad(clip=0.5)), Case((33, 17), "normal", torch.bfloat16)
     xs = [case.tensor(rank) for rank in range(3)]
     agreed = max(codec.statistic(x, None) or 0.0 for x in xs)
-    when = [Occasion(1, rank, 9, 3, agreed) for rank in range(3)]
+    when = [EncodeContext(1, rank, 9, 3, agreed) for rank in range(3)]
     found = [codec.encode(x, None, each) for x, each in zip(xs, when, strict=True)]
     total = torch.stack([wire for wire, _ in found]).sum(0, dtype=torch.int32)
     left = sum(state.owed.residual.double() for _, state in found)
@@ -326,7 +326,7 @@ def drawn(codec: Codec, x: Tensor, times: int) -> Tensor:
     """x̂ of that many steps, (times, *x.shape), float64."""
     found = []
     for step in range(1, times + 1):
-        when = Occasion(step, rank=2, tensor=11)
+        when = EncodeContext(step, rank=2, tensor=11)
         found.append(codec.decode(codec.encode(x, codec.init(x), when)[0], x, when).double())
     return torch.stack(found)
 
@@ -367,8 +367,8 @@ def test_draws_follow_from_the_occasion(row: Row) -> None:
     """Another step draws otherwise; so does another rank, unless wires of all ranks hold the same entries."""
     codec, x = row.make(), NORMAL.tensor()
 
-    def wire(**occasion: int) -> bytes:
-        return raw(codec.encode(x, codec.init(x), Occasion(**occasion))[0])
+    def wire(**context: int) -> bytes:
+        return raw(codec.encode(x, codec.init(x), EncodeContext(**context))[0])
 
     assert wire(step=3, rank=1, tensor=9) == wire(step=3, rank=1, tensor=9)
     assert wire(step=3, rank=1, tensor=9) != wire(step=4, rank=1, tensor=9)
@@ -384,7 +384,7 @@ def test_the_sum_of_wires_decodes_to_the_sum_of_tensors(row: Row, case: Case, te
     codec, xs = row.make(), [case.tensor(rank) for rank in range(terms)]
     statistics = [codec.statistic(x, codec.init(x)) for x in xs]
     agreed = None if statistics[0] is None else max(each for each in statistics if each is not None)
-    whens = [Occasion(4, rank, 9, terms, agreed) for rank in range(terms)]
+    whens = [EncodeContext(4, rank, 9, terms, agreed) for rank in range(terms)]
     wires = [codec.encode(x, codec.init(x), when)[0] for x, when in zip(xs, whens, strict=True)]
     alone = [when._replace(terms=1) for when in whens]
     singles = sum(
@@ -429,13 +429,13 @@ def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: floa
     x.view(-1)[index] = value
     before = tensors_of(deepcopy(state))
     with pytest.raises(NotFinite, match=f"element {index} is {value}, which {row.text.partition('(')[0]}") as refusal:
-        codec.encode(x, state, Occasion(2))
+        codec.encode(x, state, EncodeContext(2))
     assert (refusal.value.index, str(refusal.value.value)) == (index, str(value))
     assert tensors_of(state) == before
     if not row.feeds_itself:
         residual = torch.ones_like(x)
         with pytest.raises(NotFinite, match=f"element {index} is"):
-            codec.encode_(x, residual, state, Occasion(2))
+            codec.encode_(x, residual, state, EncodeContext(2))
         assert (residual == 1).all()
         assert tensors_of(state) == before
 
@@ -450,7 +450,7 @@ def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> No
     before = tensors_of(deepcopy(state))
     x.view(-1)[300] = value
     with pytest.raises(NotFinite, match=f"element 300 is {value}"):
-        codec.encode(x, state, Occasion(2))
+        codec.encode(x, state, EncodeContext(2))
     assert tensors_of(state) == before
 
 

@@ -15,13 +15,23 @@ from torch import Tensor, nn
 from laws.catalogue import ROWS, Row, label
 from laws.harness import HOST, Rank, Setting
 from polytempo.core import Port
-from polytempo.torch.drift import Look, Walk, comparable, compared, described, difference, judged, looked, settings
-from polytempo.torch.replica import Replica
+from polytempo.training.drift import (
+    DriftLook,
+    Walk,
+    comparable,
+    compared,
+    described,
+    difference,
+    judged,
+    looked,
+    settings,
+)
+from polytempo.training.replica import Replica
 from polytempo.worlds import VirtualWorld
 
 STEPS = 5
 NUM_FLIPS = 100
-IN_STEP = [row for row in ROWS if row.make().in_step and row.make().one_copy is None]
+IN_STEP = [row for row in ROWS if row.make().synchronized and row.make().one_copy is None]
 """The others promise nothing, or have one copy of what could differ."""
 
 
@@ -29,7 +39,7 @@ class Looking:
     """One rank's looks, one after each step."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.walk, self.looks = rank, Walk(), list[Look]()
+        self.rank, self.walk, self.looks = rank, Walk(), list[DriftLook]()
         what = compared(rank.replica)
         assert what is not None
         self.what = what
@@ -53,7 +63,7 @@ def test_ranks_in_step_look_alike_after_every_step(row: Row) -> None:
     assert any("state" in name for name in comparable(ranks[0].rank.replica, ranks[0].what)) is not own
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.make().in_step], ids=label)
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.make().synchronized], ids=label)
 def test_strategies_that_promise_nothing_are_not_watched(row: Row) -> None:
     assert compared(Rank(row.make(), 0, 3, Setting(), False).replica) is None
 
@@ -92,7 +102,7 @@ def test_random_flips_are_found_within_a_pass_and_their_rank_is_named() -> None:
         name, tensor = tensors[culprit][index]
         bit = drawn.randrange(8 * tensor.nbytes)
         flip(tensor, bit)
-        looks, count = list[Look](), 0
+        looks, count = list[DriftLook](), 0
         while count < 64 and not (looks and judged(looks).others):
             count += 1
             slices = [walk.next([t for _, t in own]) for walk, own in zip(walks, tensors, strict=True)]

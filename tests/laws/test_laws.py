@@ -14,7 +14,7 @@ from polytempo import strategies
 from polytempo.aggregation import complete
 from polytempo.core import Port
 from polytempo.core.state import saved
-from polytempo.torch.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.worlds import VirtualWorld
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=label)
@@ -72,8 +72,8 @@ def test_ranks_hold_equal_parameters_after_every_synchronising_step(row: Row, nu
         equal = all(torch.equal(rank.history[step - 1], ranks[0].history[step - 1]) for rank in ranks)
         if row.meets is not None and row.meets(step):
             assert equal, f"step {step}"
-        if row.make().in_step:
-            assert equal, f"in_step is promised, step {step}"
+        if row.make().synchronized:
+            assert equal, f"synchronized is promised, step {step}"
 
 
 @every_row

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import polytempo as pt
 from laws.catalogue import ROWS, Row, label
-from polytempo.engines import shown
-from polytempo.torch.checkpoint import latest
+from polytempo.engines import run_page as shown
+from polytempo.training.checkpoint import latest
 
 WORKERS = 3
 WATCHED_ROWS = ROWS

@@ -33,7 +33,7 @@ from laws.optimizers import (
 from polytempo import strategies
 from polytempo.cluster import slow_host
 from polytempo.core import Strategy
-from polytempo.torch.replica import Replica
+from polytempo.training.replica import Replica
 
 # --------------------------------------------------------------------------- what docstrings say instead of plain torch
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from laws.catalogue import SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
 from polytempo.engines.simulate import simulate
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import RunOptions
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
 
 WORKERS, STEPS, MOMENTUM, FEATURES = 3, 12, 0.1, 2
 

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 from laws.catalogue import HELPED, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
 from polytempo.engines.simulate import simulate
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import Result
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
 
 WORKERS, STEPS, FEATURES = 3, 14, 3
 CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.5))

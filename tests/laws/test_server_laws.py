@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.core.rule import Rule
-from polytempo.server.covered import covered
-from polytempo.server.elastic import elastic
-from polytempo.server.first import first
-from polytempo.server.hardsync import hardsync
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import cutoff, inverse
-from polytempo.server.within import within
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.coverage import covered
+from polytempo.server.rules.elastic import elastic
+from polytempo.server.rules.first_gradients import first
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import cutoff, inverse
 from virtual.learners import Desk
 
 WORKERS = 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polytempo.native.library import load, why_not
-from polytempo.native.twin import Hyper
+from polytempo.native.twin import TwinHyper
 
 DTYPES = (
     torch.float32,
@@ -103,7 +103,7 @@ def reduce_(outs: Sequence[Buffer], sources: Sequence[Buffer], op: str, order: s
 
 
 def update_(
-    hyper: Hyper,
+    hyper: TwinHyper,
     gradients: Sequence[Buffer | None],
     weights: Tensor,
     state: Sequence[Buffer | None],

@@ -13,7 +13,7 @@ from torch import Tensor
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library
 from polytempo import compression as c
 from polytempo.compression import entries
-from polytempo.core import Codec, NotFinite, Occasion
+from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native import codes_sparse
 from polytempo.native.library import available
 
@@ -86,7 +86,7 @@ def test_the_k_largest_whatever_the_sample_says(isa: str, kind: str) -> None:
         x[::5] = x[::5].clamp(-9, 9) * 1000
     for k in (1, 700, SAMPLED // 3, SAMPLED) if kind == "normal" else (700, SAMPLED // 3):
         wire = torch.empty(8 * k, dtype=torch.uint8)
-        assert codes_sparse.Source(x).top(k, wire).bad == -1
+        assert codes_sparse.SourceArrays(x).top(k, wire).bad == -1
         indices = entries.taken(wire, 0, k, torch.int32).long()
         assert torch.equal(indices, entries.largest(x, k))
         assert_same_bits(entries.taken(wire, 4 * k, k, torch.float32), x[indices])
@@ -149,7 +149,7 @@ def test_dgc_is_that_of_torch(isa: str, n: int, clip: float | None, monkeypatch:
             x = drawn(n, step).clamp(-100, 100)
             if step == 4:
                 x[:] = 0.125  # so many alike that the sample's threshold finds too many, or hardly any
-            wire, state = codec.encode(x, state, Occasion(step, 0, 5))
+            wire, state = codec.encode(x, state, EncodeContext(step, 0, 5))
             found += [wire, state.u.residual.clone(), state.v.residual.clone(), codec.decode(wire, x)]
         return found
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 from polytempo.native import twin
 from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, OPS
@@ -82,14 +82,16 @@ def plans(draw: st.DrawFn, kinds: Sequence[str], size: int) -> list[Case]:
     return draw(st.lists(cases(kinds, teams), min_size=NUM_CASES, max_size=NUM_CASES))
 
 
-def meet(seat: Seat, name: str, members: Sequence[int] | None = None, timeout_s: float = 20, **sizes: int) -> Group:
+def meet(
+    rank_info: RankInfo, name: str, members: Sequence[int] | None = None, timeout_s: float = 20, **sizes: int
+) -> Group:
     """A group of `members`, by default of all."""
-    ranks = list(range(seat.size)) if members is None else list(members)
-    store = PrefixStore(name, FileStore(str(seat.rendezvous / "store"), -1))
-    return Group(store, ranks.index(seat.rank), len(ranks), timeout_s=timeout_s, names=ranks, **sizes)
+    ranks = list(range(rank_info.size)) if members is None else list(members)
+    store = PrefixStore(name, FileStore(str(rank_info.rendezvous / "store"), -1))
+    return Group(store, ranks.index(rank_info.rank), len(ranks), timeout_s=timeout_s, names=ranks, **sizes)
 
 
-def run(num_ranks: int, work: Callable[[Seat], Result], timeout_s: float = 60) -> list[Any]:
+def run(num_ranks: int, work: Callable[[RankInfo], Result], timeout_s: float = 60) -> list[Any]:
     """What `work` returns on each rank."""
     return launch(work, num_ranks, threads=1, timeout_s=timeout_s)
 
@@ -164,9 +166,11 @@ def carry_out(plan: Sequence[Case], num_ranks: int, make: Callable[[Group, Case]
     """Make all calls of a plan, and compare."""
     teams = list(dict.fromkeys(case.members for case in plan))
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         groups = {
-            team: meet(seat, f"{i}", team, block_bytes=BLOCK_BYTES) for i, team in enumerate(teams) if seat.rank in team
+            team: meet(rank_info, f"{i}", team, block_bytes=BLOCK_BYTES)
+            for i, team in enumerate(teams)
+            if rank_info.rank in team
         }
         return [i for i, case in enumerate(plan) if case.members in groups and not make(groups[case.members], case)]
 
@@ -199,9 +203,9 @@ def test_what_is_moved_comes_whole_and_to_the_right_place(size: int) -> None:
 
 
 def test_every_run_gives_the_same_bits_on_every_rank() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
-        values = torch.randn(100_003, generator=torch.Generator().manual_seed(seat.rank))
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        values = torch.randn(100_003, generator=torch.Generator().manual_seed(rank_info.rank))
         answers = []
         for arena in (False, True):
             tensor = group.arena.empty(100_003) if arena else torch.empty(100_003)
@@ -220,9 +224,9 @@ def test_a_tree_over_eight_parts_has_the_same_bits_on_any_number_of_ranks(num_ra
     whole = twin.reduce(parts, "sum", "tree")
     each = 8 // num_ranks
 
-    def work(seat: Seat) -> Result:
-        tensor = twin.reduce(parts[seat.rank * each : (seat.rank + 1) * each], "sum", "tree")
-        meet(seat, "group", block_bytes=BLOCK_BYTES).all_reduce(tensor, order="tree")
+    def work(rank_info: RankInfo) -> Result:
+        tensor = twin.reduce(parts[rank_info.rank * each : (rank_info.rank + 1) * each], "sum", "tree")
+        meet(rank_info, "group", block_bytes=BLOCK_BYTES).all_reduce(tensor, order="tree")
         return same(tensor, whole)
 
     assert run(num_ranks, work) == [True] * num_ranks
@@ -233,11 +237,11 @@ def test_more_than_two_to_the_31_bytes() -> None:
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     assert int(available.split()[1]) << 10 > 3 * num_bytes, f"this test needs {3 * num_bytes} bytes of memory"
 
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group", timeout_s=90)
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group", timeout_s=90)
         tensor = group.arena.empty(num_bytes, torch.uint8)
-        tensor[-5:] = torch.arange(5, dtype=torch.uint8) * (1 - seat.rank)
-        tensor[1 << 31] += 3 * seat.rank
+        tensor[-5:] = torch.arange(5, dtype=torch.uint8) * (1 - rank_info.rank)
+        tensor[1 << 31] += 3 * rank_info.rank
         group.all_reduce(tensor, "max")
         return [*tensor[-5:].tolist(), int(tensor[0])]
 
@@ -247,12 +251,12 @@ def test_more_than_two_to_the_31_bytes() -> None:
 def test_several_groups_are_used_at_once() -> None:
     teams = [(0, 1, 2, 3), (0, 2), (1, 3), (3, 0), (2, 1, 0)]
 
-    def work(seat: Seat) -> Result:
-        groups = [meet(seat, f"{i}", team) for i, team in enumerate(teams) if seat.rank in team]
+    def work(rank_info: RankInfo) -> Result:
+        groups = [meet(rank_info, f"{i}", team) for i, team in enumerate(teams) if rank_info.rank in team]
         sums = []
         for turn in range(20):
             for group in groups:
-                tensor = torch.full((3000,), float(seat.rank + turn))
+                tensor = torch.full((3000,), float(rank_info.rank + turn))
                 group.all_reduce(tensor)
                 sums.append(bool((tensor == sum(group.names) + turn * group.size).all()))
         return all(sums)
@@ -264,9 +268,9 @@ def test_several_groups_are_used_at_once() -> None:
 
 
 def test_messages_of_one_tag_keep_their_order_and_tags_overtake() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group", ring_bytes=1 << 10)
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group", ring_bytes=1 << 10)
+        if rank_info.rank == 0:
             sent = [group.send(torch.full((n,), float(i)), 1, tag) for i, (n, tag) in enumerate(table)]
             for transfer in sent:
                 transfer.wait()
@@ -284,10 +288,10 @@ def test_messages_of_one_tag_keep_their_order_and_tags_overtake() -> None:
 
 
 def test_anyone_may_be_received_from() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
-        if seat.rank:
-            group.send(torch.tensor([seat.rank]), 0, 3).wait()
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        if rank_info.rank:
+            group.send(torch.tensor([rank_info.rank]), 0, 3).wait()
             return []
         found = []
         for _ in range(3):
@@ -386,9 +390,9 @@ BREACHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], 
 def breaches() -> list[dict[str, list[str]]]:
     """What each of three ranks is told when rank 2 does otherwise than the other two."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         return {
-            name: told(lambda group=meet(seat, name), call=(usual, other)[seat.rank == 2]: call(group))  # type: ignore[misc]
+            name: told(lambda group=meet(rank_info, name), call=(usual, other)[rank_info.rank == 2]: call(group))  # type: ignore[misc]
             for name, (usual, other, _, _) in BREACHES.items()
         }
 
@@ -411,9 +415,9 @@ def test_who_breaks_the_contract_is_told_and_so_are_all_others(name: str, breach
 
 
 def test_a_broken_group_stays_broken() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
-        first = told(lambda: group.all_reduce(vector(4 + seat.rank)))
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        first = told(lambda: group.all_reduce(vector(4 + rank_info.rank)))
         second = told(group.barrier)
         return [first, second]
 
@@ -435,9 +439,9 @@ def test_a_broken_group_stays_broken() -> None:
 def test_a_message_that_does_not_fit_is_told_and_the_next_one_comes(
     sent: Tensor, wanted: Tensor, says: Sequence[str]
 ) -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        if rank_info.rank == 0:
             first, second = group.send(sent, 1), group.send(torch.ones(3), 1)
             first.wait()
             second.wait()
@@ -454,14 +458,14 @@ def test_a_message_that_does_not_fit_is_told_and_the_next_one_comes(
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
-    def work(seat: Seat) -> Result:
-        group, end = meet(seat, "group", timeout_s=0.3), meet(seat, "end")
-        answers = [told(group.barrier)] if seat.rank != 1 else []
-        if seat.rank == 0:
-            lonely = meet(seat, "pair", (0, 1), timeout_s=0.3)
+    def work(rank_info: RankInfo) -> Result:
+        group, end = meet(rank_info, "group", timeout_s=0.3), meet(rank_info, "end")
+        answers = [told(group.barrier)] if rank_info.rank != 1 else []
+        if rank_info.rank == 0:
+            lonely = meet(rank_info, "pair", (0, 1), timeout_s=0.3)
             answers.append(told(lonely.receive(vector(), 1).wait))
-        elif seat.rank == 1:
-            lonely = meet(seat, "pair", (0, 1))
+        elif rank_info.rank == 1:
+            lonely = meet(rank_info, "pair", (0, 1))
         end.barrier()
         return answers
 
@@ -474,9 +478,9 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("how", ["leaves", "ends"])
 def test_who_waits_for_a_rank_that_is_gone_is_told_which(how: str) -> None:
-    def work(seat: Seat) -> Result:
-        group, other = meet(seat, "group"), meet(seat, "other")
-        if seat.rank == 1:
+    def work(rank_info: RankInfo) -> Result:
+        group, other = meet(rank_info, "group"), meet(rank_info, "other")
+        if rank_info.rank == 1:
             if how == "leaves":
                 group.leave()
                 other.leave()
@@ -491,9 +495,9 @@ def test_who_waits_for_a_rank_that_is_gone_is_told_which(how: str) -> None:
 
 
 def test_a_message_sent_before_its_sender_ended_still_comes() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        if rank_info.rank == 0:
             group.send(torch.ones(1000), 1).wait()
             group.leave()
             return None
@@ -508,10 +512,10 @@ def test_a_message_sent_before_its_sender_ended_still_comes() -> None:
 
 
 def test_memory_goes_back_once_all_have_closed() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         used = []
         for i in range(12):
-            group = meet(seat, f"{i}", block_bytes=64 << 10)
+            group = meet(rank_info, f"{i}", block_bytes=64 << 10)
             group.all_reduce(vector(100_000))
             used.append(group.arena.used_bytes)
             del group
@@ -526,15 +530,15 @@ def test_where_one_rank_has_no_memory_all_are_told(error: Exception) -> None:
     def refuse(*_: Any) -> None:
         raise error
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         kept = Arena.allocate
-        if seat.rank == 1:
+        if rank_info.rank == 1:
             Arena.allocate = refuse  # type: ignore[method-assign, assignment]
         with pytest.raises(Unreachable) as told_by:
-            meet(seat, "group")
+            meet(rank_info, "group")
         Arena.allocate = kept  # type: ignore[method-assign]
         used = own_arena().used_bytes
-        meet(seat, "again").barrier()
+        meet(rank_info, "again").barrier()
         return [str(told_by.value), used]
 
     for text, used in run(3, work):
@@ -544,8 +548,8 @@ def test_where_one_rank_has_no_memory_all_are_told(error: Exception) -> None:
 
 
 def test_a_forked_child_is_no_member() -> None:
-    def work(seat: Seat) -> Result:
-        group = meet(seat, "group")
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
         quick = group.quick()
         acts: list[Callable[[], object]] = [
             group.barrier,
@@ -561,7 +565,7 @@ def test_a_forked_child_is_no_member() -> None:
                 try:
                     act()
                 except RuntimeError as error:
-                    refused += f"this is a forked child of rank {seat.rank}: it is no member" in str(error)
+                    refused += f"this is a forked child of rank {rank_info.rank}: it is no member" in str(error)
             os._exit(refused)
         refused = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         tensor = torch.ones(3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polytempo.bench import limit
-from polytempo.bench.crew import Crew, crewed
 from polytempo.bench.limit import BLOCK_COUNT, Limit
+from polytempo.bench.rank import BenchRank, crewed
 
 pytestmark = pytest.mark.process
 
@@ -17,7 +17,7 @@ COUNTS = (1, 5, 64, 4096, 4099, BLOCK_COUNT, 2 * BLOCK_COUNT + 7)
 """One number, fewer than ranks need, either side of where the staged variant changes, one block, and three."""
 
 
-def sums(crew: Crew) -> list[list[Any]]:
+def sums(crew: BenchRank) -> list[list[Any]]:
     """How far from right each variant is, at each count; three calls in a row, which use both slots of the staging."""
     found = []
     for count in COUNTS:

@@ -21,9 +21,9 @@ from polytempo.data import SparseRows, libsvm_rows
 from polytempo.data.rows import random_rows
 from polytempo.engines.hogwild_linear import LinearFit, fit_logistic
 from polytempo.native import sparse
-from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Part, Problem, logistic_epoch, scatter_add_
-from polytempo.torch.hogwild import TurnHooks
-from polytempo.torch.sparse_linear import Settings, logistic_loss, part_of, scaled_decay, window_of
+from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Problem, RowPart, logistic_epoch, scatter_add_
+from polytempo.one_host.hogwild import TurnHooks
+from polytempo.one_host.sparse_linear import Settings, logistic_loss, part_of, scaled_decay, window_of
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 
@@ -101,10 +101,10 @@ def test_a_pass_equals_its_twin(seed: int, l2: float, update: int) -> None:
     rows = random_rows(30, 20, density=0.2, seed=seed)
     order = np.random.default_rng(seed).permutation(30)
     native, twin = problem_of(rows, l2), problem_of(rows, l2)
-    assert logistic_epoch(native, order, Part(0, 30), 0.5, update=update) == 30
+    assert logistic_epoch(native, order, RowPart(0, 30), 0.5, update=update) == 30
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "load", lambda: None)
-        assert logistic_epoch(twin, order, Part(0, 30), 0.5, update=update) == 30
+        assert logistic_epoch(twin, order, RowPart(0, 30), 0.5, update=update) == 30
     np.testing.assert_allclose(native.weights, twin.weights, rtol=2e-5, atol=1e-6)
     assert not native.locks.any()
 
@@ -113,8 +113,8 @@ def test_a_pass_equals_its_twin(seed: int, l2: float, update: int) -> None:
 def test_alone_a_window_changes_no_bit(window: int) -> None:
     order = np.random.default_rng(0).permutation(SMALL.num_rows)
     direct, held = problem_of(SMALL, 0.001), problem_of(SMALL, 0.001)
-    logistic_epoch(direct, order, Part(0, 400), 0.5)
-    logistic_epoch(held, order, Part(0, 400), 0.5, window=window)
+    logistic_epoch(direct, order, RowPart(0, 400), 0.5)
+    logistic_epoch(held, order, RowPart(0, 400), 0.5, window=window)
     assert direct.weights.tobytes() == held.weights.tobytes()
 
 
@@ -122,8 +122,8 @@ def test_alone_a_window_changes_no_bit(window: int) -> None:
 def test_alone_every_update_is_the_same_serial_descent(update: int) -> None:
     order = np.random.default_rng(0).permutation(SMALL.num_rows)
     free, other = problem_of(SMALL), problem_of(SMALL)
-    logistic_epoch(free, order, Part(0, 400), 0.5)
-    logistic_epoch(other, order, Part(0, 400), 0.5, update=update)
+    logistic_epoch(free, order, RowPart(0, 400), 0.5)
+    logistic_epoch(other, order, RowPart(0, 400), 0.5, update=update)
     assert free.weights.tobytes() == other.weights.tobytes()
 
 
@@ -135,7 +135,7 @@ def test_a_wait_has_a_deadline(update: int, taken: str) -> None:
     getattr(problem, taken)[:] = 1
     order = np.arange(SMALL.num_rows)
     with pytest.raises(TimedOut, match=r"rank 1: timed out: an update of shared weights did not finish within 0.05 s"):
-        logistic_epoch(problem, order, Part(0, 400), 0.5, update=update, timeout_s=0.05, rank=1)
+        logistic_epoch(problem, order, RowPart(0, 400), 0.5, update=update, timeout_s=0.05, rank=1)
 
 
 def test_who_waits_too_long_for_a_column_unlocks_those_before_it() -> None:
@@ -143,7 +143,7 @@ def test_who_waits_too_long_for_a_column_unlocks_those_before_it() -> None:
     columns = SMALL.columns[SMALL.starts[0] : SMALL.starts[1]]
     problem.locks[columns[-1]] = 1
     with pytest.raises(TimedOut):
-        logistic_epoch(problem, np.arange(1), Part(0, 1), 0.5, update=LOCKED, timeout_s=0.01)
+        logistic_epoch(problem, np.arange(1), RowPart(0, 1), 0.5, update=LOCKED, timeout_s=0.01)
     assert len(columns) > 1
     assert problem.locks.nonzero()[0].tolist() == [columns[-1]]
 
@@ -175,7 +175,7 @@ def test_one_worker_does_serial_descent() -> None:
     by_hand = problem_of(SMALL)
     for epoch in range(3):
         order = np.random.default_rng((7, epoch)).permutation(400)
-        logistic_epoch(by_hand, order, Part(0, 400), 0.4 * 0.9**epoch)
+        logistic_epoch(by_hand, order, RowPart(0, 400), 0.4 * 0.9**epoch)
     assert fit.weights.tobytes() == by_hand.weights.tobytes()
     assert fit.updates == 1200
     assert fit.losses[-1] == pytest.approx(logistic_loss(SMALL, fit.weights))
@@ -256,9 +256,9 @@ def test_settings_that_cannot_be(change: dict[str, Any], text: str) -> None:
 
 
 def test_who_learns_from_which_positions() -> None:
-    assert [part_of(r, 10, Settings(workers=3)) for r in range(3)] == [Part(0, 3), Part(3, 6), Part(6, 10)]
+    assert [part_of(r, 10, Settings(workers=3)) for r in range(3)] == [RowPart(0, 3), RowPart(3, 6), RowPart(6, 10)]
     in_turn = Settings(workers=3, update="in_turn")
-    assert [part_of(r, 10, in_turn) for r in range(3)] == [Part(0, 10, 3), Part(1, 10, 3), Part(2, 10, 3)]
+    assert [part_of(r, 10, in_turn) for r in range(3)] == [RowPart(0, 10, 3), RowPart(1, 10, 3), RowPart(2, 10, 3)]
     assert [window_of(MEDIUM, Settings(workers=n)) for n in (1, 2, 4)] == [1, 250, 125]
     assert window_of(MEDIUM, Settings(window=9)) == 9
     assert window_of(MEDIUM, Settings(update="locked")) == 1

@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import FileStore
 from polytempo.core import Mismatch, PeerLost
 from polytempo.engines.fork import fork
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 from polytempo.native import twin
 from polytempo.native.group import Group
-from polytempo.native.step import RULES, Hyper, Item, Plan
+from polytempo.native.step import RULES, Hyper, Item, StepPlan
 
 pytestmark = pytest.mark.process
 
@@ -36,20 +36,20 @@ NUM_KILLS = 50
 SHAPES = ((90, 101), (7,), (), (0, 3), (20_000,))
 
 HYPERS = {
-    "sgd": twin.Hyper(lr=0.1, weight_decay=0.01),
-    "momentum": twin.Hyper(lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
-    "nesterov": twin.Hyper(lr=0.05, momentum=0.9, nesterov=True),
-    "adam": twin.Hyper(rule="adam", lr=0.003, weight_decay=0.01),
-    "adamw": twin.Hyper(rule="adamw", lr=0.003, weight_decay=0.01),
-    "adagrad": twin.Hyper(rule="adagrad", lr=0.05, eps=1e-10, lr_decay=0.01),
+    "sgd": twin.TwinHyper(lr=0.1, weight_decay=0.01),
+    "momentum": twin.TwinHyper(lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
+    "nesterov": twin.TwinHyper(lr=0.05, momentum=0.9, nesterov=True),
+    "adam": twin.TwinHyper(rule="adam", lr=0.003, weight_decay=0.01),
+    "adamw": twin.TwinHyper(rule="adamw", lr=0.003, weight_decay=0.01),
+    "adagrad": twin.TwinHyper(rule="adagrad", lr=0.05, eps=1e-10, lr_decay=0.01),
 }
 
 
-def moments(hyper: twin.Hyper) -> tuple[bool, bool]:
+def moments(hyper: twin.TwinHyper) -> tuple[bool, bool]:
     return hyper.rule in ("adam", "adamw") or hyper.momentum != 0, hyper.rule != "sgd"
 
 
-def structure(hyper: twin.Hyper) -> ctypes.Array[Hyper]:
+def structure(hyper: twin.TwinHyper) -> ctypes.Array[Hyper]:
     values = dataclasses.asdict(hyper) | {"rule": RULES[hyper.rule], "step": 0, "first": 0}
     return (Hyper * 1)(Hyper(**values))
 
@@ -67,8 +67,8 @@ def gradients(rank: int, step: int, dtype: torch.dtype, shapes: Sequence[tuple[i
 def in_group(size: int, folder: Path, work: Callable[[Group], Result]) -> list[Any]:
     """What `work(group)` returns on each of `size` processes."""
 
-    def serve(seat: Seat) -> Result:
-        return work(Group(FileStore(str(folder / "store"), size), seat.rank, size, timeout_s=TIMEOUT_S))
+    def serve(rank_info: RankInfo) -> Result:
+        return work(Group(FileStore(str(folder / "store"), size), rank_info.rank, size, timeout_s=TIMEOUT_S))
 
     return launch(serve, size, threads=1, timeout_s=60)
 
@@ -76,7 +76,7 @@ def in_group(size: int, folder: Path, work: Callable[[Group], Result]) -> list[A
 class Reference:
     """The same steps by the twin, with a copy of everything, each tensor flat."""
 
-    def __init__(self, hyper: twin.Hyper, start: Sequence[Tensor]) -> None:
+    def __init__(self, hyper: twin.TwinHyper, start: Sequence[Tensor]) -> None:
         self.hyper, self.p = hyper, [t.reshape(-1).clone() for t in start]
         has_first, has_second = moments(hyper)
         self.m = [torch.zeros_like(t) if has_first else None for t in self.p]
@@ -121,7 +121,7 @@ def test_a_step_has_the_twins_bits(name: str, dtype: torch.dtype, tmp_path: Path
         return drawn
 
     def work(group: Group) -> Result:
-        plan = Plan(group, [Item(t) for t in tensors(dtype)], moments(hyper))
+        plan = StepPlan(group, [Item(t) for t in tensors(dtype)], moments(hyper))
         for step in range(num_steps):
             for i, gradient in enumerate(given(group.rank, step)):
                 plan.used[i] = gradient is not None
@@ -143,12 +143,12 @@ def test_rows_are_added_up_and_others_left_alone(tmp_path: Path) -> None:
     rows = {0: ([2, 5, 2], [1.0, 2.0, 4.0]), 1: ([5], [8.0])}
 
     def work(group: Group) -> Result:
-        plan = Plan(group, [Item(torch.zeros(40, 3), by_rows=True)], (False, False))
+        plan = StepPlan(group, [Item(torch.zeros(40, 3), by_rows=True)], (False, False))
         plan.used[0] = 1
         numbers, values = rows[group.rank]
         plan.set_rows(0, torch.tensor(numbers), torch.tensor(values)[:, None].repeat(1, 3))
         norm = plan.norm(0.5)
-        plan.step(structure(twin.Hyper(lr=0.5)), 0.5)
+        plan.step(structure(twin.TwinHyper(lr=0.5)), 0.5)
         table = plan.parameters[0]
         assert table is not None
         changed = {int(row): table[row].tolist() for row in table.any(dim=1).nonzero().flatten()}
@@ -162,7 +162,7 @@ def test_the_norm_is_that_of_the_weighted_sum(tmp_path: Path) -> None:
     weights = [0.7, 0.3]
 
     def work(group: Group) -> Result:
-        plan = Plan(group, [Item(t) for t in tensors(torch.float32)], (False, False))
+        plan = StepPlan(group, [Item(t) for t in tensors(torch.float32)], (False, False))
         for i, gradient in enumerate(gradients(group.rank, 0, torch.float32)):
             place = plan.gradients[i]
             assert place is not None
@@ -179,10 +179,10 @@ def test_the_norm_is_that_of_the_weighted_sum(tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_are_told_before_anything_changes(tmp_path: Path) -> None:
     def work(group: Group) -> Result:
-        plan = Plan(group, [Item(torch.ones(100))], (False, False))
+        plan = StepPlan(group, [Item(torch.ones(100))], (False, False))
         plan.used[0] = 1
         with pytest.raises(Mismatch, match="ranks do different things"):
-            plan.step(structure(twin.Hyper(lr=0.1 + group.rank)), 0.5)
+            plan.step(structure(twin.TwinHyper(lr=0.1 + group.rank)), 0.5)
         table = plan.parameters[0]
         assert table is not None
         return table.tolist()
@@ -212,7 +212,7 @@ def train_until_somebody_dies(rule: str, group: Group, ready: int, answer: Path)
     items = [Item(t) for t in tensors(torch.float32, KILLED[rule])]
     if rule == "adagrad":
         items[-1] = items[-1]._replace(by_rows=True)
-    plan = Plan(group, items, moments(HYPERS[rule]))
+    plan = StepPlan(group, items, moments(HYPERS[rule]))
     drawn = [killed_gradients(rule, group.rank, step) for step in range(CYCLE)]
     touched = (torch.arange(600) % 3 != group.rank).nonzero().flatten()
     plan.used[:] = bytes([1] * len(items))
@@ -311,7 +311,7 @@ def test_a_record_that_was_copied_in_part_is_copied_again(block: str, page: int,
     def child(rank: int) -> Callable[[], None]:
         def run() -> None:
             group = Group(FileStore(str(tmp_path / "store"), 2), rank, 2, timeout_s=TIMEOUT_S)
-            plan = Plan(group, [Item(t) for t in tensors(torch.float32, shapes)], moments(hyper))
+            plan = StepPlan(group, [Item(t) for t in tensors(torch.float32, shapes)], moments(hyper))
             plan.used[:] = bytes([1] * len(shapes))
             for step in range(WHOLE_STEPS + 1):
                 for place, gradient in zip(plan.gradients, killed_gradients("adam", rank, step), strict=True):
@@ -367,13 +367,13 @@ def test_nobody_takes_the_place_of_a_rank_that_left_but_lives(tmp_path: Path) ->
     def child(rank: int) -> Callable[[], None]:
         def run() -> None:
             group = Group(FileStore(str(tmp_path / "store"), 2), rank, 2, timeout_s=TIMEOUT_S)
-            plan = Plan(group, [Item(torch.zeros(size))], (False, False))
+            plan = StepPlan(group, [Item(torch.zeros(size))], (False, False))
             plan.used[:] = b"\1"
             gradient, parameter = plan.gradients[0], plan.parameters[0]
             assert gradient is not None
             assert parameter is not None
             gradient.fill_(1)
-            hypers = structure(twin.Hyper(lr=1.0))
+            hypers = structure(twin.TwinHyper(lr=1.0))
 
             def leave() -> None:
                 group._library.pt_group_leave(group._handle)

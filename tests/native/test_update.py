@@ -14,22 +14,22 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library, update_
 from polytempo.native import twin
-from polytempo.native.twin import Hyper
+from polytempo.native.twin import TwinHyper
 
 HYPERS = {
-    "sgd": Hyper(lr=0.1),
-    "sgd, decay": Hyper(lr=0.1, weight_decay=0.01),
-    "momentum": Hyper(lr=0.05, momentum=0.9),
-    "momentum, dampening, decay": Hyper(lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
-    "nesterov, decay": Hyper(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "nesterov, uphill": Hyper(lr=0.05, momentum=0.9, nesterov=True, maximize=True),
-    "adam": Hyper(rule="adam", lr=0.003),
-    "adam, decay": Hyper(rule="adam", lr=0.003, weight_decay=0.01, beta1=0.8, beta2=0.99, eps=1e-6),
-    "adam, uphill": Hyper(rule="adam", lr=0.003, maximize=True),
-    "adamw": Hyper(rule="adamw", lr=0.003, weight_decay=0.01),
-    "adamw, uphill": Hyper(rule="adamw", lr=0.003, weight_decay=0.1, maximize=True),
-    "adagrad": Hyper(rule="adagrad", lr=0.05, eps=1e-10),
-    "adagrad, both decays": Hyper(rule="adagrad", lr=0.05, eps=1e-10, lr_decay=0.01, weight_decay=0.01),
+    "sgd": TwinHyper(lr=0.1),
+    "sgd, decay": TwinHyper(lr=0.1, weight_decay=0.01),
+    "momentum": TwinHyper(lr=0.05, momentum=0.9),
+    "momentum, dampening, decay": TwinHyper(lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "nesterov, decay": TwinHyper(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov, uphill": TwinHyper(lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "adam": TwinHyper(rule="adam", lr=0.003),
+    "adam, decay": TwinHyper(rule="adam", lr=0.003, weight_decay=0.01, beta1=0.8, beta2=0.99, eps=1e-6),
+    "adam, uphill": TwinHyper(rule="adam", lr=0.003, maximize=True),
+    "adamw": TwinHyper(rule="adamw", lr=0.003, weight_decay=0.01),
+    "adamw, uphill": TwinHyper(rule="adamw", lr=0.003, weight_decay=0.1, maximize=True),
+    "adagrad": TwinHyper(rule="adagrad", lr=0.05, eps=1e-10),
+    "adagrad, both decays": TwinHyper(rule="adagrad", lr=0.05, eps=1e-10, lr_decay=0.01, weight_decay=0.01),
 }
 
 
@@ -40,15 +40,15 @@ def same_instruction_set_afterwards() -> Iterator[None]:
     choose(before)
 
 
-def has_m(hyper: Hyper) -> bool:
+def has_m(hyper: TwinHyper) -> bool:
     return hyper.rule in ("adam", "adamw") or (hyper.rule == "sgd" and hyper.momentum != 0)
 
 
-def has_v(hyper: Hyper) -> bool:
+def has_v(hyper: TwinHyper) -> bool:
     return hyper.rule != "sgd"
 
 
-def state_of(hyper: Hyper, dtype: torch.dtype, count: int, generator: torch.Generator) -> list[Tensor | None]:
+def state_of(hyper: TwinHyper, dtype: torch.dtype, count: int, generator: torch.Generator) -> list[Tensor | None]:
     """p, m, v as they may be in the middle of a training, a few components of p still 0."""
     p, m, v = (torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
     p = p * (torch.rand(count, generator=generator) > 0.1).to(dtype)
@@ -56,7 +56,7 @@ def state_of(hyper: Hyper, dtype: torch.dtype, count: int, generator: torch.Gene
 
 
 def applied(
-    hyper: Hyper, gradients: Sequence[Tensor | None], weights: Tensor, state: Sequence[Tensor | None]
+    hyper: TwinHyper, gradients: Sequence[Tensor | None], weights: Tensor, state: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """p, m, v after one native step, in place."""
     buffers = [None if part is None else Buffer(part, 0) for part in state]
@@ -112,7 +112,7 @@ def test_equals_the_twin_to_the_bit(
             assert_same_bits(out.values(), expected)
 
 
-def torch_optimizer(hyper: Hyper, parameter: Tensor) -> Optimizer:
+def torch_optimizer(hyper: TwinHyper, parameter: Tensor) -> Optimizer:
     own, lr, decay, uphill = [parameter], hyper.lr, hyper.weight_decay, hyper.maximize
     betas = (hyper.beta1, hyper.beta2)
     match hyper.rule:
@@ -126,7 +126,7 @@ def torch_optimizer(hyper: Hyper, parameter: Tensor) -> Optimizer:
             return Adagrad(own, lr, hyper.lr_decay, decay, eps=hyper.eps, maximize=uphill)
 
 
-def torch_step(hyper: Hyper, gradient: Tensor, state: Sequence[Tensor | None]) -> list[Tensor | None]:
+def torch_step(hyper: TwinHyper, gradient: Tensor, state: Sequence[Tensor | None]) -> list[Tensor | None]:
     """p, m, v after one step of torch's own optimizer from there, all in f64."""
     p, m, v = (None if part is None else part.double() for part in state)
     assert p is not None
@@ -204,7 +204,7 @@ def loss(p: Tensor, x: Tensor, y: Tensor) -> float:
     return float((network(p, x) - y).square().mean())
 
 
-def gradient(p: Tensor, x: Tensor, y: Tensor, hyper: Hyper) -> Tensor:
+def gradient(p: Tensor, x: Tensor, y: Tensor, hyper: TwinHyper) -> Tensor:
     leaf = p.detach().clone().requires_grad_()
     value = (network(leaf, x) - y).square().mean()
     (result,) = torch.autograd.grad(-value if hyper.maximize else value, leaf)
@@ -212,9 +212,9 @@ def gradient(p: Tensor, x: Tensor, y: Tensor, hyper: Hyper) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hyper"), [(torch.float16, Hyper(lr=0.1)), (torch.int32, Hyper(lr=0.1))], ids=["f16", "i32"]
+    ("dtype", "hyper"), [(torch.float16, TwinHyper(lr=0.1)), (torch.int32, TwinHyper(lr=0.1))], ids=["f16", "i32"]
 )
-def test_other_types_are_refused_and_nothing_is_written(dtype: torch.dtype, hyper: Hyper) -> None:
+def test_other_types_are_refused_and_nothing_is_written(dtype: torch.dtype, hyper: TwinHyper) -> None:
     p = Buffer(torch.ones(3, dtype=dtype), 0)
     assert update_(hyper, [p], torch.ones(1, dtype=dtype), [p, None, None], [p, None, None]) == 1
     assert_same_bits(p.values(), torch.ones(3, dtype=dtype))

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
-from polytempo.torch import trainer
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.training import trainer
 from polytempo.worlds import ProcessWorld
 
 LOADED = (torch._dynamo, trainer)
@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 def together(num_ranks: int, work: Callable[[ProcessWorld], Result]) -> list[Any]:
     """What `work(world)` returns on each of `num_ranks` processes, in the order of ranks."""
 
-    def serve(seat: Seat) -> Result:
+    def serve(rank_info: RankInfo) -> Result:
         return work(init(timeout_s=20, quiet=True))
 
     return launch(serve, num_ranks, threads=1, timeout_s=40)

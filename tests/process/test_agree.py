@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.worker import Result
-from polytempo.torch.agree import agree, gather_json
+from polytempo.training.agree import agree, gather_json
 from polytempo.worlds import ProcessWorld
 from process.crew import small, squared, together
 

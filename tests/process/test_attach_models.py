@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.aggregation import krum
 from polytempo.core import Strategy
 from polytempo.engines.worker import Result
-from polytempo.torch.bucket import buckets
+from polytempo.training.bucket import buckets
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 

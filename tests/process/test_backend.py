@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from polytempo.core.errors import Mismatch
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
-from polytempo.torch.backend.work import Lane, Queued
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.interop.backend.work import Lane, Queued
 
 pytestmark = pytest.mark.process
 
@@ -33,20 +33,20 @@ Call = Callable[[Any, int], Answer]
 """A collective in a group, called by a rank; answers what the rank then has."""
 
 
-def begin(seat: Seat, name: str = "store", timeout_s: float = 30) -> None:
+def begin(rank_info: RankInfo, name: str = "store", timeout_s: float = 30) -> None:
     """Join the default group."""
-    store = dist.FileStore(str(seat.rendezvous / name), seat.size)
+    store = dist.FileStore(str(rank_info.rendezvous / name), rank_info.size)
     limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("polytempo", store=store, rank=seat.rank, world_size=seat.size, timeout=limit)
+    dist.init_process_group("polytempo", store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=limit)
 
 
-def run(num_ranks: int, work: Callable[[Seat], Result]) -> list[Any]:
+def run(num_ranks: int, work: Callable[[RankInfo], Result]) -> list[Any]:
     """What `work` returns on each rank, in a default group."""
 
-    def joined(seat: Seat) -> Result:
-        begin(seat)
+    def joined(rank_info: RankInfo) -> Result:
+        begin(rank_info)
         try:
-            return work(seat)
+            return work(rank_info)
         finally:
             dist.destroy_process_group()
 
@@ -372,13 +372,14 @@ def attempted(call: Call, group: Any, rank: int, expected: Answer) -> str:
 def wrong() -> list[dict[str, str]]:
     """For each rank what is wrong with each call of the tables."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         gloo = dist.new_group(backend="gloo")
         mirrored = {
-            name: attempted(call, dist.group.WORLD, seat.rank, call(gloo, seat.rank)) for name, call in TABLE.items()
+            name: attempted(call, dist.group.WORLD, rank_info.rank, call(gloo, rank_info.rank))
+            for name, call in TABLE.items()
         }
         return mirrored | {
-            name: attempted(call, dist.group.WORLD, seat.rank, expected(seat.rank))
+            name: attempted(call, dist.group.WORLD, rank_info.rank, expected(rank_info.rank))
             for name, (call, expected) in WITHOUT_GLOO.items()
         }
 
@@ -394,10 +395,10 @@ def test_a_collective_has_gloos_values(name: str, wrong: list[dict[str, str]]) -
 
 
 def test_async_collectives_run_in_the_order_of_issue_whatever_is_waited_for_first() -> None:
-    def work(seat: Seat) -> Result:
-        sums = [torch.full((1 + 700 * i,), float(seat.rank + i)) for i in range(20)]
+    def work(rank_info: RankInfo) -> Result:
+        sums = [torch.full((1 + 700 * i,), float(rank_info.rank + i)) for i in range(20)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in sums]
-        spread = torch.full((5,), float(seat.rank))
+        spread = torch.full((5,), float(rank_info.rank))
         last = dist.broadcast(spread, src=1, async_op=True)
         doubled = works[3].get_future().then(lambda future: future.value()[0] * 2).wait()
         last.wait()
@@ -411,9 +412,9 @@ def test_async_collectives_run_in_the_order_of_issue_whatever_is_waited_for_firs
 
 
 def test_groups_may_be_used_in_opposite_orders_when_something_is_in_flight() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-        first, second = groups if seat.rank == 0 else groups[::-1]
+        first, second = groups if rank_info.rank == 0 else groups[::-1]
         tensors = [torch.ones(50_000) for _ in range(4)]
         for _ in range(30):
             works = [
@@ -431,8 +432,8 @@ def test_groups_may_be_used_in_opposite_orders_when_something_is_in_flight() -> 
 
 
 def test_a_wrong_call_in_flight_is_told_where_it_is_waited_for() -> None:
-    def work(seat: Seat) -> Result:
-        each = dist.all_reduce(torch.zeros(3 + seat.rank), async_op=True)
+    def work(rank_info: RankInfo) -> Result:
+        each = dist.all_reduce(torch.zeros(3 + rank_info.rank), async_op=True)
         told = []
         for wait in (each.wait, each.get_future().wait):
             try:
@@ -484,9 +485,9 @@ ONE_AND_THE_OTHER: dict[str, tuple[Callable[[], object], Callable[[], object], s
 def test_ranks_that_give_different_tensors_of_equal_bytes_are_told(what: str) -> None:
     *calls, first, second = ONE_AND_THE_OTHER[what]
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         try:
-            calls[seat.rank]()  # type: ignore[operator]
+            calls[rank_info.rank]()  # type: ignore[operator]
         except Mismatch as error:
             return str(error)
         return ""
@@ -497,10 +498,10 @@ def test_ranks_that_give_different_tensors_of_equal_bytes_are_told(what: str) ->
 
 
 def test_an_all_to_all_mismatch_names_sender_and_receiver() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         told = []
         for group, (sender, receiver) in [(dist.new_group(), (2, 0)), (dist.new_group(), (1, 1))]:
-            sends = [torch.zeros(2 + ((seat.rank, to) == (sender, receiver))) for to in range(SIZE)]
+            sends = [torch.zeros(2 + ((rank_info.rank, to) == (sender, receiver))) for to in range(SIZE)]
             try:
                 dist.all_to_all([torch.zeros(2) for _ in range(SIZE)], sends, group=group)
             except Mismatch as error:
@@ -513,8 +514,8 @@ def test_an_all_to_all_mismatch_names_sender_and_receiver() -> None:
 
 
 def test_a_mismatch_that_is_never_awaited_is_what_the_next_call_raises() -> None:
-    def work(seat: Seat) -> Result:
-        lost = dist.all_reduce(torch.zeros(3 + seat.rank), async_op=True)
+    def work(rank_info: RankInfo) -> Result:
+        lost = dist.all_reduce(torch.zeros(3 + rank_info.rank), async_op=True)
         told = []
         for call in (dist.barrier, lambda: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1))):
             try:
@@ -533,10 +534,10 @@ def test_a_mismatch_that_is_never_awaited_is_what_the_next_call_raises() -> None
 
 
 def test_errors_hold_the_words_that_scripts_look_for() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         late, gone = dist.new_group(timeout=timedelta(seconds=0.2)), dist.new_group()
         told = []
-        for group, waits in ((late, seat.rank == 0), (gone, seat.rank == 0)):
+        for group, waits in ((late, rank_info.rank == 0), (gone, rank_info.rank == 0)):
             if not waits:
                 if group is gone:
                     group.shutdown()  # type: ignore[union-attr]
@@ -568,10 +569,10 @@ DIFFERENT: dict[str, tuple[tuple[int, ...], int, Any, str]] = {
 
 
 def test_sparse_tensors_that_do_not_match_are_told_on_every_rank() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         told = []
         for shape, sparse_dims, op, _ in DIFFERENT.values():
-            last = seat.rank == seat.size - 1
+            last = rank_info.rank == rank_info.size - 1
             tensor = sparse(shape, sparse_dims) if last else sparse((5, 4), 1)
             try:
                 dist.all_reduce(tensor, op if last else ReduceOp.SUM)
@@ -586,7 +587,7 @@ def test_sparse_tensors_that_do_not_match_are_told_on_every_rank() -> None:
 
 
 def test_a_lanes_thread_leaves_the_number_of_threads_as_it_is() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         torch.set_num_threads(3)
         lane, served = Lane(lambda: False), threading.Event()
         lane.issue(served.set, None, blocking=False)
@@ -623,21 +624,21 @@ def test_a_call_that_control_c_interrupts_counts_as_made() -> None:
 
 
 def test_sub_groups_count_their_own_ranks() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         groups = {members: dist.new_group(list(members)) for members in ((0, 2), (2, 1), (1,))}
         found: list[Any] = []
         for members, group in groups.items():
-            if seat.rank not in members:
+            if rank_info.rank not in members:
                 continue
-            tensor = torch.tensor([float(seat.rank)])
+            tensor = torch.tensor([float(rank_info.rank)])
             dist.all_reduce(tensor, group=group)
-            spread = torch.tensor([seat.rank])
+            spread = torch.tensor([rank_info.rank])
             dist.broadcast(spread, src=members[-1], group=group)
             gathered: list[Any] = [None] * len(members)
-            dist.all_gather_object(gathered, seat.rank, group=group)
+            dist.all_gather_object(gathered, rank_info.rank, group=group)
             if len(members) == 2:
-                passed = torch.tensor([seat.rank])
-                if seat.rank == members[0]:
+                passed = torch.tensor([rank_info.rank])
+                if rank_info.rank == members[0]:
                     dist.send(passed, members[1], group=group)
                 else:
                     dist.recv(passed, members[0], group=group)
@@ -656,9 +657,9 @@ def test_sub_groups_count_their_own_ranks() -> None:
 
 
 def test_a_large_message_goes_out_while_its_sender_waits_for_something_else() -> None:
-    def work(seat: Seat) -> Result:
-        tensor = torch.full((2 << 20,), float(seat.rank + 1))
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        tensor = torch.full((2 << 20,), float(rank_info.rank + 1))
+        if rank_info.rank == 0:
             sent = dist.isend(tensor, 1)
             dist.barrier()
             sent.wait()
@@ -671,9 +672,9 @@ def test_a_large_message_goes_out_while_its_sender_waits_for_something_else() ->
 
 
 def test_a_large_message_waits_for_a_receiver_that_is_busy_elsewhere() -> None:
-    def work(seat: Seat) -> Result:
-        tensor, total = torch.full((2 << 20,), float(seat.rank + 1)), torch.ones(3)
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        tensor, total = torch.full((2 << 20,), float(rank_info.rank + 1)), torch.ones(3)
+        if rank_info.rank == 0:
             sent = dist.isend(tensor, 1)
             dist.all_reduce(total)
             sent.wait()
@@ -687,10 +688,10 @@ def test_a_large_message_waits_for_a_receiver_that_is_busy_elsewhere() -> None:
 
 
 def test_both_may_send_before_either_receives() -> None:
-    def work(seat: Seat) -> Result:
-        mine, theirs = torch.full((1 << 20,), float(seat.rank)), torch.zeros(1 << 20)
-        received = dist.irecv(theirs, 1 - seat.rank)
-        sent = dist.isend(mine, 1 - seat.rank)
+    def work(rank_info: RankInfo) -> Result:
+        mine, theirs = torch.full((1 << 20,), float(rank_info.rank)), torch.zeros(1 << 20)
+        received = dist.irecv(theirs, 1 - rank_info.rank)
+        sent = dist.isend(mine, 1 - rank_info.rank)
         sent.wait()
         received.wait()
         return [float(theirs.mean()), received._source_rank()]
@@ -702,13 +703,13 @@ def test_both_may_send_before_either_receives() -> None:
 
 
 def test_a_monitored_barrier_names_who_is_missing() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         group: Any = dist.new_group()
         dist.monitored_barrier()
         dist.monitored_barrier(dist.new_group(backend="gloo"))
         dist.monitored_barrier(group)
         answer = ""
-        if seat.rank != 1:
+        if rank_info.rank != 1:
             try:
                 dist.monitored_barrier(group, timedelta(seconds=0.3), wait_all_ranks=True)
             except RuntimeError as error:
@@ -723,7 +724,7 @@ def test_a_monitored_barrier_names_who_is_missing() -> None:
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         refused = []
         for tensor, op in (
             (torch.zeros(2), ReduceOp.BAND),
@@ -744,12 +745,12 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
 
 
 def test_a_second_group_begins_where_the_first_was_destroyed() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         found = []
         for turn in range(3):
             dist.destroy_process_group()
-            begin(seat, f"again-{turn}")
-            tensor = torch.tensor([float(turn + seat.rank)])
+            begin(rank_info, f"again-{turn}")
+            tensor = torch.tensor([float(turn + rank_info.rank)])
             dist.all_reduce(tensor)
             found.append(float(tensor))
         return found
@@ -758,7 +759,7 @@ def test_a_second_group_begins_where_the_first_was_destroyed() -> None:
 
 
 def test_data_loaders_fork_after_the_group_is_there() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         total = torch.zeros(1)
         for _ in range(2):
             for part in DataLoader(torch.arange(40.0), batch_size=10, num_workers=2):  # type: ignore[arg-type]

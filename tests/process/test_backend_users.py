@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing it compiles with torch.jit, which torch has deprecated
@@ -268,16 +268,16 @@ STORIES: dict[str, Story] = {
 def test_a_story_ends_as_on_gloo(name: str) -> None:
     kept = []  # gloo's thread drops callbacks of torch's hooks, which hold the group: as the last, it joins itself
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
         ends = []
         for backend in ("gloo", "polytempo"):
-            store = dist.FileStore(str(seat.rendezvous / backend), SIZE)
+            store = dist.FileStore(str(rank_info.rendezvous / backend), SIZE)
             limit = timedelta(seconds=20)
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=SIZE, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=SIZE, timeout=limit)
             assert dist.get_backend() == backend
-            torch.manual_seed(seat.rank)
-            ends.append(STORIES[name](seat.rank))
+            torch.manual_seed(rank_info.rank)
+            ends.append(STORIES[name](rank_info.rank))
             kept.append(dist.group.WORLD)
             dist.barrier()
             dist.destroy_process_group()

@@ -39,7 +39,7 @@ def written(result: dict[str, Any], folder: Path) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_is_measured(tmp_path: Path, size: int) -> None:
     """A row each, and one more for all-reduce of tensors in the arena; answers were compared before any was timed."""
-    result = collectives.collectives(collectives.Plan([size], [4096], list(OPERATIONS), 2, 0.001))
+    result = collectives.collectives(collectives.CollectivesPlan([size], [4096], list(OPERATIONS), 2, 0.001))
     rows = {(row["operation"], row["tensors"]): row for row in result["rows"]}
     assert set(rows) == {(name, "any") for name in OPERATIONS} | {("all_reduce", "arena")}
     for (name, _), row in rows.items():
@@ -54,7 +54,7 @@ def test_every_operation_is_measured(tmp_path: Path, size: int) -> None:
 
 def test_training_is_measured(tmp_path: Path) -> None:
     """Every configuration, and one process is once as fast as itself."""
-    result = training.training(training.Plan(["cnn"], 2, 2, 0.001))
+    result = training.training(training.TrainingPlan(["cnn"], 2, 2, 0.001))
     rows = {row["configuration"]: row for row in result["rows"]}
     assert list(rows) == ["one_thread", "threads", "apart", "ddp_gloo", "ddp_polytempo", "shared_memory"]
     assert rows["one_thread"]["ratios"]["one_thread"] == {"median": 1.0, "low": 1.0, "high": 1.0}
@@ -64,7 +64,7 @@ def test_training_is_measured(tmp_path: Path) -> None:
 
 def test_memory_is_measured(tmp_path: Path) -> None:
     """At the peak there are at least parameters, gradients and Adam's two on each worker of DDP."""
-    result = memory.memory(memory.Plan(2, 2_000_000, 2))
+    result = memory.memory(memory.MemoryPlan(2, 2_000_000, 2))
     ddp, ours = result["rows"]
     assert (ddp["configuration"], ddp["ratio"], ours["configuration"]) == ("ddp_gloo", 1.0, "shared_memory")
     assert ddp["peak_bytes"] - ddp["before_bytes"] > 2 * 4 * 4 * ddp["parameters"]
@@ -98,18 +98,22 @@ def test_without_the_native_core_the_rest_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (collectives.Plan([1], [4096], ["barrier"], 1, 1.0), "--ranks 1: numbers from 2 to 64"),
-        (collectives.Plan([2], [7], ["barrier"], 1, 1.0), "--sizes 7: at least 8 bytes"),
-        (collectives.Plan([2], [1 << 50], ["barrier"], 1, 1.0), "leave the largest out"),
-        (collectives.Plan([2], [4096], ["reduce"], 1, 1.0), "there is no 'reduce'; there are: all_reduce, "),
-        (training.Plan(["gpt"], 2, 1, 1.0), "there is no 'gpt'; there are: mlp, cnn, embedding, transformer"),
-        (training.Plan(["cnn"], 1, 1, 1.0), "--workers 1: from 2 to 64"),
-        (memory.Plan(4, 10**12, 3), "ask for fewer parameters or workers"),
-        (memory.Plan(4, 1, 3), "at least 2 parameters"),
+        (collectives.CollectivesPlan([1], [4096], ["barrier"], 1, 1.0), "--ranks 1: numbers from 2 to 64"),
+        (collectives.CollectivesPlan([2], [7], ["barrier"], 1, 1.0), "--sizes 7: at least 8 bytes"),
+        (collectives.CollectivesPlan([2], [1 << 50], ["barrier"], 1, 1.0), "leave the largest out"),
+        (collectives.CollectivesPlan([2], [4096], ["reduce"], 1, 1.0), "there is no 'reduce'; there are: all_reduce, "),
+        (training.TrainingPlan(["gpt"], 2, 1, 1.0), "there is no 'gpt'; there are: mlp, cnn, embedding, transformer"),
+        (training.TrainingPlan(["cnn"], 1, 1, 1.0), "--workers 1: from 2 to 64"),
+        (memory.MemoryPlan(4, 10**12, 3), "ask for fewer parameters or workers"),
+        (memory.MemoryPlan(4, 1, 3), "at least 2 parameters"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(plan: Any, message: str) -> None:
-    measure = {collectives.Plan: collectives.collectives, training.Plan: training.training, memory.Plan: memory.memory}
+    measure = {
+        collectives.CollectivesPlan: collectives.collectives,
+        training.TrainingPlan: training.training,
+        memory.MemoryPlan: memory.memory,
+    }
     with pytest.raises(ValueError, match=message):
         measure[type(plan)](plan)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from polytempo.engines.worker import Result
-from polytempo.torch.optimizer_state import broadcast_optimizer
+from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -26,11 +26,11 @@ from polytempo.aggregation import low_rank, median
 from polytempo.compression import all_gather, bf16, exact, feedback, fp16, natural, qsgd, reduce_scatter, through
 from polytempo.core import Codec, NotFinite, PeerLost, stateless
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.interop.backend import create
+from polytempo.interop.ddp_hook import CommHook, comm_hook
+from polytempo.interop.transport import leave, transport_like
 from polytempo.strategies import sync_sgd
-from polytempo.torch.backend import create
-from polytempo.torch.ddp_hook import CommHook, comm_hook
-from polytempo.torch.transport import leave, transport_like
 from polytempo.worlds import ProcessWorld
 
 LOADED = (torch._dynamo, pt.attach)
@@ -86,16 +86,16 @@ def ddp(hook: Any, net: nn.Module | None = None, state: Any = None, **options: A
 def told(story: Story, size: int = SIZE, backends: Sequence[str] = ("gloo", "polytempo"), hosts: str = "") -> None:
     """The story on these backends, as if on these hosts; all ranks end with the same bits."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
         if hosts:
-            os.environ["POLYTEMPO_HOST"] = hosts[seat.rank]
+            os.environ["POLYTEMPO_HOST"] = hosts[rank_info.rank]
         ends = []
         for backend in backends:
-            store = dist.FileStore(str(seat.rendezvous / backend), size)
+            store = dist.FileStore(str(rank_info.rendezvous / backend), size)
             limit = timedelta(seconds=20)
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=size, timeout=limit)
-            ends.append([tensor.double().flatten().tolist() for tensor in story(seat.rank)])
+            dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=limit)
+            ends.append([tensor.double().flatten().tolist() for tensor in story(rank_info.rank)])
             dist.destroy_process_group()
         return ends
 

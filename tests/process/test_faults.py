@@ -20,11 +20,11 @@ import polytempo as pt
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.engines import init as joining
-from polytempo.engines.crew import WorkerDied
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
-from polytempo.torch import checkpoint, snapshot
-from polytempo.torch.checkpoint import latest
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.worker_processes import WorkerDied
+from polytempo.training import checkpoint, snapshot
+from polytempo.training.checkpoint import latest
 from process.crew import squared
 
 pytestmark = pytest.mark.process
@@ -177,9 +177,9 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 def run(plan: Plan, out: Path, **options: Any) -> list[Any]:
     """Train to the end, or to the point of the plan."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         (out / f"process-{os.getpid()}").touch()
-        if seat.rank == plan.point.victim:
+        if rank_info.rank == plan.point.victim:
             plan.arm()
         plan.pass_by("before init")
         world = joining.init(timeout_s=60, quiet=True)

@@ -12,7 +12,7 @@ from torch import nn
 from polytempo import strategies
 from polytempo.core import Strategy
 from polytempo.jobs import find
-from polytempo.torch.trainer import Trainer
+from polytempo.training.trainer import Trainer
 from polytempo.worlds import current
 from process.crew import together
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 from polytempo.native import library
 from process.test_backend import TABLE, WITHOUT_GLOO, attempted
 
@@ -26,21 +26,21 @@ HOSTS = {"2 + 1": "AAB", "in turns": "ABA", "each alone": "ABC"}
 """Which of three ranks pretends to be on which host."""
 
 
-def begin(seat: Seat, host: str, backend: str = "polytempo") -> None:
+def begin(rank_info: RankInfo, host: str, backend: str = "polytempo") -> None:
     """Join the default group, as if on `host`."""
     os.environ["POLYTEMPO_HOST"] = host
-    store = dist.FileStore(str(seat.rendezvous / "store"), seat.size)
+    store = dist.FileStore(str(rank_info.rendezvous / "store"), rank_info.size)
     limit = timedelta(seconds=20)
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=limit)
 
 
-def run(hosts: str, work: Callable[[Seat], Result], backend: str = "polytempo") -> list[Any]:
+def run(hosts: str, work: Callable[[RankInfo], Result], backend: str = "polytempo") -> list[Any]:
     """What `work` returns on each rank, in a default group over `hosts`."""
 
-    def joined(seat: Seat) -> Result:
-        begin(seat, hosts[seat.rank], backend)
+    def joined(rank_info: RankInfo) -> Result:
+        begin(rank_info, hosts[rank_info.rank], backend)
         try:
-            return work(seat)
+            return work(rank_info)
         finally:
             dist.destroy_process_group()
 
@@ -56,14 +56,15 @@ def backend_of(group: Any) -> str:
 def wrong(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """For each rank what is wrong with each collective over the hosts."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         assert backend_of(dist.group.WORLD) == "HostsGroup"
         gloo = dist.new_group(backend="gloo")
         mirrored = {
-            name: attempted(call, dist.group.WORLD, seat.rank, call(gloo, seat.rank)) for name, call in TABLE.items()
+            name: attempted(call, dist.group.WORLD, rank_info.rank, call(gloo, rank_info.rank))
+            for name, call in TABLE.items()
         }
         return mirrored | {
-            name: attempted(call, dist.group.WORLD, seat.rank, expected(seat.rank))
+            name: attempted(call, dist.group.WORLD, rank_info.rank, expected(rank_info.rank))
             for name, (call, expected) in WITHOUT_GLOO.items()
         }
 
@@ -77,15 +78,15 @@ def test_a_collective_over_hosts_has_gloos_values(name: str, wrong: list[dict[st
 
 @pytest.mark.parametrize("backend", ["polytempo", "cpu:polytempo,cuda:nccl"])
 def test_groups_within_a_host_share_memory_and_those_across_go_through_it(backend: str) -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         found = []
         for members in ((0, 1), (1, 2), (0, 2), (2,), (2, 1, 0)):
             group = dist.new_group(list(members), backend=backend)
-            if seat.rank in members:
-                tensor = torch.full((3,), float(seat.rank))
+            if rank_info.rank in members:
+                tensor = torch.full((3,), float(rank_info.rank))
                 dist.all_reduce(tensor, group=group)
                 gathered: list[Any] = [None] * len(members)
-                dist.all_gather_object(gathered, seat.rank, group=group)
+                dist.all_gather_object(gathered, rank_info.rank, group=group)
                 found.append([backend_of(group), float(tensor[0]), gathered])
         return found
 
@@ -98,13 +99,13 @@ def test_groups_within_a_host_share_memory_and_those_across_go_through_it(backen
 
 
 def test_ddp_over_hosts_trains_all_ranks_alike() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         torch.manual_seed(0)
         net = DistributedDataParallel(nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 4)))
         optimizer = SGD(net.parameters(), 0.1)
         for step in range(4):
             optimizer.zero_grad()
-            net(torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + seat.rank))).pow(
+            net(torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank_info.rank))).pow(
                 2
             ).mean().backward()
             optimizer.step()
@@ -116,13 +117,13 @@ def test_ddp_over_hosts_trains_all_ranks_alike() -> None:
 
 
 def test_without_the_core_on_one_rank_all_go_through_gloo_and_one_says_so() -> None:
-    def work(seat: Seat) -> Result:
-        if seat.rank == 1:
+    def work(rank_info: RankInfo) -> Result:
+        if rank_info.rank == 1:
             os.environ["POLYTEMPO_NATIVE"] = "0"
             library._opened.cache_clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            begin(seat, "")
+            begin(rank_info, "")
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         name = backend_of(dist.group.WORLD)

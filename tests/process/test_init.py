@@ -18,7 +18,7 @@ import polytempo as pt
 from polytempo.engines import init as joining
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 from polytempo.worlds import current, set_current
 
 pytestmark = pytest.mark.process
@@ -232,10 +232,10 @@ def test_no_thread_of_the_transport_outlives_the_interpreter(tmp_path: Path) -> 
 
 
 def test_a_process_group_that_exists_already_is_used() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         place = recognise(os.environ)
         dist.init_process_group(
-            "gloo", init_method=f"file://{seat.rendezvous}/mine", rank=place.rank, world_size=place.size
+            "gloo", init_method=f"file://{rank_info.rendezvous}/mine", rank=place.rank, world_size=place.size
         )
         group = dist.group.WORLD
         world = pt.init(quiet=True)
@@ -269,8 +269,8 @@ def test_a_process_group_without_a_launcher_is_announced_as_such(script: Path, t
 
 
 def test_it_says_nothing_when_told_so_and_once_otherwise(tmp_path: Path) -> None:
-    def work(seat: Seat) -> Result:
-        pt.init(quiet=seat.size == 3)
+    def work(rank_info: RankInfo) -> Result:
+        pt.init(quiet=rank_info.size == 3)
         pt.init()
         return None
 
@@ -287,8 +287,8 @@ def test_it_says_nothing_when_told_so_and_once_otherwise(tmp_path: Path) -> None
 
 
 def test_a_missing_rank_is_waited_for_only_so_long() -> None:
-    def work(seat: Seat) -> Result:
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        if rank_info.rank == 0:
             with pytest.raises(pt.TimedOut, match=r"rank 0, .*meeting all 2 ranks .* did not finish within 0.5 s"):
                 pt.init(timeout_s=0.5, quiet=True)
         return None
@@ -299,7 +299,7 @@ def test_a_missing_rank_is_waited_for_only_so_long() -> None:
 def test_tensors_compute_after_joining() -> None:
     """Joining must not change the number of threads or the default dtype."""
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         before = (torch.get_num_threads(), str(torch.get_default_dtype()))
         pt.init(quiet=True)
         return [before == (torch.get_num_threads(), str(torch.get_default_dtype()))]

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import polytempo
 from polytempo.core.errors import PeerLost
 from polytempo.engines import local
-from polytempo.engines.crew import WorkerDied
 from polytempo.engines.environment import recognise
 from polytempo.engines.fork import fork
 from polytempo.engines.local import RunTimedOut, launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.worker_processes import WorkerDied
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +44,7 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def rest(seat: Seat) -> Result:
+def rest(rank_info: RankInfo) -> Result:
     """Wait for a signal that never comes."""
     threading.Event().wait()
     return None
@@ -56,18 +56,18 @@ def rest(seat: Seat) -> Result:
 def test_results_come_in_the_order_of_ranks(private: Path) -> None:
     offset = 10  # closures need no pickling
 
-    def work(seat: Seat) -> Result:
-        return {"rank": seat.rank, "size": seat.size, "sum": offset + seat.rank}
+    def work(rank_info: RankInfo) -> Result:
+        return {"rank": rank_info.rank, "size": rank_info.size, "sum": offset + rank_info.rank}
 
     assert launch(work, 3) == [{"rank": rank, "size": 3, "sum": 10 + rank} for rank in range(3)]
     assert list(private.iterdir()) == []
 
 
 def test_a_worker_is_a_process_of_its_own_that_recognises_its_place() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         place = recognise(os.environ)
-        mode = seat.rendezvous.stat().st_mode & 0o777
-        return [os.getpid(), os.getpgid(0), place.launcher, place.rank, place.rendezvous == seat.rendezvous, mode]
+        mode = rank_info.rendezvous.stat().st_mode & 0o777
+        return [os.getpid(), os.getpgid(0), place.launcher, place.rank, place.rendezvous == rank_info.rendezvous, mode]
 
     told = launch(work, 2)
     assert [line[2:] for line in told] == [["Polytempo", rank, True, 0o700] for rank in range(2)]
@@ -77,10 +77,10 @@ def test_a_worker_is_a_process_of_its_own_that_recognises_its_place() -> None:
 
 
 def test_workers_meet_over_the_rendezvous_folder() -> None:
-    def work(seat: Seat) -> Result:
-        store = FileStore(str(seat.rendezvous / "store"), seat.size)
-        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size)
-        total = torch.tensor([float(seat.rank + 1)])
+    def work(rank_info: RankInfo) -> Result:
+        store = FileStore(str(rank_info.rendezvous / "store"), rank_info.size)
+        dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.size)
+        total = torch.tensor([float(rank_info.rank + 1)])
         dist.all_reduce(total)
         return total.item()
 
@@ -88,8 +88,8 @@ def test_workers_meet_over_the_rendezvous_folder() -> None:
 
 
 def test_output_goes_to_one_log_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def work(seat: Seat) -> Result:
-        print(f"printed by {seat.rank}")
+    def work(rank_info: RankInfo) -> Result:
+        print(f"printed by {rank_info.rank}")
         os.write(2, b"written\n")
         return None
 
@@ -102,7 +102,7 @@ def test_output_goes_to_one_log_a_rank(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_tick_is_heard_while_workers_run(tmp_path: Path) -> None:
     listening, speaking = os.pipe()
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         return os.read(listening, 1).decode()  # until the launcher has ticked
 
     assert launch(work, 1, tick=lambda: os.write(speaking, b"t"), timeout_s=30) == ["t"]
@@ -135,7 +135,7 @@ def test_threads_that_a_fork_would_lose_are_refused(monkeypatch: pytest.MonkeyPa
 def test_workers_compute_after_the_launcher_has_computed_with_openmp() -> None:
     torch.randn(1 << 20).add_(1)  # from here on this process has OpenMP's threads, if it has two cores
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], torch.ones(1 << 20).add_(1).sum().item()]
 
     assert launch(work, 2, threads=1, timeout_s=30) == [[1, "1", float(2 << 20)]] * 2
@@ -184,11 +184,11 @@ ENDINGS: dict[str, Ending] = {
 def test_the_first_worker_that_fails_ends_the_run(ending: str, private: Path) -> None:
     end, exit_code, killed_by, how, line = ENDINGS[ending]
 
-    def work(seat: Seat) -> Result:
-        if seat.rank == 1:
+    def work(rank_info: RankInfo) -> Result:
+        if rank_info.rank == 1:
             print("before")
             end()
-        return rest(seat)
+        return rest(rank_info)
 
     with pytest.raises(WorkerDied) as died:
         launch(work, 3)
@@ -199,7 +199,7 @@ def test_the_first_worker_that_fails_ends_the_run(ending: str, private: Path) ->
 
 
 def test_the_last_twenty_lines_are_quoted(tmp_path: Path) -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         for number in range(100):
             print("line", number)
         os._exit(1)
@@ -213,8 +213,8 @@ def test_the_last_twenty_lines_are_quoted(tmp_path: Path) -> None:
 def test_the_cause_is_named_before_those_who_lost_a_peer() -> None:
     listening, speaking = os.pipe()
 
-    def work(seat: Seat) -> Result:
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        if rank_info.rank == 0:
             os.write(speaking, b"0")
             raise PeerLost(0, 7, "all_reduce", 1)
         os.read(listening, 1)  # rank 0 has noticed already; rank 1 is only now seen to be dead
@@ -232,17 +232,17 @@ def test_the_cause_is_named_before_those_who_lost_a_peer() -> None:
 @pytest.mark.parametrize(("result", "error"), [({1, 2}, "TypeError"), ("x" * (64 << 20), "ValueError")])
 def test_a_result_must_be_json_of_bounded_size(result: Result, error: str) -> None:
     with pytest.raises(WorkerDied, match=f"raised {error}"):
-        launch(lambda seat: result, 1)
+        launch(lambda rank_info: result, 1)
 
 
 def test_a_worker_that_does_not_listen_is_killed(private: Path) -> None:
     listening, speaking = os.pipe()
 
-    def work(seat: Seat) -> Result:
-        if seat.rank == 0:
+    def work(rank_info: RankInfo) -> Result:
+        if rank_info.rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(speaking, b"0")
-            return rest(seat)
+            return rest(rank_info)
         os.read(listening, 1)
         os._exit(9)
 
@@ -255,7 +255,7 @@ def test_a_worker_that_does_not_listen_is_killed(private: Path) -> None:
 
 def test_a_run_that_hangs_is_ended_and_says_where(private: Path) -> None:
     with pytest.raises(RunTimedOut) as hung:
-        launch(lambda seat: rest(seat) if seat.rank else None, 2, timeout_s=0.5)
+        launch(lambda rank_info: rest(rank_info) if rank_info.rank else None, 2, timeout_s=0.5)
     assert hung.value.ranks == [1]
     assert "not over within 0.5 s; still running: rank 1" in str(hung.value)
     assert "test_local_engine.py" in str(hung.value)
@@ -267,7 +267,7 @@ def test_a_run_that_hangs_is_ended_and_says_where(private: Path) -> None:
 
 
 def test_what_workers_started_ends_with_them(private: Path) -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         child = os.fork()
         if child == 0:
             threading.Event().wait()
@@ -281,7 +281,7 @@ def test_what_workers_started_ends_with_them(private: Path) -> None:
 def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
     listening, speaking = os.pipe()
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         batches = iter(DataLoader(TensorDataset(torch.ones(64, 3)), num_workers=2))
         next(batches)
         os.write(speaking, b"".join(b"%d\n" % process for process in children_of(os.getpid())))
@@ -301,7 +301,7 @@ LAUNCHER = """
 import os, sys, threading
 from polytempo.engines.local import launch
 
-def work(seat):
+def work(rank_info):
     child = os.fork()
     if child == 0:
         os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
@@ -368,7 +368,7 @@ def is_running(process: int) -> bool:
 
 
 def test_a_full_disk_is_named_though_the_log_lies_on_it() -> None:
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         os.dup2(os.open("/dev/full", os.O_WRONLY), sys.stderr.fileno())
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
 
@@ -391,10 +391,10 @@ def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed
     reading, writing = os.pipe()
 
     def killed() -> None:
-        def work(seat: Seat) -> Result:
+        def work(rank_info: RankInfo) -> Result:
             children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
             os.write(writing, (" ".join(children) + "\n").encode())
-            return rest(seat)
+            return rest(rank_info)
 
         launch(work, workers=1)
 
@@ -408,7 +408,7 @@ def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed
         os.waitpid(launcher, 0)
         lines.read()  # ends with the worker
     (folder,) = private.iterdir()
-    assert launch(lambda seat: seat.rank, workers=1) == [0]
+    assert launch(lambda rank_info: rank_info.rank, workers=1) == [0]
     assert list(private.iterdir()) == [], folder
 
 
@@ -433,7 +433,7 @@ def test_only_what_a_dead_run_of_this_user_left_is_swept(private: Path) -> None:
     swept = left(private, "polytempo-00000006")
     with (private / "polytempo-00000004" / "owner").open() as living:
         fcntl.flock(living, fcntl.LOCK_EX)
-        assert launch(lambda seat: seat.rank, workers=1) == [0]
+        assert launch(lambda rank_info: rank_info.rank, workers=1) == [0]
     assert all(os.path.lexists(path) for path in kept)
     assert (elsewhere / "owner").exists()
     assert not swept.exists()

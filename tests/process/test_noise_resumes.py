@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from polytempo import strategies
 from polytempo.engines.run import run
 from polytempo.report.metrics import read_metrics
-from polytempo.torch.job import Data, Job
+from polytempo.spec.job import Data, Job
 
 pytestmark = pytest.mark.process
 

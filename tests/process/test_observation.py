@@ -22,8 +22,8 @@ from polytempo.core import Strategy
 from polytempo.engines.worker import Result
 from polytempo.report.metrics import read_metrics
 from polytempo.report.runs import load_run
-from polytempo.torch import checkpoint
-from polytempo.torch.checkpoint import latest
+from polytempo.training import checkpoint
+from polytempo.training.checkpoint import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

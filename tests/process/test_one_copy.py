@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 import polytempo as pt
 from polytempo.engines.worker import Result
 from polytempo.native.library import OFF_VARIABLE, _opened
-from polytempo.torch.handle import Handle
+from polytempo.training.handle import Handle
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, loop, mine, small, squared, together
 

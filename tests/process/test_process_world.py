@@ -19,7 +19,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.collectives import native, ring
 from polytempo.core import Bundle, Mismatch, PeerLost, Port, Program, TimedOut
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together
 
@@ -301,7 +301,7 @@ def test_a_deadline_is_kept_and_the_error_says_what_waited() -> None:
 
 
 def test_the_worlds_own_deadline_holds_where_none_is_asked_for() -> None:
-    def serve(seat: Seat) -> Result:
+    def serve(rank_info: RankInfo) -> Result:
         world = pt.init(timeout_s=0.5, quiet=True)
 
         async def program() -> str:

@@ -20,11 +20,11 @@ from polytempo.cli.main import app
 from polytempo.compression import bf16, feedback, fp16
 from polytempo.core import Strategy
 from polytempo.engines import run_served
-from polytempo.engines.gate import Stop
-from polytempo.engines.replay import Replayed, replay
 from polytempo.engines.run_served import Launcher
 from polytempo.engines.served_run import ServedRun
-from polytempo.engines.troupe import Troupe
+from polytempo.engines.supervisor import ProcessSupervisor
+from polytempo.replay.message_order import Stop
+from polytempo.replay.replay import Replayed, replay
 from polytempo.server.message import Outbox
 
 pytestmark = pytest.mark.process
@@ -57,12 +57,12 @@ def killing(victims: Mapping[int, int]) -> type[Launcher]:
     """A launcher that kills node `victims[n]` when n tickets are done."""
 
     class Killing(Launcher):
-        def __init__(self, run: ServedRun, troupe: Troupe) -> None:
-            super().__init__(run, troupe)
-            self._left, self._killed_in = dict(victims), troupe
+        def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+            super().__init__(run, supervisor)
+            self._left, self._killed_in = dict(victims), supervisor
 
         def tick(self, now_s: float) -> Outbox:
-            done = sum(last - first + 1 for first, last in self._coordinator.dealer.done)
+            done = sum(last - first + 1 for first, last in self._coordinator.scheduler.done)
             for number in [number for number in self._left if done >= number]:
                 self._killed_in.kill(self._left.pop(number))
             return super().tick(now_s)

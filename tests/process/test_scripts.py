@@ -22,7 +22,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Result, Seat
+from polytempo.engines.worker import RankInfo, Result
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"
 SMALL = {
@@ -41,9 +41,9 @@ def shown(script: str, backend: str, data: Path) -> list[list[str]]:
     joins = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     held = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "POLYTEMPO_DATA": str(data)}
 
-    def work(seat: Seat) -> Result:
+    def work(rank_info: RankInfo) -> Result:
         warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
-        os.environ.update(joins, **held, RANK=str(seat.rank), LOCAL_RANK=str(seat.rank))
+        os.environ.update(joins, **held, RANK=str(rank_info.rank), LOCAL_RANK=str(rank_info.rank))
         sys.argv = [script, "--backend", backend, *SMALL[script]]
         with redirect_stdout(io.StringIO()) as out:
             runpy.run_path(str(SCRIPTS / script), run_name="__main__")

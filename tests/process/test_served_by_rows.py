@@ -12,9 +12,9 @@ from polytempo import strategies
 from polytempo.cluster import ethernet
 from polytempo.engines.run_served import run_served
 from polytempo.engines.simulate_served import simulate_served
-from polytempo.torch.job import Data, Job, most_likely
-from polytempo.torch.options import RunOptions
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.job import Data, Job, most_likely
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process
 

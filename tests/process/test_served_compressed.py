@@ -8,8 +8,8 @@ import pytest
 
 import polytempo as pt
 from polytempo.compression import bf16, feedback, one_bit
-from polytempo.engines.replay import replay
 from polytempo.jobs import find
+from polytempo.replay.replay import replay
 
 pytestmark = pytest.mark.process
 

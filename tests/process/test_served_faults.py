@@ -21,11 +21,11 @@ import pytest
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.engines.crew import WorkerDied
 from polytempo.engines.served_run import ServedRun
-from polytempo.engines.troupe import Troupe
+from polytempo.engines.supervisor import ProcessSupervisor
+from polytempo.engines.worker_processes import WorkerDied
 from polytempo.report.metrics import read_metrics
-from polytempo.server.lost import ShardLost
+from polytempo.server.coordinator.lost_shard import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
 
 pytestmark = pytest.mark.process
@@ -57,16 +57,16 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def faulty(*faults: Any, kind: type = Watching) -> Callable[[ServedRun, Troupe], Any]:
+def faulty(*faults: Any, kind: type = Watching) -> Callable[[ServedRun, ProcessSupervisor], Any]:
     """A launcher that does this harm."""
-    return lambda run, troupe: kind(run, troupe, faults, SEED)
+    return lambda run, supervisor: kind(run, supervisor, faults, SEED)
 
 
 class Striking(Watching):  # type: ignore[misc, valid-type]
     """Kills the worker that is given a certain deal, at once."""
 
-    def __init__(self, run: ServedRun, troupe: Troupe, is_it: Callable[[Any, Deal], bool]) -> None:
-        super().__init__(run, troupe, (), SEED)
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, is_it: Callable[[Any, Deal], bool]) -> None:
+        super().__init__(run, supervisor, (), SEED)
         self._is_it = is_it
 
     def _noted(self, out: Outbox) -> Outbox:
@@ -123,7 +123,7 @@ DEALS: dict[str, Callable[[Any, Deal], bool]] = {
 @pytest.mark.parametrize("what", DEALS)
 def test_a_worker_may_be_killed_with(what: str) -> None:
     job = harm.counting(30, tested=True)
-    story = harm.told(lambda run, troupe: Striking(run, troupe, DEALS[what]), job, epochs=3)
+    story = harm.told(lambda run, supervisor: Striking(run, supervisor, DEALS[what]), job, epochs=3)
     assert story.wrong == []
     assert len(story.launcher.recoveries) == 1
     assert story.result.loss == -2 * 3
@@ -132,8 +132,8 @@ def test_a_worker_may_be_killed_with(what: str) -> None:
 class Unwatched(Watching):  # type: ignore[misc, valid-type]
     """Kills the evaluator when it first says that it lives, and when its first score comes, before that is heard of."""
 
-    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
-        super().__init__(run, troupe, (), SEED)
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+        super().__init__(run, supervisor, (), SEED)
         self.killed: list[int] = []
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -163,8 +163,8 @@ def test_the_evaluator_may_be_killed_and_no_score_is_lost(tmp_path: Path) -> Non
 class Impatient(Watching):  # type: ignore[misc, valid-type]
     """Kills a worker and both tails before anything was said, and stops another worker."""
 
-    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
-        super().__init__(run, troupe, (), SEED)
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+        super().__init__(run, supervisor, (), SEED)
         for fault in (
             Fault(0, "worker", 1),
             Fault(0, "worker", 3, signal.SIGSTOP),
@@ -177,7 +177,7 @@ class Impatient(Watching):  # type: ignore[misc, valid-type]
 def test_processes_may_die_and_stand_still_before_they_have_said_a_word() -> None:
     story = harm.told(Impatient, harm.counting(60), timing=QUICK | {"starting_s": 1.0})
     assert story.wrong == []
-    assert {role.incarnation for role, _ in story.launcher.troupe.ended if role.node in (1, 3)} == {1, 2}
+    assert {role.incarnation for role, _ in story.launcher.supervisor.ended if role.node in (1, 3)} == {1, 2}
 
 
 class Unwelcoming(Watching):  # type: ignore[misc, valid-type]
@@ -186,12 +186,12 @@ class Unwelcoming(Watching):  # type: ignore[misc, valid-type]
     def _copy(self, shard: int) -> None:
         super()._copy(shard)
         if self._restarts == 1:
-            self.troupe.kill(self._next_node - 1)
+            self.supervisor.kill(self._next_node - 1)
 
     def _hear(self, event: tuple[str, int]) -> None:
         super()._hear(event)
         if event == ("copied", 0) and self._restarts == 2:
-            self.troupe.kill(self._next_node - 1)
+            self.supervisor.kill(self._next_node - 1)
 
 
 def test_a_new_copy_may_die_before_it_has_its_state() -> None:
@@ -215,12 +215,14 @@ def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
 # --- what ends a run
 
 
-def ended(error: type[BaseException], launch: Callable[[ServedRun, Troupe], Any], job: pt.Job, **more: Any) -> Any:
+def ended(
+    error: type[BaseException], launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, **more: Any
+) -> Any:
     """The error with which the run ends; nothing of it may be left."""
     launchers = []
 
-    def launched(run: ServedRun, troupe: Troupe) -> Any:
-        launchers.append(launch(run, troupe))
+    def launched(run: ServedRun, supervisor: ProcessSupervisor) -> Any:
+        launchers.append(launch(run, supervisor))
         return launchers[0]
 
     with pytest.raises(error) as raised:
@@ -234,7 +236,7 @@ class Thorough(Watching):  # type: ignore[misc, valid-type]
 
     def strike(self, fault: Any) -> None:
         for node in self.run.coordinator.chains[fault.which]:
-            self.troupe.kill(node)
+            self.supervisor.kill(node)
 
 
 def test_a_shard_whose_copies_all_die_ends_the_run() -> None:
@@ -248,7 +250,7 @@ class Cruel(Watching):  # type: ignore[misc, valid-type]
     def _hear(self, event: tuple[str, int]) -> None:
         super()._hear(event)
         if event == ("copied", 0) and self._restarts == 1:
-            self.troupe.kill(self.run.coordinator.chains[0][0])
+            self.supervisor.kill(self.run.coordinator.chains[0][0])
 
 
 def test_a_copy_that_never_got_the_state_cannot_replace_the_one_that_had_it() -> None:

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.data.batches import Batches
-from polytempo.server.snapshot import complete, newest_whole
-from polytempo.torch.result import parameters_sha256
+from polytempo.server.shard.snapshot import complete, newest_whole
+from polytempo.spec.result import parameters_sha256
 
 pytestmark = pytest.mark.process
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from polytempo import strategies
 from polytempo.engines.run_served import run_served
 from polytempo.jobs import find
-from polytempo.torch.options import RunOptions
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 
 def test_two_shards_three_and_one_make_the_weights_that_two_make(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines.replay import replay
-from polytempo.engines.standing import read_standing, standing_path
+from polytempo.engines.run_snapshot import read_run_snapshot, run_snapshot_path
+from polytempo.replay.replay import replay
 from polytempo.report.metrics import read_metrics
-from polytempo.server.snapshot import complete, newest_whole
-from polytempo.torch.result import parameters_sha256
+from polytempo.server.shard.snapshot import complete, newest_whole
+from polytempo.spec.result import parameters_sha256
 
 pytestmark = pytest.mark.process
 
@@ -109,7 +109,7 @@ def test_every_ticket_counts_once_over_both_runs(how: Strategy, tmp_path: Path) 
     killed(tmp_path, 1, how)
     number = newest_whole(tmp_path / "checkpoint", SHARDS)
     assert number is not None
-    step = read_standing(tmp_path / "checkpoint", number).step
+    step = read_run_snapshot(tmp_path / "checkpoint", number).step
     result = pt.run(
         *(counting(), how, WORKERS), epochs=EPOCHS, resume=True, checkpoint_every=50, threads=1, out=tmp_path
     )
@@ -196,7 +196,7 @@ def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:
     killed(tmp_path, 1 + (newest_whole(checkpoint, SHARDS) or 0), strategy(), resume=True)
     newest = newest_whole(checkpoint, SHARDS)
     assert newest is not None
-    standing_path(checkpoint, newest).write_bytes(b"{}")
+    run_snapshot_path(checkpoint, newest).write_bytes(b"{}")
     result = pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, resume=True, threads=1, out=tmp_path)
     assert result.parameters_sha256 == counted(EPOCHS)
     record = json.loads((tmp_path / "record" / "0001" / "run.json").read_bytes())

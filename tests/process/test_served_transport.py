@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import polytempo as pt
-from polytempo.engines.mail import NodeMail, PostOffice
+from polytempo.engines.mailbox_directory import MailboxDirectory, NodeMail
 from polytempo.jobs import find
 from polytempo.server.message import Beat, Message
 from polytempo.wire.shared import Arenas
@@ -54,9 +54,9 @@ def test_a_run_learns_and_leaves_nothing(
     assert not list((tmp_path / "run").rglob("keys"))
 
 
-def post_office(home: Path, transport: str) -> PostOffice:
+def post_office(home: Path, transport: str) -> MailboxDirectory:
     home.mkdir(mode=0o700)
-    office = PostOffice(home, transport, Arenas(2, 1 << 20), 1 << 20)  # type: ignore[arg-type]
+    office = MailboxDirectory(home, transport, Arenas(2, 1 << 20), 1 << 20)  # type: ignore[arg-type]
     office.open()
     return office
 
@@ -116,7 +116,7 @@ class Connections(Mailbox):
 
 def test_addresses_are_looked_at_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr("polytempo.engines.mail.time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr("polytempo.engines.mailbox_directory.time", SimpleNamespace(monotonic=lambda: now.s))
     file, line = tmp_path / "n1.address", Connections()
     mail = NodeMail(0, tmp_path, line, by_file=True)
     posted = []
@@ -144,4 +144,4 @@ def test_a_node_that_is_not_there_yet_loses_its_mail(tmp_path: Path) -> None:
 
 def test_an_unknown_transport_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="transport must be one of shared, tcp, got 'udp'"):
-        PostOffice(tmp_path, "udp", Arenas(1, 1 << 20), 1)  # type: ignore[arg-type]
+        MailboxDirectory(tmp_path, "udp", Arenas(1, 1 << 20), 1)  # type: ignore[arg-type]

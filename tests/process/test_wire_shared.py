@@ -15,7 +15,7 @@ import torch
 from polytempo.core import Program
 from polytempo.engines.fork import fork
 from polytempo.server.message import Beat, Message, Pulled
-from polytempo.wire.frames import Limits, Malformed, decode, encode
+from polytempo.wire.frames import FrameLimits, Malformed, decode, encode
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds.mail import MailWorld
@@ -90,7 +90,7 @@ def test_a_reference_beyond_the_arena_is_refused(
     bad = [bytes(good[0]).replace(b"\x94\x03\x00\x00\x91\x04", b"\x94\x03\xcd\x00\x01\x00\x91\x04")]
     assert bad != good
     with pytest.raises(Malformed, match="arena 3"):
-        decode(bad, Limits(), arenas)
+        decode(bad, FrameLimits(), arenas)
 
 
 def test_a_tensor_in_an_arena_travels_as_a_reference(arenas: Arenas) -> None:
@@ -98,13 +98,13 @@ def test_a_tensor_in_an_arena_travels_as_a_reference(arenas: Arenas) -> None:
     message = Pulled(0, 0, 0, 1, 1, values[:1024].view(32, 32))
     frames = encode(message, arenas)
     assert len(frames) == 1
-    got = decode([bytes(frames[0])], Limits(), arenas)
+    got = decode([bytes(frames[0])], FrameLimits(), arenas)
     assert isinstance(got, Pulled)
     assert got.values.data_ptr() == values.data_ptr()
     assert got.values.shape == (32, 32)
     assert len(encode(Pulled(0, 0, 0, 1, 1, values[::2]), arenas)) == 2  # not contiguous: its bytes
     with pytest.raises(Malformed, match="no memory is shared"):
-        decode(frames, Limits())
+        decode(frames, FrameLimits())
 
 
 def test_an_arena_is_one_process_s_own_until_that_has_ended(arenas: Arenas) -> None:

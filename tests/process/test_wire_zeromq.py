@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from polytempo.server.message import Beat, Message, Pulled
-from polytempo.wire.frames import Frame, Limits, encode
+from polytempo.wire.frames import Frame, FrameLimits, encode
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.zeromq import Mailbox
 
@@ -272,20 +272,20 @@ def test_garbage_from_one_who_has_been_let_in(box: Open, keys: Keys | None) -> N
     num_bad = 0
     with zmq.Context() as context:
         for name in (b"3", b"8", b"-1", b"01", b"x", b"", b"99999999999"):  # the first alone is a node's
-            with context.socket(zmq.DEALER) as dealer:
+            with context.socket(zmq.DEALER) as scheduler:
                 if keys is not None:
-                    dealer.curve_serverkey = keys.server_public
-                    dealer.curve_publickey, dealer.curve_secretkey = keys.client_public, keys.client_secret
-                dealer.linger = 5000
+                    scheduler.curve_serverkey = keys.server_public
+                    scheduler.curve_publickey, scheduler.curve_secretkey = keys.client_public, keys.client_secret
+                scheduler.linger = 5000
                 if name:
-                    dealer.routing_id = name
-                dealer.connect(a.address)
+                    scheduler.routing_id = name
+                scheduler.connect(a.address)
                 for _ in range(60):
-                    dealer.send_multipart(
+                    scheduler.send_multipart(
                         [chance.randbytes(chance.randrange(50)) for _ in range(chance.randrange(1, 5))]
                     )
-                dealer.send_multipart([b"x"] * (a.limits.num_frames + 10))
-                dealer.send_multipart(good)
+                scheduler.send_multipart([b"x"] * (a.limits.num_frames + 10))
+                scheduler.send_multipart(good)
                 num_bad += 61 + (name != b"3")
                 if name == b"3":
                     assert number(a.take(WAIT_S)) == 3
@@ -298,14 +298,14 @@ def test_garbage_from_one_who_has_been_let_in(box: Open, keys: Keys | None) -> N
 
 
 def test_what_is_too_large_is_not_let_in(box: Open) -> None:
-    a, b = box(0, LOOPBACK, None, limits=Limits(total_bytes=100_000)), box(1)
+    a, b = box(0, LOOPBACK, None, limits=FrameLimits(total_bytes=100_000)), box(1)
     b.connect(0, a.address)
     b.post(0, Pulled(0, 0, 0, 1, 1, torch.zeros(100_000)))
     assert number(retried(b, 0, beat(1), a)) == 1
 
 
 def test_many_parts_that_are_too_large_together_are_refused_and_not_held(box: Open) -> None:
-    a, b = box(0, LOOPBACK, None, limits=Limits(total_bytes=100_000)), box(1)
+    a, b = box(0, LOOPBACK, None, limits=FrameLimits(total_bytes=100_000)), box(1)
     most: list[int] = []
     opened = a._opened
 
@@ -314,12 +314,12 @@ def test_many_parts_that_are_too_large_together_are_refused_and_not_held(box: Op
         return opened(parts)
 
     a._opened = watched  # type: ignore[method-assign]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.routing_id = b"3"
-        dealer.connect(a.address)
-        dealer.send_multipart([bytes(50_000)] * 3)
-        dealer.send_multipart([bytes(50_000)] * 2 + [b"", b"x"])
-        dealer.send_multipart([bytes(frame) for frame in encode(beat(3))])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
+        scheduler.routing_id = b"3"
+        scheduler.connect(a.address)
+        scheduler.send_multipart([bytes(50_000)] * 3)
+        scheduler.send_multipart([bytes(50_000)] * 2 + [b"", b"x"])
+        scheduler.send_multipart([bytes(frame) for frame in encode(beat(3))])
         assert number(a.take(WAIT_S)) == 3
     assert a.counts.malformed == 2
     assert most[:2] == [1, 1]  # the sender's number

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.capacity import (
-    Limits,
+    ProcessLimits,
     batch_notes,
     check_memory,
     check_processes,
@@ -22,8 +22,8 @@ from polytempo.engines.capacity import (
 from polytempo.engines.folder import began
 
 GB = 1_000_000_000
-LAPTOP = Limits(processes=4_000, files=1_024, memory_bytes=8 * GB, cores=2)
-NOTHING = Limits(None, None, None, cores=2)
+LAPTOP = ProcessLimits(processes=4_000, files=1_024, memory_bytes=8 * GB, cores=2)
+NOTHING = ProcessLimits(None, None, None, cores=2)
 
 
 def test_this_machine_holds_two_workers() -> None:
@@ -53,7 +53,7 @@ def test_this_machine_holds_two_workers() -> None:
     ],
     ids=["processes", "files", "memory"],
 )
-def test_what_cannot_run_is_refused(found: Limits, workers: int, message: str) -> None:
+def test_what_cannot_run_is_refused(found: ProcessLimits, workers: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_processes(workers, workers, found)
 

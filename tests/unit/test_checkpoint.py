@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.core.state import Scalar
-from polytempo.torch.checkpoint import (
+from polytempo.training.checkpoint import (
     CheckpointError,
-    Part,
+    CheckpointPart,
     commit,
     latest,
     read_manifest,
@@ -45,8 +45,10 @@ class Crash(BaseException):
     """The process stops here: no handler of `Exception` sees it."""
 
 
-def part(value: float) -> Part:
-    return Part({"weight": torch.full((3, 2), value), "step": torch.tensor(7)}, {"epoch": value, "name": "digits"})
+def part(value: float) -> CheckpointPart:
+    return CheckpointPart(
+        {"weight": torch.full((3, 2), value), "step": torch.tensor(7)}, {"epoch": value, "name": "digits"}
+    )
 
 
 def save(root: Path, step: int, ranks: int = 2) -> Path:
@@ -54,7 +56,7 @@ def save(root: Path, step: int, ranks: int = 2) -> Path:
     return commit(root, step, [write_part(root, step, rank, part(step)) for rank in range(ranks)], {"seed": 3})
 
 
-def assert_equal(got: Part, expected: Part) -> None:
+def assert_equal(got: CheckpointPart, expected: CheckpointPart) -> None:
     assert got.scalars == expected.scalars
     assert got.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
@@ -75,7 +77,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_round_trip_is_bitwise(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)  # any bits: NaN payloads, -0.0 …
-    saved = Part({"x": tensor}, {})
+    saved = CheckpointPart({"x": tensor}, {})
     folder = commit(tmp_path, 1, [write_part(tmp_path, 1, 0, saved)], {})
     assert_equal(read_part(folder, 0), saved)
 
@@ -84,14 +86,14 @@ def test_views_shared_memory_and_gradients_are_saved_as_values(tmp_path: Path) -
     base = torch.arange(12.0).view(3, 4)
     parameter = torch.nn.Parameter(base.clone())
     complex_ones = torch.tensor([1 + 2j, 3 - 4j])
-    saved = Part(
+    saved = CheckpointPart(
         {"base": base, "tied": base, "transposed": base.T, "column": base[:, 1], "expanded": base[:1].expand(3, 4)}
         | {"parameter": parameter, "negated": complex_ones.conj().imag},
         {},
     )
     folder = commit(tmp_path, 1, [write_part(tmp_path, 1, 0, saved)], {})
     loaded = read_part(folder, 0)
-    assert_equal(loaded, Part({**saved.tensors, "negated": torch.tensor([-2.0, 4.0])}, {}))
+    assert_equal(loaded, CheckpointPart({**saved.tensors, "negated": torch.tensor([-2.0, 4.0])}, {}))
     loaded.tensors["base"].zero_()
     assert loaded.tensors["tied"][0, 1] == 1.0, "what is loaded shares no memory"
 
@@ -105,8 +107,10 @@ def test_scalars_and_notes_round_trip(tmp_path: Path) -> None:
         "t": True,
         "none": None,
     }
-    folder = commit(tmp_path, 5, [write_part(tmp_path, 5, 0, Part({}, scalars))], {"strategy": "local_sgd(period=8)"})
-    assert read_part(folder, 0) == Part({}, scalars)
+    folder = commit(
+        tmp_path, 5, [write_part(tmp_path, 5, 0, CheckpointPart({}, scalars))], {"strategy": "local_sgd(period=8)"}
+    )
+    assert read_part(folder, 0) == CheckpointPart({}, scalars)
     manifest = read_manifest(folder)
     assert (manifest.step, len(manifest.parts)) == (5, 1)
     assert manifest.about == {"strategy": "local_sgd(period=8)"}
@@ -126,9 +130,9 @@ def test_each_rank_has_its_own_part(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"scalar 'x' is a Tensor; put a tensor into `tensors`"):
-        write_part(tmp_path, 1, 0, Part({}, {"x": torch.ones(1)}))  # type: ignore[dict-item]
+        write_part(tmp_path, 1, 0, CheckpointPart({}, {"x": torch.ones(1)}))  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="'__metadata__'"):
-        write_part(tmp_path, 1, 0, Part({"__metadata__": torch.ones(1)}, {}))
+        write_part(tmp_path, 1, 0, CheckpointPart({"__metadata__": torch.ones(1)}, {}))
     with pytest.raises(ValueError, match="step -1 is negative"):
         write_part(tmp_path, -1, 0, part(1))
     sha256 = write_part(tmp_path, 1, 0, part(1))
@@ -336,10 +340,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from polytempo.core.state import Scalar
-from polytempo.torch.checkpoint import CheckpointError, Part, write_part
+from polytempo.training.checkpoint import CheckpointError, CheckpointPart, write_part
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    write_part(Path(sys.argv[1]), 20, 0, Part({"x": torch.ones(1_000_000)}, {}))
+    write_part(Path(sys.argv[1]), 20, 0, CheckpointPart({"x": torch.ones(1_000_000)}, {}))
 except CheckpointError as error:
     print(error)
 """

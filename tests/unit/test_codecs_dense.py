@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
 from polytempo.compression.dynamic8 import Tree, nearest, tree
-from polytempo.core import Codec, NotFinite, Occasion
+from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native import codes_dense
 
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign(), sign(False)]
@@ -92,7 +92,7 @@ def test_the_sign_of_zero_is_a_matter_of_turns(way: str, dtype: torch.dtype, mon
     codec, x = sign(scaled=False), torch.tensor([0.0, -0.0, 1e-7, -1e-7, 0.0, -0.0, 3.0] * 15, dtype=dtype)
     before = x.clone()
     for rank, step in ((0, 1), (1, 1), (0, 2), (5, 8), (2, 2**31)):
-        when = Occasion(step, rank)
+        when = EncodeContext(step, rank)
         wire, _ = codec.encode(x, None, when)
         decoded = codec.decode(wire, x, when)
         turns = [1.0 if (element + rank + step) % 2 else -1.0 for element in range(len(x))]
@@ -144,12 +144,12 @@ def test_the_largest_numbers_of_all_ranks_have_a_finite_sum(make: type, terms: i
     codec: Codec = make()
     for dtype in DTYPES[:3]:
         x = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max], dtype=dtype)
-        wire, _ = codec.encode(x, when=Occasion(terms=terms))
+        wire, _ = codec.encode(x, when=EncodeContext(terms=terms))
         total = torch.zeros_like(wire)
         for _ in range(terms):
             total += wire
         assert total.isfinite().all()
-    assert codec.encode(torch.tensor([math.inf, -math.inf]), when=Occasion(terms=terms))[0].isinf().all()
+    assert codec.encode(torch.tensor([math.inf, -math.inf]), when=EncodeContext(terms=terms))[0].isinf().all()
 
 
 @every_codec
@@ -285,7 +285,7 @@ def test_what_wants_a_gradient_is_encoded_without_one(codec: Codec, dtype: torch
 @pytest.mark.parametrize("terms", [1, 2, 7])
 def test_16_bit_tensors_stay_finite_in_the_other_16_bits(terms: int) -> None:
     """bf16 holds no limit of fp16, and rounds it up: 65504 would be 65536, and infinite."""
-    when = Occasion(terms=terms)
+    when = EncodeContext(terms=terms)
     wide, residual = torch.tensor([1e6, -1e6, 1.0], dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
     wire, _ = fp16().encode_(wide, residual, when=when)
     assert torch.stack([wire] * terms).sum(0).isfinite().all()

@@ -13,7 +13,7 @@ from torch import Tensor
 from polytempo.compression import natural, pca, qsgd, terngrad
 from polytempo.compression.draw import _splitmix64, draw_key, draws, finalized, happens
 from polytempo.compression.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
-from polytempo.core import NotFinite, Occasion
+from polytempo.core import EncodeContext, NotFinite
 from polytempo.native import codes_drawn
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_published_numbers() -> None:
 def test_draws_are_even_and_do_not_know_each_other() -> None:
     """Mean, variance, bytes, and correlation between neighbours: of the element, the step, the rank, the tensor."""
     count = 1 << 18
-    key = draw_key(3, Occasion(5, 1, 77))
+    key = draw_key(3, EncodeContext(5, 1, 77))
     bits = draws(key, count, CPU)
     uniform = bits.double() / 2**32
     assert abs(float(uniform.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / count)
@@ -62,8 +62,8 @@ def test_draws_are_even_and_do_not_know_each_other() -> None:
         counts = torch.bincount((bits >> shift) & 255, minlength=256).double()
         chi_square = float(((counts - count / 256).square() / (count / 256)).sum())
         assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255), shift
-    others = [Occasion(6, 1, 77), Occasion(5, 2, 77), Occasion(5, 1, 78), Occasion(1, 5, 77)]
-    keys = [key, draw_key(4, Occasion(5, 1, 77)), *(draw_key(3, when) for when in others)]
+    others = [EncodeContext(6, 1, 77), EncodeContext(5, 2, 77), EncodeContext(5, 1, 78), EncodeContext(1, 5, 77)]
+    keys = [key, draw_key(4, EncodeContext(5, 1, 77)), *(draw_key(3, when) for when in others)]
     streams = [draws(each, count, CPU).double() / 2**32 - 0.5 for each in keys]
     limit = 4 / 12 / math.sqrt(count)
     for i, stream in enumerate(streams):
@@ -75,8 +75,8 @@ def test_draws_are_even_and_do_not_know_each_other() -> None:
 
 def test_one_element_over_many_steps_is_even() -> None:
     """The other direction: what one element draws in steps 1, 2, …"""
-    drawn = torch.tensor([draw_key(0, Occasion(step)) for step in range(1, 4001)], dtype=torch.float64)
-    firsts = torch.stack([draws(draw_key(0, Occasion(step)), 4, CPU) for step in range(1, 4001)]).double() / 2**32
+    drawn = torch.tensor([draw_key(0, EncodeContext(step)) for step in range(1, 4001)], dtype=torch.float64)
+    firsts = torch.stack([draws(draw_key(0, EncodeContext(step)), 4, CPU) for step in range(1, 4001)]).double() / 2**32
     assert len(set(drawn.tolist())) == 4000
     assert ((firsts.mean(dim=0) - 0.5).abs() < 4 * math.sqrt(1 / 12 / 4000)).all()
     for left, right in pairwise(firsts.T - 0.5):
@@ -85,7 +85,7 @@ def test_one_element_over_many_steps_is_even() -> None:
 
 
 def test_draws_go_on_where_they_are_asked_to() -> None:
-    key = draw_key(0, Occasion())
+    key = draw_key(0, EncodeContext())
     assert torch.equal(draws(key, 100, CPU)[40:], draws(key, 60, CPU, first=40))
     beyond = draws(key, 8, CPU, first=2**32 - 4)
     assert not torch.equal(beyond[4:], draws(key, 4, CPU)), "the index has more than 32 bits"
@@ -156,9 +156,9 @@ def test_what_is_owed_is_what_was_not_sent(way: None, codec: Any, dtype: torch.d
     x, residual = normal(3, 700).to(dtype), normal(3, 700, seed=1).to(dtype)
     v = x + residual
     kept = x.clone()
-    wire, _ = codec.encode_(x, residual, None, Occasion(3, 1, 9))
+    wire, _ = codec.encode_(x, residual, None, EncodeContext(3, 1, 9))
     assert torch.equal(x, kept)
-    assert torch.equal(wire, codec.encode(v, None, Occasion(3, 1, 9))[0])
+    assert torch.equal(wire, codec.encode(v, None, EncodeContext(3, 1, 9))[0])
     assert torch.equal(residual, v - codec.decode(wire, v))
     out = normal(3, 700, seed=2).to(dtype)
     expected = out + codec.decode(wire, v)
@@ -223,7 +223,7 @@ def test_a_wire_that_is_too_short_is_refused(codec: Any) -> None:
 @codecs
 def test_the_same_occasion_draws_the_same(codec: Any) -> None:
     x = normal(2000)
-    when = Occasion(7, 1, 3)
+    when = EncodeContext(7, 1, 3)
     wires = [codec.encode(x, None, other)[0] for other in (when, when._replace(step=8), when._replace(rank=2))]
     assert torch.equal(codec.encode(x, None, when)[0], wires[0])
     assert not torch.equal(wires[0], wires[1])
@@ -233,7 +233,7 @@ def test_the_same_occasion_draws_the_same(codec: Any) -> None:
 def test_kernels_and_torch_write_the_same_wires(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of whole numbers are exact in float64, whatever their order; so here even steps and scalers are the same."""
     x = (normal(10_000) * 100).round()
-    whens = (Occasion(2, 1, 5), Occasion(2, 1, 5, terms=5, agreed=1000.0))
+    whens = (EncodeContext(2, 1, 5), EncodeContext(2, 1, 5, terms=5, agreed=1000.0))
     cases = [(codec, when) for codec in DRAWN for when in (whens if codec.summable else whens[:1])]
     first = [codec.encode(x, None, when)[0] for codec, when in cases]
     monkeypatch.setattr(codes_drawn, "load", lambda: None)
@@ -246,7 +246,9 @@ def test_unbiased_and_within_the_bound(codec: Any) -> None:
     """|mean - v| < 4 standard errors over 2,000 draws, and E‖x̂ - v‖² ≤ bound · ‖v‖²."""
     v = normal(48, seed=11)
     v[:4] = torch.tensor([0.0, 1e-3, 3.0, -4.0])
-    drawn = torch.stack([codec.decode(codec.encode(v, None, Occasion(step))[0], v) for step in range(1, 2001)]).double()
+    drawn = torch.stack(
+        [codec.decode(codec.encode(v, None, EncodeContext(step))[0], v) for step in range(1, 2001)]
+    ).double()
     assert_mean(drawn, v.double())
     error = (drawn - v.double()).square().sum(dim=1).mean()
     assert float(error) <= 1.02 * codec.law.bound(v) * float(v.double().square().sum())
@@ -265,7 +267,8 @@ def test_bounds_are_reached() -> None:
     peak[0] = 1.0
     for codec, v in ((terngrad(None), peak), (natural(), torch.full((n,), 4 / 3))):
         errors = [
-            (codec.decode(codec.encode(v, None, Occasion(step))[0], v) - v).square().sum() for step in range(1, 501)
+            (codec.decode(codec.encode(v, None, EncodeContext(step))[0], v) - v).square().sum()
+            for step in range(1, 501)
         ]
         ratio = float(torch.stack(errors).mean() / v.square().sum()) / codec.law.bound(v)
         assert 0.93 < ratio < 1.07, codec.name
@@ -279,7 +282,7 @@ def test_qsgd_agrees_with_the_public_example() -> None:
     x = torch.tensor([0, 1, 0.5, 0.2, -0.3, -0.9])
     for levels in (1, 2, 5):
         for step in range(1, 11):
-            when = Occasion(step)
+            when = EncodeContext(step)
             norm = x.double().norm()
             level_float = levels * x.double().abs() / norm
             uniform = (draws(draw_key(0, when), 6, CPU) >> 2).double() / 2**30
@@ -315,7 +318,7 @@ def test_the_sum_of_wires_is_the_sum_of_ternaries(way: None, num_ranks: int) -> 
     agreed = max(codec.statistic(x, None) or 0.0 for x in xs)
     total, expected, owed = torch.zeros(0), torch.zeros(1000, dtype=torch.float64), torch.zeros(1000)
     for rank, x in enumerate(xs):
-        when = Occasion(1, rank, 5, num_ranks, agreed)
+        when = EncodeContext(1, rank, 5, num_ranks, agreed)
         residual = torch.zeros(1000)
         wire, _ = codec.encode_(x, residual, None, when)
         assert wire.dtype == torch.int32
@@ -325,7 +328,7 @@ def test_the_sum_of_wires_is_the_sum_of_ternaries(way: None, num_ranks: int) -> 
         expected += ternary
         owed += residual
         total = wire if rank == 0 or num_ranks == 1 else total + wire
-    when = Occasion(1, 0, 5, num_ranks, agreed)
+    when = EncodeContext(1, 0, 5, num_ranks, agreed)
     decoded = codec.decode(total, torch.empty(1000), when)
     assert torch.equal(decoded, expected.float() * agreed)
     assert torch.allclose(decoded + owed, torch.stack(xs).sum(dim=0), rtol=1e-5, atol=1e-5)
@@ -335,7 +338,7 @@ def test_all_lanes_full_do_not_overflow() -> None:
     for terms in (2, 3, 7, 15, 127):
         for sign in (-1.0, 1.0):
             x = torch.full((700,), sign)
-            when = Occasion(terms=terms, agreed=1.0)
+            when = EncodeContext(terms=terms, agreed=1.0)
             wire, _ = terngrad().encode(x, None, when)
             total = torch.stack([wire] * terms).sum(dim=0, dtype=torch.int32)
             assert torch.equal(terngrad().decode(total, x, when), x * terms)
@@ -348,7 +351,7 @@ def test_clipping_is_at_so_many_standard_deviations() -> None:
     assert terngrad(2.5).statistic(x, None) == pytest.approx(2.5 * sigma)
     assert terngrad(None).statistic(x, None) == terngrad(0.0).statistic(x, None) == 10.0
     drawn = torch.stack(
-        [terngrad(2.5).decode(terngrad(2.5).encode(x, None, Occasion(step))[0], x) for step in range(1, 501)]
+        [terngrad(2.5).decode(terngrad(2.5).encode(x, None, EncodeContext(step))[0], x) for step in range(1, 501)]
     )
     assert_mean(drawn.double(), x.clamp(-2.5 * sigma, 2.5 * sigma).double())
     same = torch.full((9,), 3.0)
@@ -357,11 +360,11 @@ def test_clipping_is_at_so_many_standard_deviations() -> None:
 
 def test_terngrad_refuses() -> None:
     x = normal(5)
-    wire, _ = terngrad().encode(x, None, Occasion(terms=2, agreed=3.0))
+    wire, _ = terngrad().encode(x, None, EncodeContext(terms=2, agreed=3.0))
     with pytest.raises(ValueError, match="all_gather"):
-        terngrad().encode(x, None, Occasion(terms=2))
+        terngrad().encode(x, None, EncodeContext(terms=2))
     with pytest.raises(ValueError, match="agreed"):
-        terngrad().decode(wire, x, Occasion(terms=2))
+        terngrad().decode(wire, x, EncodeContext(terms=2))
     with pytest.raises(ValueError, match="clip"):
         terngrad(clip=-1.0)
     with pytest.raises(NotFinite):
@@ -374,7 +377,7 @@ def test_terngrad_refuses() -> None:
 def test_natural_leaves_powers_and_takes_neighbours() -> None:
     x = torch.tensor([1.0, -2.0, 0.0, 2.0**-126, -(2.0**127), 3.0, -0.7, 2.0**-127, 3e38])
     neighbours = [{1.0}, {-2.0}, {0.0}, {2.0**-126}, {-(2.0**127)}, {2.0, 4.0}, {-0.5, -1.0}, {0.0, 2.0**-126}]
-    seen = [natural().decode(natural().encode(x, None, Occasion(step))[0], x).tolist() for step in range(1, 60)]
+    seen = [natural().decode(natural().encode(x, None, EncodeContext(step))[0], x).tolist() for step in range(1, 60)]
     assert [set(column) for column in zip(*seen, strict=True)] == [*neighbours, {2.0**127}]
 
 
@@ -516,7 +519,7 @@ def test_with_a_residual_nothing_is_lost(codec: Any) -> None:
     given, arrived, residual = torch.zeros(3, 300, dtype=torch.float64)
     for step in range(1, 21):
         x = normal(300, seed=step).double()
-        wire, _ = codec.encode_(x, residual, None, Occasion(step))
+        wire, _ = codec.encode_(x, residual, None, EncodeContext(step))
         given += x
-        codec.add_(wire, arrived, Occasion(step))
+        codec.add_(wire, arrived, EncodeContext(step))
     assert torch.allclose(arrived + residual, given, rtol=0, atol=1e-6)

@@ -15,7 +15,7 @@ from polytempo import compression as c
 from polytempo.compression import entries, entropy
 from polytempo.compression.dgc import WARMUP, Accumulated
 from polytempo.compression.feedback import Fed
-from polytempo.core import Codec, NotFinite, Occasion, Owed
+from polytempo.core import Codec, EncodeContext, NotFinite, Residual
 from polytempo.core.state import wide
 from polytempo.native import codes_sparse
 
@@ -85,7 +85,7 @@ def test_gradients_that_stay_the_same_are_sent_at_an_even_rate(dtype: torch.dtyp
     codec, x = c.feedback(c.threshold(density=0.01)), normal(20_000, 1).to(dtype)
     state, shares = None, []
     for step in range(40):
-        wire, state = codec.encode(x, state, Occasion(step))
+        wire, state = codec.encode(x, state, EncodeContext(step))
         shares.append(int(codec.decode(wire, x).count_nonzero()) / x.numel())
     assert shares[5:] == pytest.approx([0.01] * 35, abs=0.008)
 
@@ -132,12 +132,12 @@ def test_without_zstandard_one_learns_so_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_random_k_is_the_same_for_all_ranks_and_another_each_step() -> None:
     codec, x, y = c.random_k(0.25, seed=3), normal(40), normal(40, 1)
-    first = codec.drawn(x, Occasion(1, 0, 7))
-    assert torch.equal(first, codec.drawn(x, Occasion(1, 5, 7)))
-    for other in (Occasion(2, 0, 7), Occasion(1, 0, 8)):
+    first = codec.drawn(x, EncodeContext(1, 0, 7))
+    assert torch.equal(first, codec.drawn(x, EncodeContext(1, 5, 7)))
+    for other in (EncodeContext(2, 0, 7), EncodeContext(1, 0, 8)):
         assert not torch.equal(first, codec.drawn(x, other))
-    assert not torch.equal(first, c.random_k(0.25, seed=4).drawn(x, Occasion(1, 0, 7)))
-    when = Occasion(1, 0, 7, terms=2)
+    assert not torch.equal(first, c.random_k(0.25, seed=4).drawn(x, EncodeContext(1, 0, 7)))
+    when = EncodeContext(1, 0, 7, terms=2)
     total = codec.encode(x, when=when)[0] + codec.encode(y, when=when._replace(rank=1))[0]
     expected = torch.zeros(40).index_copy(0, first, (x + y)[first])
     assert torch.equal(codec.decode(total, x, when), expected)
@@ -147,7 +147,7 @@ def test_random_k_is_the_same_for_all_ranks_and_another_each_step() -> None:
 @given(st.integers(1, 200), st.floats(1e-3, 1.0), st.integers(1, 10**6))
 def test_the_drawn_are_distinct(n: int, ratio: float, step: int) -> None:
     codec, like = c.random_k(ratio), torch.empty(n)
-    drawn = codec.drawn(like, Occasion(step))
+    drawn = codec.drawn(like, EncodeContext(step))
     assert len(set(drawn.tolist())) == drawn.numel() == max(1, math.ceil(ratio * n))
     assert 0 <= int(drawn.min()) <= int(drawn.max()) < n
 
@@ -157,7 +157,7 @@ def test_every_element_is_drawn_equally_often(n: int, ratio: float) -> None:
     codec, like, draws = c.random_k(ratio), torch.empty(n), 800
     counts = torch.zeros(n)
     for step in range(draws):
-        counts[codec.drawn(like, Occasion(step))] += 1
+        counts[codec.drawn(like, EncodeContext(step))] += 1
     share = codec.num_sent(like) / n
     assert float((counts / draws - share).abs().max()) <= 4 * math.sqrt(share * (1 - share) / draws)
 
@@ -187,7 +187,7 @@ def test_prune_keeps_what_is_not_small_against_the_mean() -> None:
 def test_what_was_not_sent_is_kept_to_the_bit(codec: Codec, dtype: torch.dtype) -> None:
     for n in (0, 1, 31, 500):
         x, residual = normal(n, 1, dtype), normal(n, 2, dtype)
-        v, when = x + residual, Occasion(5)
+        v, when = x + residual, EncodeContext(5)
         wire, _ = codec.encode_(x, residual, codec.init(x), when)
         assert torch.equal(residual, v - codec.decode(wire, x, when))
         assert wire.nbytes <= codec.wire_bytes(x)
@@ -213,7 +213,7 @@ def test_no_number_is_refused_before_anything_changes(bad: float, dtype: torch.d
         x, residual = normal(100, 1, dtype), normal(100, 2, dtype)
         x[41] = bad
         before, state = residual.clone(), codec.init(x)
-        own = Accumulated(Owed(residual), Owed(residual))
+        own = Accumulated(Residual(residual), Residual(residual))
         feeds_itself = getattr(codec, "feeds_itself", False)
         with pytest.raises(NotFinite, match="element 41"):
             _ = codec.encode(x, own) if feeds_itself else codec.encode_(x, residual, state)
@@ -269,7 +269,7 @@ def test_dgc_as_in_the_authors_code(dtype: torch.dtype) -> None:
     codec, state = c.dgc(0.25, 0.5, dense_below=0), None
     for step, (gradient, sent) in enumerate(zip(GRADIENTS, SENT, strict=True), 1):
         x = torch.tensor(gradient, dtype=dtype)
-        wire, state = codec.encode(x, state, Occasion(step))
+        wire, state = codec.encode(x, state, EncodeContext(step))
         decoded = codec.decode(wire, x)
         assert {i: pytest.approx(value) for i, value in sent.items()} == {
             i: value for i, value in enumerate(decoded.tolist()) if value
@@ -293,7 +293,7 @@ def test_dgc_at_ratio_1_is_the_tensor_or_its_momentum(dtype: torch.dtype) -> Non
         rest = velocity + rest - (velocity + rest).to(dtype)
     assert torch.equal(state.u.residual, velocity)
     if dtype is wide(dtype):
-        assert state.v == Owed()
+        assert state.v == Residual()
     else:
         assert torch.equal(state.v.residual, rest), "what 16 bits have rounded off"
         assert rest.any()
@@ -304,13 +304,13 @@ def test_dgc_without_momentum_loses_nothing() -> None:
     given_sum = torch.zeros(5000)
     for step in range(1, 31):
         x = normal(5000, step)
-        wire, state = codec.encode(x, state, Occasion(step))
+        wire, state = codec.encode(x, state, EncodeContext(step))
         codec.add_(wire, total)
         given_sum += x
         assert 80 <= words(wire)[0] <= 130
         assert wire.numel() <= codec.wire_bytes(x)
     torch.testing.assert_close(total + state.v.residual, given_sum, atol=1e-5, rtol=0)
-    assert state.u == Owed(), "nothing of it goes on"
+    assert state.u == Residual(), "nothing of it goes on"
 
 
 @every_dtype
@@ -322,7 +322,7 @@ def test_dgc_sends_no_zeros_where_fewer_than_k_are_not(dtype: torch.dtype) -> No
     assert torch.equal(codec.decode(wire, x), x)
     assert not state.u.residual.any()
     assert not state.v.residual.any()
-    wire, _ = codec.encode(torch.zeros_like(x), state, Occasion(2))
+    wire, _ = codec.encode(torch.zeros_like(x), state, EncodeContext(2))
     assert words(wire) == [0]
 
 
@@ -335,7 +335,7 @@ def test_dgc_does_not_stop_the_momentum_of_what_cancels_out() -> None:
         v[5] = 0.5
         u = v.clone()
         codec = c.dgc(0.01, 0.5, dense_below=0)
-        wire, state = codec.encode(x, Accumulated(Owed(u), Owed(v)))
+        wire, state = codec.encode(x, Accumulated(Residual(u), Residual(v)))
         assert words(wire) == [0]
         assert state.u.residual[5] == -0.5
         assert state.v.residual[5] == 0.0
@@ -378,7 +378,7 @@ def test_dgc_keeps_its_memory_where_the_wire_does_not_fit(codec: c.dgc, dtype: t
     before = [getattr(part, "residual", part) for part in state]
     kept = [None if tensor is None else tensor.clone() for tensor in before]
     with pytest.raises(ValueError, match="out has 8 bytes"):
-        codec.encode(x, state, Occasion(2), torch.zeros(8, dtype=torch.uint8))
+        codec.encode(x, state, EncodeContext(2), torch.zeros(8, dtype=torch.uint8))
     for tensor, copy in zip(before, kept, strict=True):
         assert copy is None or torch.equal(tensor, copy)
 
@@ -422,7 +422,7 @@ def test_random_k_draws_from_many_elements_without_overflow() -> None:
     """k · n is beyond int64 here; and so would 32 bits be, times a stratum of 2^31 places."""
     like, k = expanded(2**44 - 7), 2**20 + 1
     codec = c.random_k((k - 0.5) / like.numel())
-    drawn = codec.drawn(like, Occasion())
+    drawn = codec.drawn(like, EncodeContext())
     assert drawn.numel() == codec.num_sent(like) == k
     assert 0 <= int(drawn.min()) <= int(drawn.max()) < like.numel()
     gaps = (drawn.sort().values.diff()).double()
@@ -430,7 +430,7 @@ def test_random_k_draws_from_many_elements_without_overflow() -> None:
     assert float(gaps.max()) < 2 * like.numel() / k + 2, "a place in each stratum"
     for n, ratio in ((2**31, 1e-12), (2**44, 1e-4 / 2**20)):
         with pytest.raises(ValueError, match=f"of {n} elements in int64; take a larger ratio"):
-            c.random_k(ratio).drawn(expanded(n), Occasion())
+            c.random_k(ratio).drawn(expanded(n), EncodeContext())
 
 
 def test_what_cannot_be() -> None:

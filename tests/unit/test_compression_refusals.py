@@ -17,7 +17,7 @@ from polytempo import strategies as s
 from polytempo.aggregation import low_rank, mean, merged, vote
 from polytempo.cluster import ethernet
 from polytempo.core import Bundle, Codec, Port
-from polytempo.torch.ddp_hook import comm_hook
+from polytempo.interop.ddp_hook import comm_hook
 from polytempo.worlds.virtual import VirtualWorld
 
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polytempo.torch.drift import Look, Verdict, Walk, judged, look_of
+from polytempo.training.drift import DriftLook, DriftVerdict, Walk, judged, look_of
 
 BIG = torch.arange(1_200_000.0)
 TENSORS: dict[str, list[Tensor]] = {
@@ -37,8 +37,8 @@ def test_a_pass_sees_every_element_once(name: str) -> None:
     assert all(torch.equal(each, whole) for each in passes)
 
 
-def look(tensors: int = 0, *, steps: int = 7, settings: int = 0) -> Look:
-    return Look(steps, 1, tensors, 0, settings, 1, 1)
+def look(tensors: int = 0, *, steps: int = 7, settings: int = 0) -> DriftLook:
+    return DriftLook(steps, 1, tensors, 0, settings, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,10 @@ def look(tensors: int = 0, *, steps: int = 7, settings: int = 0) -> Look:
         ([look(), look(1), look(2), look(), look()], [0, 3, 4], [1, 2]),
     ],
 )
-def test_more_than_half_of_the_ranks_say_who_differs(looks: list[Look], healthy: list[int], others: list[int]) -> None:
-    assert judged(looks) == Verdict(healthy, others)
+def test_more_than_half_of_the_ranks_say_who_differs(
+    looks: list[DriftLook], healthy: list[int], others: list[int]
+) -> None:
+    assert judged(looks) == DriftVerdict(healthy, others)
 
 
 def test_what_a_rank_could_afford_is_no_difference() -> None:
@@ -64,5 +66,5 @@ def test_what_a_rank_could_afford_is_no_difference() -> None:
 
 
 def test_a_look_travels_as_it_is() -> None:
-    said = Look(3, 1, 2**64 - 1, 2**63, 5, 64, 256)
+    said = DriftLook(3, 1, 2**64 - 1, 2**63, 5, 64, 256)
     assert look_of(said.tensor()) == said

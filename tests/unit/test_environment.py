@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines.environment import Place, first_host, recognise
+from polytempo.engines.environment import RankPlace, first_host, recognise
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -58,7 +58,7 @@ POLYTEMPO = {
     "POLYTEMPO_RENDEZVOUS": "/somewhere/polytempo-1",
     "POLYTEMPO_GENERATION": "0",
 }
-ALONE = Place("none", 0, 1, 0, 1, None, None, None)
+ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -66,34 +66,36 @@ ALONE = Place("none", 0, 1, 0, 1, None, None, None)
     [
         pytest.param({}, ALONE, id="nothing"),
         pytest.param({"PATH": "/bin", "LOCAL_RANK": "3"}, ALONE, id="nothing that counts"),
-        pytest.param(TORCHRUN, Place("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2), id="torchrun"),
-        pytest.param(BY_HAND, Place("torchrun", 1, 2, 1, 2, 0, "localhost", 29500), id="by hand, one host"),
+        pytest.param(TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2), id="torchrun"),
+        pytest.param(BY_HAND, RankPlace("torchrun", 1, 2, 1, 2, 0, "localhost", 29500), id="by hand, one host"),
         pytest.param(
             {**BY_HAND, "MASTER_ADDR": "node1"},
-            Place("torchrun", 1, 2, 0, None, None, "node1", 29500),
+            RankPlace("torchrun", 1, 2, 0, None, None, "node1", 29500),
             id="by hand, hosts unknown",
         ),
         pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1, 0, 1, 0, None, None), id="by hand, alone"
+            {"RANK": "0", "WORLD_SIZE": "1"}, RankPlace("torchrun", 0, 1, 0, 1, 0, None, None), id="by hand, alone"
         ),
-        pytest.param(RAY, Place("Ray", 3, 4, 1, 2, 1, "10.0.0.7", 41234), id="Ray Train"),
+        pytest.param(RAY, RankPlace("Ray", 3, 4, 1, 2, 1, "10.0.0.7", 41234), id="Ray Train"),
         pytest.param(
-            {**RAY, **TORCHRUN}, Place("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2), id="torchrun under Ray"
+            {**RAY, **TORCHRUN},
+            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2),
+            id="torchrun under Ray",
         ),
-        pytest.param(SLURM, Place("Slurm", 4, 7, 1, 3, 1, "node003", 63853), id="srun on three hosts"),
+        pytest.param(SLURM, RankPlace("Slurm", 4, 7, 1, 3, 1, "node003", 63853), id="srun on three hosts"),
         pytest.param(
             {**SLURM, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "7"},
-            Place("Slurm", 4, 7, 1, 7, 0, "127.0.0.1", 63853),
+            RankPlace("Slurm", 4, 7, 1, 7, 0, "127.0.0.1", 63853),
             id="srun on one host",
         ),
         pytest.param(
             {**SLURM, "MASTER_ADDR": "node9", "MASTER_PORT": "2000"},
-            Place("Slurm", 4, 7, 1, 3, 1, "node9", 2000),
+            RankPlace("Slurm", 4, 7, 1, 3, 1, "node9", 2000),
             id="srun, the user names the master",
         ),
         pytest.param(
             {**SLURM, **TORCHRUN},
-            Place("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2),
+            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2),
             id="torchrun under srun",
         ),
         pytest.param({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ALONE, id="srun --pty, one task"),
@@ -104,31 +106,33 @@ ALONE = Place("none", 0, 1, 0, 1, None, None, None)
         ),
         pytest.param({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"}, ALONE, id="salloc on the login node"),
         pytest.param({**SLURM, "SLURM_STEP_ID": "4294967290"}, ALONE, id="salloc's interactive step"),
-        pytest.param(OPEN_MPI, Place("Open MPI", 2, 4, 2, 4, 0, "127.0.0.1", 62511), id="mpirun on one host"),
-        pytest.param({**SLURM, **OPEN_MPI}, Place("Open MPI", 2, 4, 2, 4, 0, "127.0.0.1", 62511), id="mpirun in Slurm"),
+        pytest.param(OPEN_MPI, RankPlace("Open MPI", 2, 4, 2, 4, 0, "127.0.0.1", 62511), id="mpirun on one host"),
+        pytest.param(
+            {**SLURM, **OPEN_MPI}, RankPlace("Open MPI", 2, 4, 2, 4, 0, "127.0.0.1", 62511), id="mpirun in Slurm"
+        ),
         pytest.param(
             {**SPREAD, "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"},
-            Place("Open MPI", 2, 4, 0, 2, None, "10.96.0.1", 62511),
+            RankPlace("Open MPI", 2, 4, 0, 2, None, "10.96.0.1", 62511),
             id="mpirun 4 on several hosts",
         ),
         pytest.param(
             {**SPREAD, "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620::2]:43370"},
-            Place("Open MPI", 2, 4, 0, 2, None, "fe80::b9b:ac5d:9cf0:b858", 62511),
+            RankPlace("Open MPI", 2, 4, 0, 2, None, "fe80::b9b:ac5d:9cf0:b858", 62511),
             id="mpirun 4 over IPv6",
         ),
         pytest.param(
             {**SPREAD, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-            Place("Open MPI", 2, 4, 0, 2, None, "node1", 29500),
+            RankPlace("Open MPI", 2, 4, 0, 2, None, "node1", 29500),
             id="mpirun 5 on several hosts",
         ),
         pytest.param(
             {**TORCHRUN, **POLYTEMPO},
-            Place("Polytempo", 1, 2, 1, 2, 0, None, None, 0, Path("/somewhere/polytempo-1")),
+            RankPlace("Polytempo", 1, 2, 1, 2, 0, None, None, 0, Path("/somewhere/polytempo-1")),
             id="our own engine, started under torchrun",
         ),
     ],
 )
-def test_recognise(environ: dict[str, str], place: Place) -> None:
+def test_recognise(environ: dict[str, str], place: RankPlace) -> None:
     assert recognise(environ) == place
 
 

@@ -11,11 +11,11 @@ import torch
 
 from polytempo.core import files
 from polytempo.report.metrics import MetricsWriter
-from polytempo.server import snapshot
-from polytempo.torch.checkpoint import CheckpointError, Part, commit, latest, read_part, write_part
+from polytempo.server.shard import snapshot
+from polytempo.training.checkpoint import CheckpointError, CheckpointPart, commit, latest, read_part, write_part
 from polytempo.worlds import write_chrome_trace
 
-PART = Part({"weight": torch.ones(3)}, {"epoch": 1})
+PART = CheckpointPart({"weight": torch.ones(3)}, {"epoch": 1})
 
 
 @pytest.fixture

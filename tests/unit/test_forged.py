@@ -15,19 +15,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 import polytempo as pt
-from polytempo.engines import standing
-from polytempo.engines.recorded import read_facts, read_run
-from polytempo.server import snapshot
-from polytempo.server.dealer import Dealer
+from polytempo.engines import run_snapshot as run_snapshot
+from polytempo.replay.records import read_facts, read_run
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError
-from polytempo.server.snapshot import SnapshotError
-from polytempo.torch.checkpoint import CheckpointError, Part, commit, read_manifest, read_part, write_part
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.snapshot import SnapshotError
+from polytempo.training.checkpoint import CheckpointError, CheckpointPart, commit, read_manifest, read_part, write_part
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def saved(root: Path) -> Path:
-    return commit(root, 1, [write_part(root, 1, 0, Part({"weight": torch.ones(3)}, {"epoch": 1}))], {})
+    return commit(root, 1, [write_part(root, 1, 0, CheckpointPart({"weight": torch.ones(3)}, {"epoch": 1}))], {})
 
 
 def forge(folder: Path, **entries: Any) -> None:
@@ -165,12 +165,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(run: Path, tmp_path: Path, wh
 
 
 def test_a_snapshot_that_holds_no_shard_is_refused(tmp_path: Path) -> None:
-    dealer = '{"version": "x"}'
-    standing.write_standing(tmp_path, standing.Standing(1, 0, 4, {"shards": 1}, dealer))
+    scheduler = '{"version": "x"}'
+    run_snapshot.write_run_snapshot(tmp_path, run_snapshot.RunSnapshot(1, 0, 4, {"shards": 1}, scheduler))
     for tensors in ([], [torch.ones(3)], [torch.ones(2, 2)]):
         snapshot.write(tmp_path, 1, 0, b"no state of a shard", tensors)
         with pytest.raises(SnapshotError, match=r"snapshot-00000001-shard-0\.safetensors is not what a shard has"):
-            standing.resumed(tmp_path, 1, {})
+            run_snapshot.resumed(tmp_path, 1, {})
 
 
 def facts(**entries: Any) -> dict[str, Any]:
@@ -210,6 +210,6 @@ def test_a_forged_history_is_refused(tmp_path: Path, machine: str, end: str | No
 
 def test_a_dealer_is_not_sent_to_deal_a_billion_batches_again() -> None:
 
-    state = msgspec.msgpack.decode(Dealer(4, 8, "freely", 1).dump())
+    state = msgspec.msgpack.decode(BatchScheduler(4, 8, "freely", 1).dump())
     with pytest.raises(ValueError, match="batches before the last one that was dealt are not done"):
-        Dealer(4, 8, "freely", 1).load(msgspec.msgpack.encode(state), [[(10**12, 10**12)]])
+        BatchScheduler(4, 8, "freely", 1).load(msgspec.msgpack.encode(state), [[(10**12, 10**12)]])

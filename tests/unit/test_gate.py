@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polytempo.cli.replay import counted, parse_stop
-from polytempo.engines.gate import CUE, Gate, Life, Play, Stop, as_recorded, difference_of
+from polytempo.replay.message_order import CUE, Life, MessageOrder, ReplayProgress, Stop, as_recorded, difference_of
 from polytempo.server.message import (
     COORDINATOR,
     Ask,
@@ -25,7 +25,7 @@ from polytempo.server.message import (
     Ticket,
     View,
 )
-from polytempo.server.record import Asking, Entry, Lost, Noting, Pushing, entry_of
+from polytempo.server.record import Asking, Entry, Lost, Noting, PushEntry, entry_of
 
 LIVES: dict[Life, int] = {(0, 1): 0, (1, 1): 1, (1, 2): 2}
 """Worker 1 lived twice; the second life is played by rank 2."""
@@ -60,15 +60,15 @@ class Noticing:
         return []
 
 
-def play(stop: Stop | None = None, entries: Counter[Life] | None = None) -> Play:
-    return Play(LIVES, entries or Counter(), workers=2, stop=stop)
+def play(stop: Stop | None = None, entries: Counter[Life] | None = None) -> ReplayProgress:
+    return ReplayProgress(LIVES, entries or Counter(), workers=2, stop=stop)
 
 
 def test_what_comes_early_is_held_until_its_turn() -> None:
     members = Members(COORDINATOR, 1, 1, ((0, 1), (1, 1)))
     first, second, third = pull(0, 1), push(1, 1), push(0, 2)
     door = Noticing()
-    gate = Gate("shard 0", [entry_of(m) for m in (members, first, second, third)], door, play())
+    gate = MessageOrder("shard 0", [entry_of(m) for m in (members, first, second, third)], door, play())
     assert gate.waits_for == "shard 0, entry 1 of 4: request 1 of the coordinator (members)"
     entered = []
     for message in (third, second, members, first):
@@ -82,7 +82,7 @@ def test_what_comes_early_is_held_until_its_turn() -> None:
 
 def test_what_is_in_no_record_passes_by_and_what_is_not_in_this_one_never_enters() -> None:
     door = Noticing()
-    gate = Gate("shard 0", [entry_of(pull(0, 1))], door, play())
+    gate = MessageOrder("shard 0", [entry_of(pull(0, 1))], door, play())
     gate.receive(0.0, 5, CUE)
     gate.receive(0.0, 0, push(1, 1, life=2))
     assert (door.passed_by, door.entered) == ([CUE], [])
@@ -91,7 +91,7 @@ def test_what_is_in_no_record_passes_by_and_what_is_not_in_this_one_never_enters
 def test_the_coordinator_takes_in_losses_in_between() -> None:
     ask = Ask(1, 1, 1, ())
     door = Noticing()
-    gate = Gate("the coordinator", [Lost(0), entry_of(ask), Noting(0, 3), Lost(1)], door, play())
+    gate = MessageOrder("the coordinator", [Lost(0), entry_of(ask), Noting(0, 3), Lost(1)], door, play())
     gate.tick(0.0)
     assert (door.entered, door.missed) == ([Lost(0)], [entry_of(ask)])
     gate.receive(0.0, 9, Noted(0, COORDINATOR, 1, 3))
@@ -126,7 +126,7 @@ def test_answers_go_to_who_plays_that_life() -> None:
 
 def test_a_life_is_told_when_all_that_it_did_is_done() -> None:
     shared = play(entries=Counter({(1, 1): 2}))
-    gate = Gate("shard 0", [entry_of(push(1, 1)), entry_of(push(1, 2))], Noticing(), shared)
+    gate = MessageOrder("shard 0", [entry_of(push(1, 1)), entry_of(push(1, 2))], Noticing(), shared)
     assert gate.receive(0.0, 1, push(1, 1)) == []
     assert gate.receive(0.0, 1, push(1, 2)) == [(1, CUE)]
 
@@ -147,12 +147,12 @@ def test_where_a_replay_stops(stop: Stop, taken: int) -> None:
 
     class Pushed1(Noticing):
         def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
-            assert isinstance(entry, Pushing)
+            assert isinstance(entry, PushEntry)
             super().enter(now_s, entry, message)
             shared.has_pushed(entry, version=len(self.entered))
             return []
 
-    gate = Gate("shard 0", [entry_of(p) for p in pushes], Pushed1(), shared)
+    gate = MessageOrder("shard 0", [entry_of(p) for p in pushes], Pushed1(), shared)
     for each in pushes:
         gate.receive(0.0, 0, each)
     assert gate.passed == taken
@@ -167,7 +167,7 @@ def test_the_first_difference_is_named_and_ends_the_replay() -> None:
     assert shared.difference == (
         "shard 0, entry 1: push of worker 0 (life 1, tickets [0]): version recorded as 3, replayed as 4"
     )
-    gate = Gate("shard 0", [recorded], Noticing(), shared)
+    gate = MessageOrder("shard 0", [recorded], Noticing(), shared)
     gate.receive(0.0, 0, push(0, 1))
     assert gate.passed == 0
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from polytempo.engines.happened import Happened
+from polytempo.engines.events import RunEvents
 
 
 def test_each_event_is_told_at_once_and_kept() -> None:
-    happened, said = Happened(), list[str]()
+    happened, said = RunEvents(), list[str]()
     happened.say = said.append
     happened.add("worker-1", "was killed by SIGKILL", 2.31449, "started again")
     assert said == ["2.3 s: worker-1 was killed by SIGKILL; started again"]
@@ -15,7 +15,7 @@ def test_each_event_is_told_at_once_and_kept() -> None:
 
 
 def test_a_result_holds_only_the_first_two_hundred() -> None:
-    happened, said = Happened(), list[str]()
+    happened, said = RunEvents(), list[str]()
     happened.say = said.append
     for number in range(201):
         happened.add(f"worker-{number}", "was killed by SIGKILL", 0.0, "started again")

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core.errors import JobFailed
 from polytempo.engines.rehearsal import _rehearsed
-from polytempo.torch.objective import loss_of
-from polytempo.torch.options import RunOptions
+from polytempo.spec.objective import loss_of
+from polytempo.spec.options import RunOptions
 
 CLASSES, FEATURES = 3, 4
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from polytempo import jobs
 from polytempo.cli.plan import found_job
 from polytempo.core.errors import JobFailed
-from polytempo.data import Shard
-from polytempo.torch.job import Data, Job
+from polytempo.data import DataShard
+from polytempo.spec.job import Data, Job
 
 DATA = Path(os.environ.get("POLYTEMPO_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 FOLDERS = {
@@ -28,7 +28,7 @@ FOLDERS = {
 }
 OWN = """
 import torch
-from polytempo.torch.job import Data, Job
+from polytempo.spec.job import Data, Job
 
 def make():
     return Job(model=lambda: torch.nn.Linear(1, 1), data=lambda folder: Data(None), loss=torch.nn.functional.mse_loss,
@@ -45,7 +45,7 @@ def losses(job: Job, data: Data, num_steps: int) -> list[float]:
     model = job.model()
     optimizer = job.optimizer(model.parameters(), job.lr)
     found = []
-    for _, (x, y) in zip(range(num_steps), Shard(data.train, rank=0, size=1, batch_size=16), strict=False):
+    for _, (x, y) in zip(range(num_steps), DataShard(data.train, rank=0, size=1, batch_size=16), strict=False):
         optimizer.zero_grad()
         loss = job.loss(model(x), y)
         torch.autograd.backward(loss)
@@ -78,7 +78,7 @@ def test_a_job_counts_what_is_correct(name: str) -> None:
     data = job.data(FOLDERS[name])
     assert data.test is not None
     assert job.correct is not None
-    x, y = next(iter(Shard(data.test, rank=0, size=1, batch_size=8)))
+    x, y = next(iter(DataShard(data.test, rank=0, size=1, batch_size=8)))
     found = job.correct(job.model()(x), y)
     assert found.dtype == torch.bool
     assert found.shape == y.shape
@@ -98,7 +98,7 @@ def test_digits_reaches_97_percent_within_its_epochs(seed: int) -> None:
     torch.manual_seed(seed)
     model = job.model()
     optimizer = job.optimizer(model.parameters(), job.lr)
-    shard = Shard(data.train, rank=0, size=1, batch_size=2 * job.batch_size, seed=seed)
+    shard = DataShard(data.train, rank=0, size=1, batch_size=2 * job.batch_size, seed=seed)
     while shard.epoch < job.epochs:
         for x, y in shard:
             optimizer.zero_grad()

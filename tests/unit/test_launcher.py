@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.crew import Worker, WorkerDied
 from polytempo.engines.run_served import Launcher
-from polytempo.engines.troupe import Role
-from polytempo.engines.worker import Seat, failure_path
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
+from polytempo.engines.supervisor import Role
+from polytempo.engines.worker import RankInfo, failure_path
+from polytempo.engines.worker_processes import Worker, WorkerDied
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Ask, Beat, Members, Noted, Outbox
 from polytempo.server.timing import Timing
 
@@ -47,9 +47,9 @@ def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
         most_lives=8,
         look=lambda now_s, out: None,
     )
-    chains, dealer = [(COPY,)], Dealer(4, 8, "freely", 2)
+    chains, scheduler = [(COPY,)], BatchScheduler(4, 8, "freely", 2)
     run.coordinator = coordinator = Coordinator(
-        COORDINATOR, [0, 1], chains, dealer, timing, on_event=lambda event: run.on_event(event)
+        COORDINATOR, [0, 1], chains, scheduler, timing, on_event=lambda event: run.on_event(event)
     )
     launcher = Launcher(run, processes)  # type: ignore[arg-type]
     for worker in (0, 1):
@@ -99,7 +99,7 @@ def test_and_sooner_than_the_others_give_up_waiting_for_it() -> None:
 def test_one_that_gives_up_waiting_tells_whom_it_waited_for(tmp_path: Path) -> None:
     processes = Processes()
     launcher = launcher_of(processes, timeout_s=20.0)
-    waiting = Worker(Seat(0, 8, tmp_path, 1), process=0, log=tmp_path / "log", notes=-1, exit_code=1)
+    waiting = Worker(RankInfo(0, 8, tmp_path, 1), process=0, log=tmp_path / "log", notes=-1, exit_code=1)
     failure_path(tmp_path, 0).write_text('["TimedOut", true, "call for work"]')
     processes.gone = [(processes.running[0], waiting)]
     with pytest.raises(WorkerDied, match=r"worker-1 had batches in hand: give a timeout_s of more than 20 where"):

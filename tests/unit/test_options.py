@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 
 import polytempo as pt
-from polytempo.torch.options import OptionKeywords, with_keywords
+from polytempo.spec.options import OptionKeywords, with_keywords
 
 
 def test_the_keywords_are_those_of_the_object() -> None:

@@ -7,33 +7,35 @@ from typing import NamedTuple
 import torch
 
 from polytempo.aggregation.outer import AnchorState, NesterovState, anchors
-from polytempo.core import Bundle, Owed
-from polytempo.core.state import duplicate, equal, owed_tensors, renewed
+from polytempo.core import Bundle, Residual
+from polytempo.core.state import duplicate, equal, renewed, residual_tensors
 from polytempo.synchronization.every import Counted
 
 
 class Some(NamedTuple):
     step: int
-    codecs: dict[str, Owed]
+    codecs: dict[str, Residual]
 
 
 def state(*values: float, step: int = 3) -> Some:
-    return Some(step, {str(i): Owed(torch.tensor([value])) for i, value in enumerate(values)} | {"none": Owed()})
+    return Some(
+        step, {str(i): Residual(torch.tensor([value])) for i, value in enumerate(values)} | {"none": Residual()}
+    )
 
 
 def test_a_duplicate_is_equal_and_can_be_spent() -> None:
     committed = state(1.0, 2.0)
     spent = duplicate(committed)
     assert equal(spent, committed)
-    for residual in owed_tensors(spent):
+    for residual in residual_tensors(spent):
         residual.add_(5.0)
-    assert [float(r) for r in owed_tensors(committed)] == [1.0, 2.0]
+    assert [float(r) for r in residual_tensors(committed)] == [1.0, 2.0]
     assert not equal(spent, committed)
 
 
 def test_a_duplicate_uses_memory_that_is_free_where_it_fits() -> None:
     fits, other = torch.zeros(1), torch.zeros(2)
-    first, second = owed_tensors(duplicate(state(1.0, 2.0), iter([fits, other])))
+    first, second = residual_tensors(duplicate(state(1.0, 2.0), iter([fits, other])))
     assert first is fits
     assert second is not other
     assert float(fits) == 1.0
@@ -55,5 +57,5 @@ def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
 
 
 def test_renewed_drops_what_was_owed() -> None:
-    found = renewed(state(1.0, step=9), Some(0, {"0": Owed(), "none": Owed()}))
-    assert found == Some(9, {"0": Owed(), "none": Owed()})
+    found = renewed(state(1.0, step=9), Some(0, {"0": Residual(), "none": Residual()}))
+    assert found == Some(9, {"0": Residual(), "none": Residual()})

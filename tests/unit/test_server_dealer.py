@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Deal
 
 Deals = Literal["freely", "evenly"]
@@ -19,8 +19,8 @@ Deals = Literal["freely", "evenly"]
 class Crowd:
     """Workers who do as they are told, and a note of all that they were told."""
 
-    def __init__(self, dealer: Dealer, workers: Sequence[int] = ()) -> None:
-        self.dealer = dealer
+    def __init__(self, scheduler: BatchScheduler, workers: Sequence[int] = ()) -> None:
+        self.scheduler = scheduler
         self.lives: dict[int, int] = {}
         self.asked: dict[tuple[int, int], int] = {}
         self.held: dict[int, list[int]] = {}
@@ -34,10 +34,10 @@ class Crowd:
     def join(self, worker: int) -> None:
         self.lives[worker] = self.lives.get(worker, 0) + 1
         self.held[worker] = []
-        assert self.dealer.join(worker, self.lives[worker])
+        assert self.scheduler.join(worker, self.lives[worker])
 
     def lose(self, worker: int) -> None:
-        self.dealer.lose(worker)
+        self.scheduler.lose(worker)
         del self.held[worker]
         self.waiting.discard(worker)
         self.hear()
@@ -49,7 +49,7 @@ class Crowd:
         life = (worker, self.lives[worker])
         self.asked[life] = self.asked.get(life, 0) + 1
         self.waiting.add(worker)
-        deal = self.dealer.ask(*life, self.asked[life], done)
+        deal = self.scheduler.ask(*life, self.asked[life], done)
         if deal is not None:
             self.take(deal)
         answer = self.told[-1][1] if deal is not None else None
@@ -57,7 +57,7 @@ class Crowd:
         return answer
 
     def hear(self) -> None:
-        for deal in self.dealer.due():
+        for deal in self.scheduler.due():
             self.take(deal)
 
     def take(self, deal: Deal) -> None:
@@ -71,7 +71,7 @@ class Crowd:
             assert not owners, f"ticket {ticket.number} has an owner, {owners[0]}, and was dealt to {worker}"
             assert ticket.number not in self.done, f"ticket {ticket.number} is done, and was dealt"
             assert ticket.again or ticket.number not in self.once_dealt
-            assert (ticket.epoch, ticket.batch) == divmod(ticket.number, self.dealer.batches_per_epoch)
+            assert (ticket.epoch, ticket.batch) == divmod(ticket.number, self.scheduler.batches_per_epoch)
             self.held[worker].append(ticket.number)
             self.once_dealt.add(ticket.number)
             words = f"again {ticket.number}" if ticket.again else f"train {ticket.number}"
@@ -79,11 +79,11 @@ class Crowd:
 
 
 def free(batches: int, tickets: int, workers: int, **settings: int | bool | None) -> Crowd:
-    return Crowd(Dealer(batches, tickets, "freely", workers, **settings), range(workers))  # type: ignore[arg-type]
+    return Crowd(BatchScheduler(batches, tickets, "freely", workers, **settings), range(workers))  # type: ignore[arg-type]
 
 
 def even(batches: int, tickets: int, workers: int, **settings: int | bool | None) -> Crowd:
-    return Crowd(Dealer(batches, tickets, "evenly", workers, **settings), range(workers))  # type: ignore[arg-type]
+    return Crowd(BatchScheduler(batches, tickets, "evenly", workers, **settings), range(workers))  # type: ignore[arg-type]
 
 
 # ---- stories ----
@@ -94,11 +94,11 @@ def test_two_free_workers_and_an_epoch_of_three() -> None:
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "train 1", "train 2"]
     assert crowd.ask(1, 1) == "train 3", "an epoch ends, worker 0 is not ready, and nobody waits"
     assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 4", "train 5"]
-    assert crowd.dealer.epoch == 1
+    assert crowd.scheduler.epoch == 1
     assert crowd.ask(1, 1) is None, "nothing is left, and worker 0 is not ready"
     assert crowd.ask(0, 1) == "finish"
     assert crowd.told[-1] == (1, "finish"), "who waited is told without asking again"
-    assert crowd.dealer.finished
+    assert crowd.scheduler.finished
 
 
 def test_evenly_each_place_has_its_own_batches() -> None:
@@ -110,7 +110,7 @@ def test_evenly_each_place_has_its_own_batches() -> None:
         "train 4",
         "train 3",
     ]
-    assert [crowd.ask(1, 1), crowd.dealer.resting, crowd.ask(0, 1)] == [None, (), "finish"]
+    assert [crowd.ask(1, 1), crowd.scheduler.resting, crowd.ask(0, 1)] == [None, (), "finish"]
 
 
 def test_who_prefetches_holds_two_and_is_then_told_to_push() -> None:
@@ -149,11 +149,11 @@ def test_evenly_the_others_serve_an_empty_place_and_then_rest() -> None:
     crowd.lose(3)
     assert [crowd.ask(0, 1), crowd.ask(1, 1), crowd.ask(2, 1)] == ["again 3", "train 5", "train 6"]
     assert [crowd.ask(1, 1), crowd.ask(0, 1), crowd.ask(2, 1)] == ["again 7", "train 4", None]
-    assert crowd.dealer.resting == (2,), "no rule may wait for a push of worker 2"
-    assert [crowd.ask(0, 1), crowd.dealer.resting] == [None, (0, 2)]
+    assert crowd.scheduler.resting == (2,), "no rule may wait for a push of worker 2"
+    assert [crowd.ask(0, 1), crowd.scheduler.resting] == [None, (0, 2)]
     crowd.ask(1, 1)
     assert crowd.told[-2:] == [(0, "finish"), (2, "finish")]
-    assert crowd.dealer.resting == ()
+    assert crowd.scheduler.resting == ()
 
 
 def test_a_worker_that_comes_back_has_its_place_again() -> None:
@@ -167,10 +167,10 @@ def test_a_worker_that_comes_back_has_its_place_again() -> None:
 def test_a_worker_without_a_place_inherits_one() -> None:
     crowd = even(6, 6, 2)
     crowd.join(5)
-    assert [crowd.ask(0), crowd.ask(1), crowd.ask(5), crowd.dealer.resting] == ["train 0", "train 1", None, (5,)]
+    assert [crowd.ask(0), crowd.ask(1), crowd.ask(5), crowd.scheduler.resting] == ["train 0", "train 1", None, (5,)]
     crowd.lose(0)
     assert crowd.told[-1] == (5, "again 0")
-    assert [crowd.ask(5, 1), crowd.ask(1, 1), crowd.dealer.resting] == ["train 2", "train 3", ()]
+    assert [crowd.ask(5, 1), crowd.ask(1, 1), crowd.scheduler.resting] == ["train 2", "train 3", ()]
 
 
 def test_in_a_warm_start_one_works_alone() -> None:
@@ -183,71 +183,71 @@ def test_in_a_warm_start_one_works_alone() -> None:
 
 
 def test_repeats_get_the_same_answer_and_what_is_out_of_date_none() -> None:
-    dealer = Dealer(9, 9, "freely", 2)
-    assert dealer.ask(0, 1, 1, ()) is None, "a stranger"
-    assert dealer.join(0, 1)
-    first = dealer.ask(0, 1, 1, ())
+    scheduler = BatchScheduler(9, 9, "freely", 2)
+    assert scheduler.ask(0, 1, 1, ()) is None, "a stranger"
+    assert scheduler.join(0, 1)
+    first = scheduler.ask(0, 1, 1, ())
     assert first is not None
-    assert dealer.ask(0, 1, 1, ()) is first
-    second = dealer.ask(0, 1, 2, (0,))
-    assert dealer.ask(0, 1, 1, ()) is None, "older"
-    assert dealer.ask(0, 1, 2, (0,)) is second
-    assert dealer.join(0, 2), "a new life: the old one is lost"
-    assert dealer.ask(0, 1, 3, (1,)) is None
-    assert not dealer.join(0, 1), "that life is over"
-    again = dealer.ask(0, 2, 1, (1,))
+    assert scheduler.ask(0, 1, 1, ()) is first
+    second = scheduler.ask(0, 1, 2, (0,))
+    assert scheduler.ask(0, 1, 1, ()) is None, "older"
+    assert scheduler.ask(0, 1, 2, (0,)) is second
+    assert scheduler.join(0, 2), "a new life: the old one is lost"
+    assert scheduler.ask(0, 1, 3, (1,)) is None
+    assert not scheduler.join(0, 1), "that life is over"
+    again = scheduler.ask(0, 2, 1, (1,))
     assert again is not None
     assert again.tickets[0].again
-    assert dealer.done == ((0, 0),), "ticket 1 was pushed by nobody who held it"
+    assert scheduler.done == ((0, 0),), "ticket 1 was pushed by nobody who held it"
 
 
 def test_stop_tells_everybody_to_finish() -> None:
     crowd = free(2, 20, 2, warm_start=20)
     assert [crowd.ask(0), crowd.ask(1)] == ["train 0", None]
-    crowd.dealer.stop()
+    crowd.scheduler.stop()
     crowd.hear()
     assert crowd.told[-1] == (1, "finish")
-    assert [crowd.ask(0), crowd.dealer.finished, crowd.dealer.stopped] == ["finish", False, True]
-    crowd.dealer.leave(0, [0])
-    assert (crowd.dealer.finished, crowd.dealer.done) == (True, ((0, 0),))
+    assert [crowd.ask(0), crowd.scheduler.finished, crowd.scheduler.stopped] == ["finish", False, True]
+    crowd.scheduler.leave(0, [0])
+    assert (crowd.scheduler.finished, crowd.scheduler.done) == (True, ((0, 0),))
 
 
 def test_stop_ends_the_step_that_was_begun_where_tickets_are_dealt_evenly() -> None:
     """A worker that had its ticket would wait for ever for the gradients of those that were told to finish."""
     crowd = even(3, 30, 3)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(2), crowd.ask(0)] == ["train 0", "train 1", "train 2", "train 3"]
-    crowd.dealer.stop()
-    assert not crowd.dealer.finished
+    crowd.scheduler.stop()
+    assert not crowd.scheduler.finished
     assert [crowd.ask(1, 1), crowd.ask(2, 1)] == ["train 4", "train 5"]
     assert [crowd.ask(0, 2), crowd.ask(1, 1), crowd.ask(2, 1)] == [None, None, "finish"]
     assert crowd.told[-2:] == [(0, "finish"), (1, "finish")]
-    assert (crowd.dealer.stopped, crowd.dealer.done) == (True, ((0, 5),))
+    assert (crowd.scheduler.stopped, crowd.scheduler.done) == (True, ((0, 5),))
 
 
 def test_nothing_is_dealt_behind_a_snapshot_before_every_shard_knows_of_it() -> None:
     """Else a shard that hears of it late has more than the others, and a resume mixes two steps."""
     crowd = even(2, 20, 2)
-    assert [crowd.ask(0), crowd.ask(1), crowd.dealer.save()] == ["train 0", "train 1", 4]
+    assert [crowd.ask(0), crowd.ask(1), crowd.scheduler.save()] == ["train 0", "train 1", 4]
     assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 2", "train 3"], "there is a step to do meanwhile"
     assert [crowd.ask(0), crowd.ask(1)] == ["wait", "wait"]
     assert [crowd.ask(0, 1), crowd.ask(1, 1)] == [None, None]
-    crowd.dealer.saved()
+    crowd.scheduler.saved()
     crowd.hear()
     assert crowd.told[-2:] == [(0, "train 4"), (1, "train 5")]
-    assert free(2, 20, 2).dealer.save() == 0
+    assert free(2, 20, 2).scheduler.save() == 0
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Dealer(7, 14, "evenly", 2), "7 batches an epoch and 14 in all"),
-        (lambda: Dealer(8, 13, "evenly", 2), "8 batches an epoch and 13 in all"),
-        (lambda: Dealer(8, 16, "evenly", 2, warm_start=1), "warm_start=1; deal freely"),
-        (lambda: Dealer(0, 16, "freely", 2), "batches_per_epoch=0"),
-        (lambda: Dealer(8, 16, "freely", 2, most_held=0), "most_held=0"),
+        (lambda: BatchScheduler(7, 14, "evenly", 2), "7 batches an epoch and 14 in all"),
+        (lambda: BatchScheduler(8, 13, "evenly", 2), "8 batches an epoch and 13 in all"),
+        (lambda: BatchScheduler(8, 16, "evenly", 2, warm_start=1), "warm_start=1; deal freely"),
+        (lambda: BatchScheduler(0, 16, "freely", 2), "batches_per_epoch=0"),
+        (lambda: BatchScheduler(8, 16, "freely", 2, most_held=0), "most_held=0"),
     ],
 )
-def test_impossible_dealers_are_refused(make: Callable[[], Dealer], words: str) -> None:
+def test_impossible_dealers_are_refused(make: Callable[[], BatchScheduler], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -258,9 +258,9 @@ def test_impossible_dealers_are_refused(make: Callable[[], Dealer], words: str) 
 def test_after_a_restart_what_was_dealt_comes_again() -> None:
     crowd = free(4, 12, 2)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(0, 1)] == ["train 0", "train 1", "train 2"]
-    dealer = Dealer(4, 12, "freely", 3)
-    dealer.load(crowd.dealer.dump())
-    later = Crowd(dealer, range(3))
+    scheduler = BatchScheduler(4, 12, "freely", 3)
+    scheduler.load(crowd.scheduler.dump())
+    later = Crowd(scheduler, range(3))
     later.done = [0]
     assert [later.ask(2), later.ask(0), later.ask(1)] == ["again 1", "again 2", "train 3"]
 
@@ -270,9 +270,9 @@ def test_a_restart_goes_back_to_what_every_shard_has() -> None:
     crowd = free(4, 12, 1, most_held=9)
     told = [crowd.ask(0, pushes) for pushes in (0, 1, 1, 1, 1, 1)]
     assert told == ["train 0", "train 1", "train 2", "train 3", "train 4", "train 5"]
-    dealer = Dealer(4, 12, "freely", 1)
-    dealer.load(crowd.dealer.dump(), applied=[((0, 2), (4, 4)), ((0, 4), (6, 6))])
-    later = Crowd(dealer, [0])
+    scheduler = BatchScheduler(4, 12, "freely", 1)
+    scheduler.load(crowd.scheduler.dump(), applied=[((0, 2), (4, 4)), ((0, 4), (6, 6))])
+    later = Crowd(scheduler, [0])
     later.done = [0, 1, 2, 4]
     told = [later.ask(0), later.ask(0, 1), later.ask(0, 1), later.ask(0, 1)]
     assert told == ["again 3", "again 5", "again 6", "train 7"]
@@ -288,9 +288,9 @@ def test_a_restart_goes_back_to_what_every_shard_has() -> None:
 def test_after_a_restart_whole_steps_come_as_they_came_first(
     applied: list[tuple[tuple[int, int], ...]], told: list[str]
 ) -> None:
-    dealer = Dealer(12, 12, "evenly", 3)
-    dealer.load(Dealer(12, 12, "evenly", 3).dump(), applied)
-    crowd = Crowd(dealer, range(3))
+    scheduler = BatchScheduler(12, 12, "evenly", 3)
+    scheduler.load(BatchScheduler(12, 12, "evenly", 3).dump(), applied)
+    crowd = Crowd(scheduler, range(3))
     crowd.done = list(range(applied[0][0][1] + 1))
     assert [crowd.ask(worker) for worker in range(3)] == told
 
@@ -299,18 +299,18 @@ def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
     crowd = free(4, 6, 1)
     while crowd.told[-1:] != [(0, "finish")]:
         crowd.ask(0, len(crowd.held[0]))
-    same, longer = Dealer(4, 6, "freely", 1), Dealer(4, 8, "freely", 1)
-    same.load(crowd.dealer.dump())
-    longer.load(crowd.dealer.dump())
+    same, longer = BatchScheduler(4, 6, "freely", 1), BatchScheduler(4, 8, "freely", 1)
+    same.load(crowd.scheduler.dump())
+    longer.load(crowd.scheduler.dump())
     assert (same.finished, longer.finished) == (True, False)
     assert Crowd(longer, [0]).ask(0) == "train 6"
 
 
 def test_only_a_dealers_own_state_is_loaded() -> None:
-    with pytest.raises(ValueError, match="no dealer's state"):
-        Dealer(4, 8, "freely", 1).load(b"\x93nonsense")
+    with pytest.raises(ValueError, match="no scheduler's state"):
+        BatchScheduler(4, 8, "freely", 1).load(b"\x93nonsense")
     with pytest.raises(ValueError, match="4 batches an epoch, this one 5"):
-        Dealer(5, 10, "freely", 1).load(Dealer(4, 8, "freely", 1).dump())
+        BatchScheduler(5, 10, "freely", 1).load(BatchScheduler(4, 8, "freely", 1).dump())
 
 
 # ---- any order of events ----
@@ -333,8 +333,8 @@ def test_every_ticket_is_done_once_whatever_happens(
     tickets = batches * epochs
     warm = 0 if deals == "evenly" else rng.randrange(4)
 
-    def make() -> Dealer:
-        return Dealer(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5))
+    def make() -> BatchScheduler:
+        return BatchScheduler(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5))
 
     crowd = Crowd(make(), range(workers))
     for _ in range(rng.randrange(120)):
@@ -342,12 +342,12 @@ def test_every_ticket_is_done_once_whatever_happens(
         if restarts and rng.random() < 0.02:
             crowd = restarted(crowd, make())
     for worker in {*range(workers)} - crowd.held.keys():  # a place whose worker never comes is lost
-        crowd.dealer.lose(worker)
+        crowd.scheduler.lose(worker)
     if not crowd.held:
         crowd.join(7)
     bring_to_its_end(crowd, rng)
     assert sorted(crowd.done) == list(range(tickets))
-    assert crowd.dealer.done == ((0, tickets - 1),)
+    assert crowd.scheduler.done == ((0, tickets - 1),)
 
 
 def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
@@ -359,23 +359,23 @@ def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
         crowd.lose(worker)
     elif worker in crowd.waiting and event < 0.5:
         life = worker, crowd.lives[worker]
-        assert crowd.dealer.ask(*life, crowd.asked[life], ()) is None, "a repeat has no other answer than `due`"
-        assert crowd.dealer.ask(worker, life[1] - 1, crowd.asked[life] + 1, range(99)) is None
+        assert crowd.scheduler.ask(*life, crowd.asked[life], ()) is None, "a repeat has no other answer than `due`"
+        assert crowd.scheduler.ask(worker, life[1] - 1, crowd.asked[life] + 1, range(99)) is None
     elif worker not in crowd.waiting:
         crowd.ask(worker, rng.randint(0, len(crowd.held[worker])))
 
 
-def restarted(crowd: Crowd, dealer: Dealer) -> Crowd:
+def restarted(crowd: Crowd, scheduler: BatchScheduler) -> Crowd:
     """Everybody is lost, the coordinator too."""
-    dealer.load(crowd.dealer.dump())
-    later = Crowd(dealer)
+    scheduler.load(crowd.scheduler.dump())
+    later = Crowd(scheduler)
     later.lives, later.done = crowd.lives, crowd.done
     return later
 
 
 def bring_to_its_end(crowd: Crowd, rng: random.Random) -> None:
     for _ in range(1000):
-        if crowd.dealer.finished:
+        if crowd.scheduler.finished:
             return
         free_workers = sorted(crowd.held.keys() - crowd.waiting)
         assert free_workers, "all wait, and nobody for anything"
@@ -389,16 +389,16 @@ def bring_to_its_end(crowd: Crowd, rng: random.Random) -> None:
 def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: int, workers: int, steps: int) -> None:
     """Hardsync in small: pushes are answered once every member that does not rest has one waiting."""
     rng = random.Random(seed)
-    crowd = Crowd(Dealer(workers * steps, workers * steps * 2, "evenly", workers), range(workers))
+    crowd = Crowd(BatchScheduler(workers * steps, workers * steps * 2, "evenly", workers), range(workers))
     pushed: set[int] = set()
     for _ in range(1000):
-        if crowd.dealer.finished:
+        if crowd.scheduler.finished:
             break
         if len(crowd.held) > 1 and rng.random() < 0.03:
             lost = rng.choice(sorted(crowd.held))
             crowd.lose(lost)
             pushed.discard(lost)
-        if pushed and pushed >= crowd.held.keys() - set(crowd.dealer.resting):
+        if pushed and pushed >= crowd.held.keys() - set(crowd.scheduler.resting):
             for worker in sorted(pushed):
                 crowd.ask(worker, len(crowd.held[worker]))
             pushed = set()
@@ -408,4 +408,4 @@ def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: in
             pushed.add(worker)
         else:
             crowd.ask(worker)
-    assert crowd.dealer.finished
+    assert crowd.scheduler.finished

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.server.history import History, history
-from polytempo.server.record import Entry, Pulling, Record
+from polytempo.server.record import Entry, PullEntry, Record
+from polytempo.server.shard.history import History, history
 
 
 def entry(name: int) -> Entry:
     """An entry that can be told from others."""
-    return Pulling(0, 1, name, 0, -1, 0)
+    return PullEntry(0, 1, name, 0, -1, 0)
 
 
 def record(node: int, first: int, names: list[int], torn: bool = False) -> Record:

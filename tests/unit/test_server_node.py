@@ -7,9 +7,9 @@ import torch
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import COORDINATOR, Install, Members, Message, Push, Pushed, Replicate, Replicated, View
-from polytempo.server.node import Node
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.shard import Shard
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 
 LAUNCHER = 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polytempo.server.outgoing import Outgoing
+from polytempo.server.worker.lent_gradients import LentGradients
 
 
 class Room:
@@ -24,7 +24,7 @@ class Room:
 
 def test_two_pushes_under_way_have_a_buffer_each_and_a_third_takes_the_first_one_s() -> None:
     room = Room()
-    outgoing = Outgoing(room.empty, room.has)
+    outgoing = LentGradients(room.empty, room.has)
     gradients = [torch.full((5,), float(i)) for i in range(3)]
     first = outgoing.lend(gradients[0], "first")
     second = outgoing.lend(gradients[1], "second")
@@ -39,7 +39,7 @@ def test_two_pushes_under_way_have_a_buffer_each_and_a_third_takes_the_first_one
 
 def test_what_lies_there_already_is_not_copied() -> None:
     room = Room()
-    outgoing = Outgoing(room.empty, room.has)
+    outgoing = LentGradients(room.empty, room.has)
     there = room.empty(3, torch.float32)
     assert outgoing.lend(there, "push") is there
     outgoing.take_back("push")
@@ -48,7 +48,7 @@ def test_what_lies_there_already_is_not_copied() -> None:
 
 def test_another_length_or_dtype_gets_memory_of_its_own() -> None:
     room = Room()
-    outgoing = Outgoing(room.empty, room.has)
+    outgoing = LentGradients(room.empty, room.has)
     outgoing.lend(torch.zeros(3), "a")
     outgoing.take_back("a")
     assert outgoing.lend(torch.ones(4, dtype=torch.float64), "b").tolist() == [1.0] * 4

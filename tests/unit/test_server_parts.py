@@ -10,10 +10,10 @@ from msgspec import structs
 from torch import Tensor
 
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.server.covered import covered
 from polytempo.server.layout import Parameter, Span, Spans
 from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Push, Pushed, Reply, Reshape
-from polytempo.server.shard import Shard
+from polytempo.server.rules.coverage import covered
+from polytempo.server.shard.shard import Shard
 
 NUMEL, SLICES, CLOSING = 6, 4, 4
 WHOLE: Spans = (Span(0, NUMEL),)

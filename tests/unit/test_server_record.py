@@ -17,8 +17,8 @@ from polytempo.server.record import (
     Inquiring,
     Lost,
     Noting,
-    Pulling,
-    Pushing,
+    PullEntry,
+    PushEntry,
     Record,
     Recorder,
     RecordError,
@@ -51,8 +51,8 @@ def written(path: Path, entries: list[Entry]) -> bytes:
 def test_what_is_kept_of_each_message() -> None:
     assert ENTRIES[:6] == [
         Enrolling(1, 0, ((0, 1), (1, 1)), ()),
-        Pulling(0, 1, 1, 0, -1, 0),
-        Pushing(1, 1, 2, 1, 0, 32, (5, 6), 1, check_of(torch.ones(3))),
+        PullEntry(0, 1, 1, 0, -1, 0),
+        PushEntry(1, 1, 2, 1, 0, 32, (5, 6), 1, check_of(torch.ones(3))),
         Saving(2, 1, 4),
         Inquiring(3, 1),
         Asking(0, 1, 2, (3,)),

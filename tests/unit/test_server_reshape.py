@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.server.client import Client, Pending
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.lost_shard import ShardLost
+from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import Parameter, numel_of, shard_map
-from polytempo.server.lost import ShardLost
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
-from polytempo.server.node import Node
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.reshape import Reshaper
-from polytempo.server.shard import Shard
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
+from polytempo.server.worker.client import Client, Pending
 
 TIMING = Timing(retry_s=0.1, longest_retry_s=0.2, beat_s=0.1, lost_s=5.0, worker_lost_s=5.0, starting_s=20.0)
 TICKETS, REPEATS, HUB = 60, 3, 100
@@ -82,9 +82,9 @@ class Net:
         self.random, self.now_s, self.copies = Random(seed), 0.0, copies
         spans = shard_map(PARAMETERS, 2)
         chains = [tuple(range(10 + s * copies, 10 + (s + 1) * copies)) for s in range(2)]
-        self.dealer = Dealer(TICKETS, TICKETS, "freely", workers=3)
+        self.scheduler = BatchScheduler(TICKETS, TICKETS, "freely", workers=3)
         self.hub = Coordinator(
-            HUB, [0, 1, 2], chains, self.dealer, TIMING, reshaper=Reshaper(PARAMETERS, spans), on_event=self._hear
+            HUB, [0, 1, 2], chains, self.scheduler, TIMING, reshaper=Reshaper(PARAMETERS, spans), on_event=self._hear
         )
         self.machines: dict[int, Coordinator | Node | Learner] = {HUB: self.hub}
         self.events: list[tuple[str, int]] = []
@@ -119,7 +119,7 @@ class Net:
         """Let things happen in steps of 10 ms."""
         end_s = self.now_s + most_s
         while not until():
-            assert self.now_s < end_s, f"nothing comes of it: {self.dealer.done}, {self.hub.reshaper.busy}"
+            assert self.now_s < end_s, f"nothing comes of it: {self.scheduler.done}, {self.hub.reshaper.busy}"
             self.now_s += 0.01
             while self._heap and self._heap[0][0] <= self.now_s:
                 _, _, source, to, message = heapq.heappop(self._heap)
@@ -138,7 +138,7 @@ class Net:
 
     @property
     def done(self) -> int:
-        return sum(last - first + 1 for first, last in self.dealer.done)
+        return sum(last - first + 1 for first, last in self.scheduler.done)
 
     def weights(self) -> torch.Tensor:
         """What the heads hold, put together; every copy holds the same."""
@@ -195,14 +195,14 @@ def test_workers_may_join_and_leave_at_any_time(seed: int) -> None:
     net = Net(seed, copies=1)
     net.run(lambda: net.done > 10)
     net.machines[3] = Learner(3, 1, list(net.hub.chains))
-    net.run(lambda: any(worker == 3 for worker in net.dealer.holders().values()))
+    net.run(lambda: any(worker == 3 for worker in net.scheduler.holders().values()))
     net.send(HUB, net.hub.add_shard(net.now_s, net.start(2, (20,))))
     net.machines[4] = Learner(4, 1, list(net.hub.chains))  # which has never heard of shard 2
-    net.run(lambda: 3 in net.dealer.holders().values() or net.done > 40)
-    held = [ticket for ticket, worker in net.dealer.holders().items() if worker == 3]
+    net.run(lambda: 3 in net.scheduler.holders().values() or net.done > 40)
+    held = [ticket for ticket, worker in net.scheduler.holders().items() if worker == 3]
     net.kill(3)
     net.run(lambda: net.done == TICKETS and settled(net, 1)())
-    assert all(any(first <= ticket <= last for first, last in net.dealer.done) for ticket in held)
+    assert all(any(first <= ticket <= last for first, last in net.scheduler.done) for ticket in held)
     assert ("joined", 4) in net.events
     assert torch.equal(net.weights(), torch.ones(TICKETS * REPEATS))
 
@@ -211,7 +211,7 @@ def test_a_shard_that_never_comes_up_ends_the_run() -> None:
     net = Net(0, copies=1)
     net.run(lambda: net.done > 10)
     net.send(HUB, net.hub.add_shard(net.now_s, (20,)))
-    net.run(lambda: net.dealer.quiet)
+    net.run(lambda: net.scheduler.quiet)
     with pytest.raises(ShardLost, match="shard 2 is lost"):
         net.run(lambda: False)
 
@@ -231,20 +231,20 @@ def test_a_reshape_that_could_not_be_is_refused_at_once() -> None:
 
 
 def test_a_pause_deals_what_was_begun_and_nothing_else() -> None:
-    dealer = Dealer(6, 12, "evenly", workers=3)
+    scheduler = BatchScheduler(6, 12, "evenly", workers=3)
     for worker in range(3):
-        dealer.join(worker, 1)
-    first = dealer.ask(0, 1, 1, ())
+        scheduler.join(worker, 1)
+    first = scheduler.ask(0, 1, 1, ())
     assert first is not None
-    dealer.pause()
-    orders = {worker: dealer.ask(worker, 1, 1, ()) for worker in (1, 2)}
+    scheduler.pause()
+    orders = {worker: scheduler.ask(worker, 1, 1, ()) for worker in (1, 2)}
     assert [deal.tickets[0].number for deal in orders.values() if deal is not None] == [1, 2]
     for worker in range(3):
-        assert not dealer.quiet
-        wait = dealer.ask(worker, 1, 2, ())
+        assert not scheduler.quiet
+        wait = scheduler.ask(worker, 1, 2, ())
         assert wait is not None
         assert wait.order == "wait"
-        assert dealer.ask(worker, 1, 3, (worker,)) is None
-    assert dealer.quiet
-    dealer.resume()
-    assert [deal.tickets[0].number for deal in dealer.due()] == [3, 4, 5]
+        assert scheduler.ask(worker, 1, 3, (worker,)) is None
+    assert scheduler.quiet
+    scheduler.resume()
+    assert [deal.tickets[0].number for deal in scheduler.due()] == [3, 4, 5]

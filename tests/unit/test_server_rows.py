@@ -23,18 +23,18 @@ from polytempo.core.rule import (
     Update,
     UpdateRule,
 )
-from polytempo.server import snapshot
-from polytempo.server.client import Client
 from polytempo.server.layout import Parameter, Span, shard_map
 from polytempo.server.message import COORDINATOR, Members, Message, Pull, Pulled, Push, Pushed, Replicate, Reply, Rows
-from polytempo.server.modify import clip, compensate
-from polytempo.server.node import Node
-from polytempo.server.pieces import Piece, Split, split
-from polytempo.server.record import Pushing, entry_of
-from polytempo.server.shard import Shard
-from polytempo.server.tables import summed
-from polytempo.server.touched import TableRows
-from polytempo.wire.frames import Limits, decode, encode
+from polytempo.server.pieces import TablePiece, TableSplit, split
+from polytempo.server.record import PushEntry, entry_of
+from polytempo.server.rules.corrections import clip, compensate
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.tables import summed
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.touched_rows import TableRows
+from polytempo.wire.frames import FrameLimits, decode, encode
 
 MODEL = (
     Parameter("a", 6),
@@ -126,11 +126,11 @@ def test_spans_are_taken_apart_into_dense_ranges_and_pieces_of_tables() -> None:
     """a 0-5, words 6-45, b 46-49, tags 50-55; of the dense vector a is 0-5 and b 6-9, side by side."""
     whole = split(MODEL, (Span(0, NUMEL),))
     assert whole.dense == ((0, 10),)
-    assert whole.pieces == (Piece(0, "words.weight", 1, 0, 10, 4), Piece(1, "tags.weight", 0, 0, 3, 2))
-    assert split(MODEL, (Span(0, 18),)) == Split((Span(0, 6),), (Piece(0, "words.weight", 1, 0, 3, 4),))
-    assert split(MODEL, (Span(18, 34),)) == Split((), (Piece(0, "words.weight", 1, 3, 4, 4),))
-    assert split(MODEL, (Span(2, 6), Span(34, 52))) == Split(
-        (Span(2, 10),), (Piece(0, "words.weight", 1, 7, 3, 4), Piece(1, "tags.weight", 0, 0, 1, 2))
+    assert whole.pieces == (TablePiece(0, "words.weight", 1, 0, 10, 4), TablePiece(1, "tags.weight", 0, 0, 3, 2))
+    assert split(MODEL, (Span(0, 18),)) == TableSplit((Span(0, 6),), (TablePiece(0, "words.weight", 1, 0, 3, 4),))
+    assert split(MODEL, (Span(18, 34),)) == TableSplit((), (TablePiece(0, "words.weight", 1, 3, 4, 4),))
+    assert split(MODEL, (Span(2, 6), Span(34, 52))) == TableSplit(
+        (Span(2, 10),), (TablePiece(0, "words.weight", 1, 7, 3, 4), TablePiece(1, "tags.weight", 0, 0, 1, 2))
     )
 
 
@@ -400,15 +400,15 @@ def test_a_node_charges_for_rows() -> None:
 
 def test_a_record_has_a_check_of_rows() -> None:
     one, other = (entry_of(push(0, 1, words(1, value=value))) for value in (1.0, 1.0 + 1e-6))
-    assert isinstance(one, Pushing)
-    assert isinstance(other, Pushing)
+    assert isinstance(one, PushEntry)
+    assert isinstance(other, PushEntry)
     assert one.check != other.check
 
 
 def test_rows_pass_the_wire() -> None:
     touched = words(1, 2), rows(1, {0: [5.0, 6.0]})
     sent = Replicate(0, 1, 7, push(0, 1, *touched))
-    received = decode([memoryview(bytearray(frame)) for frame in encode(sent)], Limits())
+    received = decode([memoryview(bytearray(frame)) for frame in encode(sent)], FrameLimits())
     assert isinstance(received, Replicate)
     assert isinstance(received.entry, Push)
     for one, other in zip(received.entry.rows, touched, strict=True):

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Staleness, Update
-from polytempo.server.covered import covered
-from polytempo.server.elastic import elastic
-from polytempo.server.first import first
-from polytempo.server.hardsync import hardsync
-from polytempo.server.modify import clip, compensate
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import constant, cutoff, exponential, inverse, power
-from polytempo.server.within import within
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.corrections import clip, compensate
+from polytempo.server.rules.coverage import covered
+from polytempo.server.rules.elastic import elastic
+from polytempo.server.rules.first_gradients import first
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import constant, cutoff, exponential, inverse, power
 
 Line = tuple[Arrival, list[Action]]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.engines.standing import Standing, resumed, write_standing
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
-from polytempo.server.hardsync import hardsync
+from polytempo.engines.run_snapshot import RunSnapshot, resumed, write_run_snapshot
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
-from polytempo.server.shard import Shard
-from polytempo.server.snapshot import newest_whole, write
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.snapshot import newest_whole, write
 
 SHARDS = (10, 11)
 
@@ -25,7 +25,7 @@ class Team:
     """Two workers, each of which does its tickets one by one, and two shards that answer when the test lets them."""
 
     def __init__(self) -> None:
-        self.coordinator = Coordinator(9, [0, 1], [(node,) for node in SHARDS], Dealer(2, 20, "evenly", 2))
+        self.coordinator = Coordinator(9, [0, 1], [(node,) for node in SHARDS], BatchScheduler(2, 20, "evenly", 2))
         self.asked = [0, 0]
         self.unanswered: list[tuple[int, Request]] = []
         self.dealt: list[tuple[int, int]] = []
@@ -94,16 +94,16 @@ def test_a_resume_takes_the_snapshot_that_is_of_one_step(
 ) -> None:
     """Killed between the two orders of one snapshot, shards leave parts of two steps."""
     for number, batches in enumerate(((4, 4), newest), start=1):
-        write_standing(tmp_path, Standing(number, 0, 0, {}, ""))
+        write_run_snapshot(tmp_path, RunSnapshot(number, 0, 0, {}, ""))
         for shard in (0, 1):
             part(tmp_path, number, shard, batches[shard])
     found = resumed(tmp_path, 2, {}, even=even)
-    assert (found.standing.number, found.batches) == chosen
+    assert (found.run_snapshot.number, found.batches) == chosen
     assert newest_whole(tmp_path, 2) == chosen[0], "what is newer is gone"
 
 
 def test_where_no_snapshot_is_of_one_step_the_newest_is_taken(tmp_path: Path) -> None:
-    write_standing(tmp_path, Standing(1, 0, 0, {}, ""))
+    write_run_snapshot(tmp_path, RunSnapshot(1, 0, 0, {}, ""))
     part(tmp_path, 1, 0, 8)
     part(tmp_path, 1, 1, 6)
     assert resumed(tmp_path, 2, {}, even=True).batches == [8, 6]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import TimedOut
-from polytempo.server.dealer import Dealer
-from polytempo.server.evaluator import Evaluator
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.scores import Scores
 from polytempo.server.layout import Span
 from polytempo.server.message import Scored, Shown
-from polytempo.server.scores import Scores
 
 CHAINS = ((2,), (3,))
 COORDINATOR, EVALUATOR = 4, 5
@@ -38,22 +38,22 @@ def test_the_running_statistics_are_the_first_shards_whichever_comes_first() -> 
         assert scored.pop() == (8, [0.0, 1.0], torch.tensor([10.0], dtype=torch.float64)), f"order {order}"
 
 
-def done() -> Dealer:
-    """A dealer whose only ticket, of one batch, is done."""
-    dealer = Dealer(batches_per_epoch=1, num_tickets=1, deals="freely", workers=1)
-    dealer.join(0, incarnation=1)
-    dealer.ask(0, incarnation=1, sequence=1, done=())
-    dealer.ask(0, incarnation=1, sequence=2, done=(0,))
-    assert dealer.finished
-    return dealer
+def done() -> BatchScheduler:
+    """A scheduler whose only ticket, of one batch, is done."""
+    scheduler = BatchScheduler(batches_per_epoch=1, num_tickets=1, deals="freely", workers=1)
+    scheduler.join(0, incarnation=1)
+    scheduler.ask(0, incarnation=1, sequence=1, done=())
+    scheduler.ask(0, incarnation=1, sequence=2, done=(0,))
+    assert scheduler.finished
+    return scheduler
 
 
 def test_a_score_that_comes_when_all_is_done_stops_nothing() -> None:
     """Else the run would end with an older score than that of its final weights."""
-    dealer = done()
-    dealer.stop()
-    assert not dealer.stopped
-    assert Scores(EVALUATOR, dealer, 10.0).lacks_last(0.0)
+    scheduler = done()
+    scheduler.stop()
+    assert not scheduler.stopped
+    assert Scores(EVALUATOR, scheduler, 10.0).lacks_last(0.0)
 
 
 def test_the_last_score_has_time_from_the_score_before_it() -> None:

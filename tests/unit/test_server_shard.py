@@ -43,7 +43,7 @@ from polytempo.server.message import (
     Statistics,
     Stranger,
 )
-from polytempo.server.shard import Shard
+from polytempo.server.shard.shard import Shard
 
 MODEL = (Parameter("w", 40), Parameter("b", 7, group=1), Parameter("v", 53))
 NUMEL = 100

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Beat
 from polytempo.server.timing import Timing
 
@@ -15,7 +15,7 @@ TIMING = Timing(beat_s=0.1, lost_s=1.0, worker_lost_s=5.0, starting_s=10.0)
 def events_of(chain: tuple[int, ...], silent: set[int]) -> tuple[Coordinator, list[tuple[str, int]]]:
     """What happens in 8 seconds in which all copies beat, but for the `silent` ones after their first word."""
     events: list[tuple[str, int]] = []
-    coordinator = Coordinator(9, [0], [chain], Dealer(4, 8, "freely", 1), TIMING, on_event=events.append)
+    coordinator = Coordinator(9, [0], [chain], BatchScheduler(4, 8, "freely", 1), TIMING, on_event=events.append)
     for tenth in range(80):
         now_s = tenth / 10
         for node in chain:

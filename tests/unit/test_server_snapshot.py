@@ -15,9 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from polytempo.server.disk import Content, Disk, LocalDisk, Writer
-from polytempo.server.saving import Saved, Snapshots
-from polytempo.server.snapshot import Part, SnapshotError, complete, discard_beyond, newest_whole, read, write
+from polytempo.server.shard.disk import Content, Disk, LocalDisk, Writer
+from polytempo.server.shard.snapshot import (
+    SnapshotError,
+    SnapshotPart,
+    complete,
+    discard_beyond,
+    newest_whole,
+    read,
+    write,
+)
+from polytempo.server.shard.snapshot_writer import Snapshots, WrittenSnapshot
 
 EXTENSIONS = ("safetensors", "json")
 
@@ -86,8 +94,8 @@ class FailingWriter:
         self.real.__exit__(kind, error, trace)
 
 
-def part(value: int) -> Part:
-    return Part(f"state {value}".encode(), (torch.full((3,), float(value)), torch.arange(value % 5)))
+def part(value: int) -> SnapshotPart:
+    return SnapshotPart(f"state {value}".encode(), (torch.full((3,), float(value)), torch.arange(value % 5)))
 
 
 def save(folder: Path, number: int, shard: int = 0, disk: Disk | None = None) -> None:
@@ -293,10 +301,10 @@ def test_one_snapshot_is_under_way_and_nobody_waits_for_it(tmp_path: Path) -> No
     with pytest.raises(TimeoutError, match="shard 0"):
         snapshots.close(0)
     disk.gate.set()
-    assert snapshots.close(30) == Saved(1)
+    assert snapshots.close(30) == WrittenSnapshot(1)
     assert snapshots.poll() is None, "said once"
     assert snapshots.begin(2, *part(20))
-    assert snapshots.close(30) == Saved(2)
+    assert snapshots.close(30) == WrittenSnapshot(2)
     assert_holds(tmp_path, 1)
     assert_holds(tmp_path, 2)
 
@@ -313,7 +321,7 @@ def test_a_part_that_is_not_finite_is_not_written_and_the_earlier_ones_stay(tmp_
     snapshots = Snapshots(tmp_path, 0)
     for number in (1, 2):
         assert snapshots.begin(number, b"", [torch.ones(3)])
-        assert snapshots.close(10.0) == Saved(number)
+        assert snapshots.close(10.0) == WrittenSnapshot(number)
     for number, value in ((3, math.nan), (4, math.inf)):
         assert snapshots.begin(number, b"", [torch.ones(3), torch.tensor([1.0, value])])
         saved = snapshots.close(10.0)

@@ -12,10 +12,10 @@ from polytempo.core.rule import Add, Arrival, Rule, Service, Update, UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Parameter, shard_map
 from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Push, Reshape, Rows
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.shard import Shard
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import inverse
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import inverse
+from polytempo.server.shard.shard import Shard
 from polytempo.server.step_rates import Multiples, StepRates
 
 both_ways = pytest.mark.parametrize(

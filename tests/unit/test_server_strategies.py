@@ -71,7 +71,7 @@ def test_what_a_strategy_asks_of_its_server(row: Row) -> None:
     assert (strategy.name, found.rule.name, found.deals) == (row.name, row.rule, row.deals)
     assert (found.optimizer, tuple(each.name for each in found.modifiers)) == (row.optimizer, row.modifiers)
     assert (found.shards, found.replicas, found.warm_start) == (1, 0, 0)
-    assert not strategy.in_step
+    assert not strategy.synchronized
     assert strategy.one_copy is None
     assert strategy.parameters != identity()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.ranges import Ranges
 from polytempo.server.message import COORDINATOR, Inquire, Noted, Pull, Pushed, Reply
-from polytempo.server.table import WINDOW, Known, Table
+from polytempo.server.shard.answers import WINDOW, Known, Table
 
 
 def request(sequence: int, worker: int = 1, incarnation: int = 1) -> Pull:

@@ -1,4 +1,4 @@
-"""`Shard`: every sample once an epoch, whatever the number of workers and however often it stops."""
+"""`DataShard`: every sample once an epoch, whatever the number of workers and however often it stops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from polytempo.data.plan import permutation, plan, slices
-from polytempo.data.shard import Shard
+from polytempo.data.shard import DataShard
 
 
 def numbers(count: int) -> TensorDataset:
@@ -113,7 +113,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 def test_ranks_have_contiguous_slices_of_one_order() -> None:
     order = permutation(11, 7, 0).tolist()
-    dealt = [[inputs(b) for b in Shard(numbers(11), rank=rank, size=2, batch_size=2, seed=7)] for rank in range(2)]
+    dealt = [[inputs(b) for b in DataShard(numbers(11), rank=rank, size=2, batch_size=2, seed=7)] for rank in range(2)]
     assert dealt == [[order[0:2], order[4:6], order[8:10]], [order[2:4], order[6:8], order[10:11]]]
 
 
@@ -128,7 +128,7 @@ def test_every_sample_comes_once_an_epoch_however_often_a_run_stops(data: st.Dat
     seen: list[Counter[int]] = [Counter(), Counter(), Counter()]
     while epoch < 2:
         size = data.draw(st.integers(1, min(num_samples, 6)), "size")
-        shards = [Shard(source, rank=rank, size=size, batch_size=batch_size, seed=5) for rank in range(size)]
+        shards = [DataShard(source, rank=rank, size=size, batch_size=batch_size, seed=5) for rank in range(size)]
         for shard in shards:
             if saved is not None:
                 shard.load_state_dict(json.loads(saved))
@@ -149,11 +149,11 @@ def test_every_sample_comes_once_an_epoch_however_often_a_run_stops(data: st.Dat
 
 @pytest.mark.parametrize("kind", [numbers, Numbers, Stream])
 def test_a_state_saved_after_the_last_step_goes_on_with_the_next_epoch(kind: type[Numbers]) -> None:
-    shard = Shard(kind(6), rank=0, size=1, batch_size=3)
+    shard = DataShard(kind(6), rank=0, size=1, batch_size=3)
     batches = iter(shard)
     next(batches), next(batches)
     assert shard.state_dict()["consumed"] == 6
-    resumed = Shard(kind(6), rank=1, size=2, batch_size=3)
+    resumed = DataShard(kind(6), rank=1, size=2, batch_size=3)
     resumed.load_state_dict(shard.state_dict())
     assert list(resumed) == []
     assert (resumed.epoch, resumed.consumed) == (1, 0)
@@ -162,7 +162,7 @@ def test_a_state_saved_after_the_last_step_goes_on_with_the_next_epoch(kind: typ
 
 def test_more_workers_than_samples_left_get_a_stand_in_that_counts_nothing() -> None:
     """5 samples, of which 4 are used up by one worker; three workers go on."""
-    first = Shard(numbers(5), rank=0, size=1, batch_size=4, shuffle=False)
+    first = DataShard(numbers(5), rank=0, size=1, batch_size=4, shuffle=False)
     next(iter(first))
     ranks = [first.at(rank=rank, size=3) for rank in range(3)]
     assert [[inputs(batch) for batch in shard] for shard in ranks] == [[[4]], [[4]], [[4]]]
@@ -170,7 +170,7 @@ def test_more_workers_than_samples_left_get_a_stand_in_that_counts_nothing() -> 
 
 
 def test_counts_and_shares_of_uneven_batches() -> None:
-    shard = Shard(numbers(11), rank=1, size=2, batch_size=2)
+    shard = DataShard(numbers(11), rank=1, size=2, batch_size=2)
     assert shard.share is None
     seen = [(shard.local_samples, shard.global_samples, shard.share, shard.consumed) for _ in shard]
     expected: list[tuple[int, int, float | None, int]] = [(2, 4, 1 / 2, 4), (2, 4, 1 / 2, 8), (1, 3, 1 / 3, 11)]
@@ -178,29 +178,29 @@ def test_counts_and_shares_of_uneven_batches() -> None:
 
 
 def test_length_is_steps_of_a_whole_epoch() -> None:
-    shard = Shard(numbers(11), rank=0, size=2, batch_size=2)
+    shard = DataShard(numbers(11), rank=0, size=2, batch_size=2)
     next(iter(shard))
     assert len(shard) == 3
     with pytest.raises(TypeError, match="a stream"):
-        len(Shard(Stream(11), rank=0, size=2, batch_size=2))
+        len(DataShard(Stream(11), rank=0, size=2, batch_size=2))
 
 
 def test_tensors_in_memory_give_what_a_loader_gives() -> None:
-    fast = Shard(numbers(11), rank=1, size=2, batch_size=2, seed=3)
-    slow = Shard(Numbers(11), rank=1, size=2, batch_size=2, seed=3)
+    fast = DataShard(numbers(11), rank=1, size=2, batch_size=2, seed=3)
+    slow = DataShard(Numbers(11), rank=1, size=2, batch_size=2, seed=3)
     assert [list(map(torch.Tensor.tolist, b)) for b in fast] == [list(map(torch.Tensor.tolist, b)) for b in slow]
 
 
 def test_a_subset_of_tensors_is_read_as_fast() -> None:
     rows = Subset(Subset(numbers(10), [9, 7, 5, 3, 1]), [0, 2, 4])
-    shard = Shard(rows, rank=0, size=1, batch_size=3, shuffle=False)
+    shard = DataShard(rows, rank=0, size=1, batch_size=3, shuffle=False)
     assert [inputs(batch) for batch in shard] == [[9, 5, 1]]
     assert shard._tensors is not None
 
 
 def test_a_batch_in_memory_may_be_overwritten() -> None:
     dataset = numbers(4)
-    for x, _ in Shard(dataset, rank=0, size=1, batch_size=4, shuffle=False):
+    for x, _ in DataShard(dataset, rank=0, size=1, batch_size=4, shuffle=False):
         x.zero_()
     assert dataset.tensors[0].tolist() == [0, 1, 2, 3]
 
@@ -209,14 +209,14 @@ def test_a_batch_in_memory_may_be_overwritten() -> None:
 def test_a_loader_keeps_its_batch_size_order_and_collate_fn(shuffle: bool) -> None:
     loader = DataLoader(Numbers(6), batch_size=2, shuffle=shuffle, collate_fn=lambda samples: [s[0] for s in samples])
     order = permutation(6, 0, 0).tolist() if shuffle else list(range(6))
-    dealt = [list(Shard(loader, rank=rank, size=2)) for rank in range(2)]
+    dealt = [list(DataShard(loader, rank=rank, size=2)) for rank in range(2)]
     assert dealt == [[order[0:2], order[4:5]], [order[2:4], order[5:6]]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loader_keeps_its_worker_processes_and_the_position_stays_exact(persistent: bool) -> None:
     loader = DataLoader(Numbers(20), batch_size=2, num_workers=1, prefetch_factor=4, persistent_workers=persistent)
-    shard = Shard(loader, rank=0, size=2)
+    shard = DataShard(loader, rank=0, size=2)
     batches = iter(shard)
     assert [inputs(next(batches)), inputs(next(batches))] == [[0, 1], [4, 5]]
     assert shard.consumed == 8
@@ -227,15 +227,15 @@ def test_a_loader_keeps_its_worker_processes_and_the_position_stays_exact(persis
 
 def test_a_loader_over_a_stream_keeps_its_collate_fn() -> None:
     loader = DataLoader(Stream(7), batch_size=2, collate_fn=lambda samples: [s[0] for s in samples])
-    assert [list(Shard(loader, rank=rank, size=2)) for rank in range(2)] == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    assert [list(DataShard(loader, rank=rank, size=2)) for rank in range(2)] == [[[0, 1], [4, 5]], [[2, 3], [6]]]
 
 
 def test_data_smaller_than_the_number_of_workers_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="3 samples cannot be dealt to 4 workers"):
-        Shard(numbers(3), rank=0, size=4, batch_size=2)
+        DataShard(numbers(3), rank=0, size=4, batch_size=2)
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"{count} samples cannot be dealt to 4 workers"):
-            list(Shard(Stream(count), rank=0, size=4, batch_size=2))
+            list(DataShard(Stream(count), rank=0, size=4, batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_data_smaller_than_the_number_of_workers_is_refused_with_both_numbers() 
 )
 def test_a_loader_with_an_order_of_its_own_is_refused_with_the_remedy(loader: DataLoader[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Shard(loader, rank=0, size=2)
+        DataShard(loader, rank=0, size=2)
 
 
 def test_a_plain_batch_sampler_is_no_order_of_its_own() -> None:
     sampler = BatchSampler(SequentialSampler(Numbers(4)), batch_size=2, drop_last=False)
     with pytest.raises(ValueError, match="batch_size=None"):  # torch does not tell the loader its batch size
-        Shard(DataLoader(Numbers(4), batch_sampler=sampler), rank=0, size=2)
+        DataShard(DataLoader(Numbers(4), batch_sampler=sampler), rank=0, size=2)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ def test_a_plain_batch_sampler_is_no_order_of_its_own() -> None:
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Shard(numbers(4), **arguments)
+        DataShard(numbers(4), **arguments)
 
 
 def test_a_stream_cannot_be_shuffled() -> None:
     with pytest.raises(ValueError, match="cannot be shuffled"):
-        Shard(Stream(4), rank=0, size=1, batch_size=1, shuffle=True)
+        DataShard(Stream(4), rank=0, size=1, batch_size=1, shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,6 @@ def test_a_stream_cannot_be_shuffled() -> None:
     ],
 )
 def test_a_state_of_other_data_or_seed_is_refused(change: dict[str, int | None], message: str) -> None:
-    shard = Shard(numbers(6), rank=0, size=1, batch_size=2)
+    shard = DataShard(numbers(6), rank=0, size=1, batch_size=2)
     with pytest.raises(ValueError, match=message):
         shard.load_state_dict(shard.state_dict() | change)

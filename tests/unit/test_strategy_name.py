@@ -73,7 +73,7 @@ def test_a_function_without_a_name_is_written_without_its_address_which_ranks_ca
 def test_a_strategy_does_nothing_unless_told() -> None:
     strategy = Strategy("plain")
     assert (strategy.gradients, strategy.parameters) == (identity(), identity())
-    assert strategy.in_step
+    assert strategy.synchronized
     assert not strategy.carries_optimizer
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from polytempo.server import message as messages
 from polytempo.server.message import Beat, Message, Pulled, Push, Replicate, Rows, Ticket
-from polytempo.wire.frames import VERSION, Frame, Limits, Malformed, decode, encode
+from polytempo.wire.frames import VERSION, Frame, FrameLimits, Malformed, decode, encode
 
-LIMITS = Limits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
+LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
 DTYPES = [
     torch.float32,
     torch.float64,

@@ -19,7 +19,7 @@ from polytempo.flexrr.message import DoThis
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, cut
-from polytempo.flexrr.step import Work, covered_step
+from polytempo.flexrr.step import CoveredWork, covered_step
 
 MOST_EVENTS = 1_000_000
 
@@ -123,7 +123,7 @@ class World:
                 await covered_step(port, peer, clock, self.scene.samples, self._work(port))
         await Pass(self.scene.clocks + self.scene.slack)
 
-    def _work(self, port: Port) -> Work:
+    def _work(self, port: Port) -> CoveredWork:
         async def push(pieces: list[Slice]) -> None:
             await Hand(port.rank, tuple(pieces), False)
 
@@ -131,7 +131,7 @@ class World:
             await self._compute(port, do)
             await Hand(port.rank, (do.slice,), True)
 
-        return Work(lambda do: self._compute(port, do), push, alone)
+        return CoveredWork(lambda do: self._compute(port, do), push, alone)
 
     async def _compute(self, port: Port, do: Do) -> None:
         self.executed[do.slice, do.alone] += 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.chaos.scenario import Outcome, draw, run
+from polytempo.chaos.scenario import ChaosOutcome, draw, run
 from polytempo.compression import exact
 
 SEEDS = 40
 
 
-def told(outcome: Outcome) -> str:
+def told(outcome: ChaosOutcome) -> str:
     return "\n".join([f"seed {outcome.seed}: {outcome.violation}", outcome.scenario, *outcome.plan, *outcome.events])
 
 

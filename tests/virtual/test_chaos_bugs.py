@@ -6,7 +6,7 @@ import pytest
 
 from polytempo.chaos.bugs import BUGS
 from polytempo.chaos.scenario import run
-from polytempo.server.node import Node
+from polytempo.server.shard.node import Node
 
 MOST_SEEDS = 60
 MAY_BE_MISSED = 1

@@ -21,9 +21,9 @@ from polytempo.core import Codec, Strategy
 from polytempo.core.call_name import written_call
 from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
-from polytempo.torch.job import Job
-from polytempo.torch.replica import Replica
-from polytempo.torch.shard_rule import parameters_of
+from polytempo.spec.job import Job
+from polytempo.training.replica import Replica
+from polytempo.training.shard_rule import parameters_of
 
 
 def plain_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from polytempo.core import Port
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice
-from polytempo.flexrr.step import Work, covered_step
+from polytempo.flexrr.step import CoveredWork, covered_step
 from polytempo.worlds import VirtualWorld
 from virtual.flexrr_world import Delays, Scene, World
 
@@ -79,7 +79,7 @@ def test_the_production_loop_in_the_virtual_world() -> None:
             assert all(piece.helpee == port.rank for piece in pieces)
 
         for clock in range(2):
-            await covered_step(port, peer, clock, 400, Work(compute, push, compute))
+            await covered_step(port, peer, clock, 400, CoveredWork(compute, push, compute))
             await port.barrier()
         return done
 

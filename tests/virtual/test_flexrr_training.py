@@ -21,9 +21,9 @@ from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
 from polytempo.data.plan import permutation
 from polytempo.engines.simulate_served import _Run
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import Result
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
 from slices import verdicts
 
 __all__ = ["served"]

@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 from polytempo import cluster, strategies
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, TimedOut
-from polytempo.data.shard import Shard
+from polytempo.data.shard import DataShard
 from polytempo.engines.simulate import simulate
-from polytempo.torch.hogwild import Updates, share_storage
-from polytempo.torch.job import Data, Job
-from polytempo.torch.priced import priced_step
-from polytempo.torch.replica import Replica
-from polytempo.torch.result import parameters_sha256
+from polytempo.one_host.hogwild import Updates, share_storage
+from polytempo.spec.job import Data, Job
+from polytempo.spec.result import parameters_sha256
+from polytempo.training.replica import Replica
+from polytempo.training.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 
 HOST = Cluster(Link(0.0, 1e12), memory=Link(0.0, 1e12), workers_per_host=8, flops_per_s=1000.0)
@@ -161,7 +161,7 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def shard(rank: int, num_ranks: int) -> Iterator[Any]:
-    return iter(Shard(_data(), rank=rank, size=num_ranks, batch_size=2, seed=0))
+    return iter(DataShard(_data(), rank=rank, size=num_ranks, batch_size=2, seed=0))
 
 
 def late_by(delay: int, num_ranks: int, num_steps: int) -> Tensor:

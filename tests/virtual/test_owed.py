@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers import CLUSTER
 from polytempo import aggregation, compression
-from polytempo.core import Bundle, Owed, Port, State, Transform
+from polytempo.core import Bundle, Port, Residual, State, Transform
 from polytempo.core.state import Saved, restored, saved
 from polytempo.worlds import VirtualWorld
 
@@ -69,8 +69,8 @@ def owed(state: Any) -> dict[str, Tensor]:
     return {k: v for part in state for k, v in owed(part).items()} if isinstance(state, tuple) else {}
 
 
-def leaves(state: Any) -> list[Owed]:
-    if isinstance(state, Owed):
+def leaves(state: Any) -> list[Residual]:
+    if isinstance(state, Residual):
         return [state]
     return [leaf for part in state for leaf in leaves(part)] if isinstance(state, tuple) else []
 
@@ -88,7 +88,7 @@ def total_owed(states: list[State]) -> Tensor:
 def resumed(
     transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
 ) -> list[State]:
-    """What `torch.snapshot.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … owed."""
+    """What `training.snapshot.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … owed."""
     layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers import CLUSTER
 from polytempo.compression import bf16, exact, feedback, fp16, natural, qsgd, recv, send
-from polytempo.core import Codec, NotFinite, Occasion, Port
+from polytempo.core import Codec, EncodeContext, NotFinite, Port
 from polytempo.worlds import Outcome, VirtualWorld
 
 ACTIVATIONS = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
@@ -36,8 +36,8 @@ def test_what_arrives_is_what_the_codec_makes_of_it_and_the_trace_has_its_bytes(
     codec: Codec, num_bytes: int | None
 ) -> None:
     outcome = passed(ACTIVATIONS, codec, tag=3)
-    wire, _ = codec.encode(ACTIVATIONS, None, Occasion(rank=0, tensor=3))
-    assert torch.equal(outcome.results[1], codec.decode(wire, ACTIVATIONS, Occasion(rank=0, tensor=3)))
+    wire, _ = codec.encode(ACTIVATIONS, None, EncodeContext(rank=0, tensor=3))
+    assert torch.equal(outcome.results[1], codec.decode(wire, ACTIVATIONS, EncodeContext(rank=0, tensor=3)))
     assert dict(outcome.trace.bytes_sent) == {0: codec.wire_bytes(ACTIVATIONS), 1: 0}
     assert num_bytes is None or outcome.trace.bytes_sent[0] == num_bytes
     assert num_bytes is not None or outcome.trace.bytes_sent[0] <= 1.2 * 128

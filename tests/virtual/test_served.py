@@ -24,14 +24,14 @@ from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
 from polytempo.report.metrics import read_metrics
-from polytempo.server.hardsync import hardsync
+from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served, service
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import parameters_sha256
-from polytempo.torch.served_facts import staleness_of
-from polytempo.torch.shard_rule import parameters_of, update_rule_of
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.server_facts import staleness_of
+from polytempo.training.shard_rule import parameters_of, update_rule_of
 
 DIGITS = find("digits")
 UNTESTED = replace(DIGITS, data=lambda folder: Data(DIGITS.data(folder).train))

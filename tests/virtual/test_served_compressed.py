@@ -27,15 +27,13 @@ from polytempo.compression import (
     top_k,
 )
 from polytempo.compression.packing import Piece
-from polytempo.core import Codec, NotFinite, Occasion, Owed, Strategy
+from polytempo.core import Codec, EncodeContext, NotFinite, Residual, Strategy
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
-from polytempo.server.carried import Kept, carried
-from polytempo.server.client import Client
-from polytempo.server.encoded import Coding, Encoder, Overflown, ranges
-from polytempo.server.hardsync import hardsync
+from polytempo.server.codec_state import Kept, carried
+from polytempo.server.encoding import Coding, Encoder, Overflown, ranges
 from polytempo.server.layout import Parameter, Span, Spans, shard_map, with_shard_added
 from polytempo.server.message import (
     COORDINATOR,
@@ -47,14 +45,16 @@ from polytempo.server.message import (
     Pushed,
     View,
 )
-from polytempo.server.node import Node
-from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.softsync import softsync
 from polytempo.server.service import served, service
-from polytempo.server.shard import Shard
-from polytempo.server.softsync import softsync
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.torch.options import RunOptions
-from polytempo.torch.spec import RunSpec
+from polytempo.server.worker.client import Client
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 DIGITS = find("digits")
 MODEL = (Parameter("w", 6000, shape=(60, 100)), Parameter("b", 60, shape=(60,)), Parameter("v", 1940, shape=(1940,)))
@@ -193,14 +193,14 @@ def test_what_was_decoded_and_what_is_owed_is_what_was_pushed_though_shards_move
 def test_what_a_codec_remembers_of_an_element_goes_with_it() -> None:
     """Residuals by element, thresholds from the range that had most of it, and None where nothing was."""
     before = [
-        Kept(0, (4,), (Owed(torch.tensor([1.0, 2.0, 3.0, 4.0])), {"tau": 0.5})),
-        Kept(4, (1, 2), (Owed(), {"tau": 0.25})),
-        Kept(6, (2,), (Owed(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
+        Kept(0, (4,), (Residual(torch.tensor([1.0, 2.0, 3.0, 4.0])), {"tau": 0.5})),
+        Kept(4, (1, 2), (Residual(), {"tau": 0.25})),
+        Kept(6, (2,), (Residual(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
     ]
-    fresh = (Owed(), {"tau": 1.0})
+    fresh = (Residual(), {"tau": 1.0})
     owed, rest = carried(before, 3, (2, 2), fresh)
     assert (owed.residual.tolist(), rest) == ([[4.0, 0.0], [0.0, 7.0]], {"tau": 0.25})
-    assert carried(before, 4, (2,), fresh) == (Owed(), {"tau": 0.25})
+    assert carried(before, 4, (2,), fresh) == (Residual(), {"tau": 0.25})
     assert carried(before, 8, (2,), fresh) == fresh
     assert carried([], 0, (2,), None) is None
 
@@ -354,7 +354,7 @@ def test_finite_weights_that_a_codec_refuses_arrive_as_they_are(monkeypatch: pyt
     def refusing(*given: Any) -> Any:
         raise NotFinite("int8(256)", 0, 0.0)
 
-    monkeypatch.setattr("polytempo.server.encoded.Coding.encode", refusing)
+    monkeypatch.setattr("polytempo.server.encoding.Coding.encode", refusing)
     pending = worker.pull(2)
     delivered(worker, [machine])
     assert pending.value is not None
@@ -366,7 +366,7 @@ def test_what_dgc_has_not_sent_is_counted_without_its_momentum() -> None:
     encoder, state = Encoder(codec, MODEL, [(Span(0, NUMEL),)], torch.float32, worker=0), None
     for step, gradient in enumerate(gradients(2), start=1):
         encoder.encode(gradient)
-        _, state = codec.encode(gradient[6060:], state, Occasion(step, 0, Piece("v", 0, 1940, codec).number))
+        _, state = codec.encode(gradient[6060:], state, EncodeContext(step, 0, Piece("v", 0, 1940, codec).number))
     assert state is not None
     assert torch.equal(encoder.owed()[6060:], state.v.residual)
     before = encoder.owed()

@@ -18,13 +18,13 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
-from polytempo.server.hardsync import hardsync
+from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served, service
-from polytempo.torch.job import Data, Job, most_likely
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import parameters_sha256
-from polytempo.torch.shard_rule import parameters_of
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.job import Data, Job, most_likely
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.shard_rule import parameters_of
 
 WORDS = 60
 

@@ -14,8 +14,8 @@ import pytest
 
 from polytempo import data
 from polytempo.core.rule import Staleness
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import constant, inverse
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import constant, inverse
 from virtual.learners import Desk, simulate
 
 Array = npt.NDArray[np.float32]

@@ -13,9 +13,9 @@ from statistics import fmean
 import pytest
 
 from polytempo.core.rule import Rule
-from polytempo.server.first import first
-from polytempo.server.hardsync import hardsync
-from polytempo.server.softsync import softsync
+from polytempo.server.rules.first_gradients import first
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.softsync import softsync
 from virtual.learners import Desk, simulate
 
 LEARNERS = 30

@@ -20,7 +20,7 @@ from polytempo.aggregation import krum, low_rank, median, merged, trimmed_mean, 
 from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
 from polytempo.compression.packing import Packing, stripes, whole
 from polytempo.compression.through import shown, through
-from polytempo.core import Bundle, Codec, NotFinite, Owed, Port, State, Transform
+from polytempo.core import Bundle, Codec, NotFinite, Port, Residual, State, Transform
 from polytempo.core.state import restored, saved
 from polytempo.worlds import Outcome, VirtualWorld
 from process.crew import together
@@ -105,7 +105,7 @@ def ran(transform: Transform, num_ranks: int, dtype: torch.dtype, steps: int = S
 
 def owed(state: Any) -> list[Tensor]:
     """All that a state owes."""
-    if isinstance(state, Owed):
+    if isinstance(state, Residual):
         return [] if state.residual is None else [state.residual]
     if isinstance(state, dict):
         return [each for part in state.values() for each in owed(part)]

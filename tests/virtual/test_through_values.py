@@ -13,7 +13,7 @@ from helpers import CLUSTER
 from polytempo import compression as c
 from polytempo.compression.packing import Piece, stripes, whole
 from polytempo.compression.through import through
-from polytempo.core import Bundle, Codec, CodecState, Occasion, Port, Transform
+from polytempo.core import Bundle, Codec, CodecState, EncodeContext, Port, Transform
 from polytempo.worlds import VirtualWorld
 from virtual.test_through import EXACT_BELOW, WAYS, Way, label, left, ran, shares, values
 
@@ -28,7 +28,7 @@ def contributions(num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]
     return [{n: share * x for n, x in values(1, i, dtype).items()} for i, share in enumerate(shares(num_ranks))]
 
 
-def decoded(codec: Codec, x: Tensor, when: Occasion) -> Tensor:
+def decoded(codec: Codec, x: Tensor, when: EncodeContext) -> Tensor:
     """What arrives of x, where nobody else's is added."""
     return codec.decode(codec.encode(x, codec.init(x), when)[0], x, when)
 
@@ -40,8 +40,8 @@ def striped(parts: Sequence[Sequence[Piece]], given: list[dict[str, Tensor]]) ->
         for piece in part:
             total = piece.of(given[owner][piece.name]).clone()
             for rank in (rank for rank in range(len(given)) if rank != owner):
-                total += decoded(piece.codec, piece.of(given[rank][piece.name]), Occasion(1, rank, piece.number))
-            piece.of(found[piece.name]).copy_(decoded(piece.codec, total, Occasion(1, owner, piece.number)))
+                total += decoded(piece.codec, piece.of(given[rank][piece.name]), EncodeContext(1, rank, piece.number))
+            piece.of(found[piece.name]).copy_(decoded(piece.codec, total, EncodeContext(1, owner, piece.number)))
     return found
 
 
@@ -56,7 +56,7 @@ def told(way: Way, given: list[dict[str, Tensor]]) -> Tensor:
         if way.path == "all_reduce" and codec.statistic(torch.zeros(1), codec.init(torch.zeros(1))) is not None:
             agreed = max(codec.statistic(each[piece.name], None) or 0.0 for each in given)
         for rank, each in enumerate(given):
-            when = Occasion(1, rank, piece.number, agreed=agreed)
+            when = EncodeContext(1, rank, piece.number, agreed=agreed)
             found[piece.name] += decoded(piece.codec, each[piece.name], when)
     return Bundle(found).flat
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from polytempo import cluster, data, strategies
 from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import RunOptions
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
 
 
 class Noisy(Dataset[Any]):

@@ -17,8 +17,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, NotFinite, Owed, Port, Route, Transform, averaging, call_name, native
-from polytempo.core.given import check_whole
+from polytempo.core import Bundle, NotFinite, Port, Residual, Route, Transform, averaging, call_name, native
+from polytempo.core.checks import check_whole
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
 from polytempo.core.transform import Part
@@ -33,7 +33,7 @@ class Remembered(NamedTuple):
     Both are of the dtype that is computed with: a residual of 16 bits would lose a part of M in every step.
     """
 
-    owed: Owed
+    owed: Residual
     right: Tensor | None
 
 
@@ -126,7 +126,7 @@ class _LowRank:
         found = {}
         for shape in self._compressed(parameters):
             right = _drawn(shape, self.seed, 0, parameters.tensors[shape.name]) if self.warm_start else None
-            found[shape.name] = Remembered(Owed(), right)
+            found[shape.name] = Remembered(Residual(), right)
         return LowRankState(0, found)
 
     async def apply(self, port: Port, bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
@@ -218,7 +218,7 @@ class _Step:
             else:
                 view.copy_(narrowed(torch.mm(left, right.t()).view(view.shape), view))
                 torch.sub(matrix.view(view.shape), view, alpha=self.share, out=residual)
-            after[shape.name] = Remembered(Owed(residual), right.clone() if keep else None)
+            after[shape.name] = Remembered(Residual(residual), right.clone() if keep else None)
         return after
 
     def _sum(self, shape: Shape, residual: Tensor | None) -> Tensor:
@@ -300,7 +300,7 @@ def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
             bundle = bundle.with_flat(bundle.flat)
             view = bundle.views[name]
             view.copy_(narrowed(view + owed.residual, view))
-        after[name] = Remembered(Owed(), right)
+        after[name] = Remembered(Residual(), right)
     return bundle, LowRankState(state.step, after)
 
 

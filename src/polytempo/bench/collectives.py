@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from polytempo.bench import limit, mpi
-from polytempo.bench.crew import Crew, crewed
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.bench.operations import MOVES_NOTHING, OPERATIONS, Prepared, checked, elements
+from polytempo.bench.rank import BenchRank, crewed
 from polytempo.bench.turns import Contender, Figure, ratio, slowest, timed, turns
 from polytempo.native.arena import own_arena
 from polytempo.native.library import why_not
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     num_bytes: int
 
 
-class Plan(NamedTuple):
+class CollectivesPlan(NamedTuple):
     """What is asked for. `turn_s`: how long a contender's turn lasts, at least three calls."""
 
     ranks: Sequence[int]
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     turn_s: float
 
 
-def collectives(plan: Plan) -> dict[str, Any]:
+def collectives(plan: CollectivesPlan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out. Times in µs a call.
 
     A row: operation, tensors ("any", or "arena": in shared memory), ranks, bytes, a figure or null for each of ours,
@@ -53,7 +53,7 @@ def collectives(plan: Plan) -> dict[str, Any]:
     return written("collectives", plan._asdict(), missing, rows)
 
 
-def cases(plan: Plan) -> list[Case]:
+def cases(plan: CollectivesPlan) -> list[Case]:
     """Every operation at every size; a barrier has none."""
     found = []
     for name in plan.operations:
@@ -61,11 +61,11 @@ def cases(plan: Plan) -> list[Case]:
     return found
 
 
-def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
+def _rows(plan: CollectivesPlan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
     """The rows of `size` ranks, measured by one crew."""
     with mpi.peers(size) if with_mpi else nullcontext() as peers:
 
-        def work(crew: Crew) -> list[dict[str, list[list[float]]]]:
+        def work(crew: BenchRank) -> list[dict[str, list[list[float]]]]:
             with peers.partner(crew.rank) if peers else nullcontext() as partner:
                 return [_taken(plan, crew, case, partner.run(*case) if partner else None) for case in cases(plan)]
 
@@ -79,14 +79,14 @@ def _rows(plan: Plan, size: int, *, with_mpi: bool) -> list[dict[str, Any]]:
 
 
 def _taken(
-    plan: Plan, crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None
+    plan: CollectivesPlan, crew: BenchRank, case: Case, mpi_run: Callable[[int], list[float]] | None
 ) -> dict[str, list[list[float]]]:
     """One case's turns on this rank. The tensors go when it ends."""
     crew.say(f"{crew.size} ranks: {case.operation}" + (f", {case.num_bytes:,} bytes" if case.num_bytes else ""))
     return turns(_contenders(crew, case, mpi_run), crew, rounds=plan.rounds, turn_s=plan.turn_s)
 
 
-def _contenders(crew: Crew, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:
+def _contenders(crew: BenchRank, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:
     """Everybody who can do it, on the same tensor where they can share one."""
     make, size = OPERATIONS[case.operation], crew.size
     count = max(elements(case.num_bytes, size), size)
@@ -109,7 +109,7 @@ def _contender(name: str, prepared: Prepared) -> Contender:
     return Contender(name, lambda calls: [seconds / prepared.steps for seconds in run(calls)])
 
 
-def _limits(crew: Crew, case: Case, tensor: torch.Tensor) -> list[Contender]:
+def _limits(crew: BenchRank, case: Case, tensor: torch.Tensor) -> list[Contender]:
     if case.operation == "barrier":
         return [Contender("limit", limit.Limit(crew.gloo, tensor.numel()).barrier)]
     if case.operation != "all_reduce":
@@ -152,7 +152,7 @@ def _in_us(figure: Figure, mean: Figure) -> dict[str, Any]:
     }
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: CollectivesPlan) -> None:
     """Refuse what cannot be measured."""
     unknown = [name for name in plan.operations if name not in OPERATIONS]
     if unknown or not plan.operations:

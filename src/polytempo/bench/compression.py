@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
     codec: Codec | None = None
 
 
-class Plan(NamedTuple):
+class CompressionPlan(NamedTuple):
     """What is asked for. `sizes`: a perceptron's layers. `link`: of each worker's host. `steps` are measured."""
 
     sizes: Sequence[int]
@@ -76,7 +76,7 @@ class Costs(NamedTuple):
         return self.computing_s + self.communication_s(link)
 
 
-def compression(plan: Plan) -> dict[str, Any]:
+def compression(plan: CompressionPlan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out.
 
     A row: codec, way, sent_bytes and ratio (uncompressed / sent), encode_s and decode_s (of all tensors that are
@@ -104,7 +104,7 @@ def compression(plan: Plan) -> dict[str, Any]:
     return written("compression", settings, {}, rows)
 
 
-def check(plan: Plan) -> None:
+def check(plan: CompressionPlan) -> None:
     """Refuse what cannot be measured."""
     if len(plan.sizes) < 2 or min(plan.sizes) < 1:
         raise ValueError("--model: at least two layers of at least one unit, such as 784-2048-10")
@@ -260,7 +260,9 @@ def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int) -> tupl
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def _row(candidate: Candidate, plain: Costs, gradients: Sequence[dict[str, Tensor]], plan: Plan) -> dict[str, Any]:
+def _row(
+    candidate: Candidate, plain: Costs, gradients: Sequence[dict[str, Tensor]], plan: CompressionPlan
+) -> dict[str, Any]:
     found = costs(candidate.transform, gradients, plan.steps)
     encode_s, decode_s = (None, None)
     if candidate.codec is not None:

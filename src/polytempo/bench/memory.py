@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polytempo import strategies
-from polytempo.bench.crew import Crew, crewed
 from polytempo.bench.machine import memory_bytes, written
+from polytempo.bench.rank import BenchRank, crewed
 from polytempo.native.library import why_not
-from polytempo.torch.attach import attach
+from polytempo.training.attach import attach
 
 CONFIGURATIONS = ("ddp_gloo", "shared_memory")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -37,7 +37,7 @@ Look = tuple[float, int]
 """When, by the clock that all processes share, and how many bytes."""
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """What is asked for."""
 
     workers: int
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     steps: int
 
 
-def memory(plan: Plan) -> dict[str, Any]:
+def memory(plan: MemoryPlan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out.
 
     A row: configuration, workers, parameters (as many as the model really has), peak_bytes over all workers,
@@ -87,10 +87,10 @@ def together(by_rank: Sequence[Sequence[Look]]) -> int:
     return peak
 
 
-def _measured(plan: Plan, name: str) -> tuple[int, int]:
+def _measured(plan: MemoryPlan, name: str) -> tuple[int, int]:
     """Bytes of all workers before there is a model, and at the peak."""
 
-    def work(crew: Crew) -> list[list[Look]]:
+    def work(crew: BenchRank) -> list[list[Look]]:
         crew.say(f"{plan.workers} workers: {name}, {_count(plan.parameters):,} parameters")
         crew.barrier()
         before, looks = [_look()], list[Look]()
@@ -104,7 +104,7 @@ def _measured(plan: Plan, name: str) -> tuple[int, int]:
     return together(before), together(during)
 
 
-def _train(crew: Crew, name: str, plan: Plan, looks: list[Look]) -> None:
+def _train(crew: BenchRank, name: str, plan: MemoryPlan, looks: list[Look]) -> None:
     torch.manual_seed(0)
     model = made(plan.parameters)
     batch = torch.randn(1, _shape(plan.parameters)[0])
@@ -156,7 +156,7 @@ def _count(parameters: int) -> int:
     return layers * width**2
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: MemoryPlan) -> None:
     if not _ROLLUP.is_file():
         raise ValueError("proportional set sizes need /proc/self/smaps_rollup, and this system does not have it")
     if not 2 <= plan.workers <= _MAX_WORKERS:

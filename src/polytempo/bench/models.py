@@ -35,7 +35,7 @@ class Workload(NamedTuple):
         return functional.cross_entropy(model(inputs), targets)
 
 
-class Transformer(nn.Module):
+class BenchTransformer(nn.Module):
     """A causal transformer over 64 symbols: four layers of width 256 with four heads."""
 
     def __init__(self) -> None:
@@ -91,6 +91,6 @@ MODELS: dict[str, Workload] = {
         Bag, lambda count: (torch.randint(1_000_000, (count, 10)), torch.randint(10, (count,))), 64, 0.1, sparse=True
     ),
     "transformer": Workload(
-        Transformer, lambda count: (torch.randint(64, (count, 64)), torch.randint(64, (count, 64))), 8, 0.01
+        BenchTransformer, lambda count: (torch.randint(64, (count, 64)), torch.randint(64, (count, 64))), 8, 0.01
     ),
 }

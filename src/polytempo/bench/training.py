@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polytempo import strategies
-from polytempo.bench.crew import Crew, crewed
 from polytempo.bench.machine import written
 from polytempo.bench.models import MODELS, Batch, Workload
+from polytempo.bench.rank import BenchRank, crewed
 from polytempo.bench.turns import Contender, Figure, figure, ratio, slowest, timed, turns
 from polytempo.core.strategy import Strategy
 from polytempo.native.library import why_not
-from polytempo.torch.attach import attach
+from polytempo.training.attach import attach
 
 OURS = ("ddp_polytempo", "shared_memory", "hogwild")
 BASES = ("one_thread", "ddp_gloo", "apart")
@@ -35,7 +35,7 @@ _NUM_BATCHES = 8
 _MAX_WORKERS = 64
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """What is asked for. `turn_s`: how long a contender's turn lasts, at least three steps."""
 
     models: Sequence[str]
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     turn_s: float
 
 
-def training(plan: Plan) -> dict[str, Any]:
+def training(plan: TrainingPlan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out.
 
     A row: model, configuration, samples_per_s (median over rounds, quartiles, each round), and the ratios
@@ -63,11 +63,11 @@ def training(plan: Plan) -> dict[str, Any]:
     return written("training", plan._asdict(), missing, rows)
 
 
-def _rows(plan: Plan, model: str) -> list[dict[str, Any]]:
+def _rows(plan: TrainingPlan, model: str) -> list[dict[str, Any]]:
     """One model's rows, by a crew of its own: what it used is given back before the next."""
     workload = MODELS[model]
 
-    def work(crew: Crew) -> dict[str, list[list[float]]]:
+    def work(crew: BenchRank) -> dict[str, list[list[float]]]:
         crew.say(f"{plan.workers} workers: {model}")
         return turns(_contenders(crew, workload), crew, rounds=plan.rounds, turn_s=plan.turn_s)
 
@@ -85,7 +85,7 @@ def _rate(seconds: Figure, samples: int) -> Figure:
     return figure([samples / each for each in seconds.rounds])
 
 
-def _contenders(crew: Crew, workload: Workload) -> list[Contender]:
+def _contenders(crew: BenchRank, workload: Workload) -> list[Contender]:
     torch.manual_seed(crew.rank)
     batches = [workload.batch(workload.batch_size) for _ in range(_NUM_BATCHES)]
     found = [
@@ -102,7 +102,7 @@ def _contenders(crew: Crew, workload: Workload) -> list[Contender]:
     return found
 
 
-def _alone(crew: Crew, name: str, workload: Workload, batches: Sequence[Batch], *, threads: int) -> Contender:
+def _alone(crew: BenchRank, name: str, workload: Workload, batches: Sequence[Batch], *, threads: int) -> Contender:
     """Rank 0 with so many threads. The others' model is never made, and their turn takes no time."""
     if crew.rank:
         return Contender(name, lambda calls: [0.0])

@@ -28,7 +28,7 @@ class Contender(NamedTuple):
     run: Callable[[int], Sequence[float]]
 
 
-class Meeting(Protocol):
+class TurnBarrier(Protocol):
     """How ranks keep in step between turns."""
 
     def barrier(self) -> None:
@@ -71,7 +71,7 @@ def timed(call: Callable[[], Any]) -> Callable[[int], list[float]]:
 
 
 def turns(
-    contenders: Sequence[Contender], meeting: Meeting, *, rounds: int, turn_s: float, min_calls: int = 3
+    contenders: Sequence[Contender], meeting: TurnBarrier, *, rounds: int, turn_s: float, min_calls: int = 3
 ) -> dict[str, list[list[float]]]:
     """This rank's `[median, mean]` seconds a call, by contender and round. All ranks call it with equal contenders."""
     calls = {each.name: _calls(each, meeting, turn_s, min_calls) for each in contenders}
@@ -86,7 +86,7 @@ def turns(
     return seconds
 
 
-def _calls(contender: Contender, meeting: Meeting, turn_s: float, min_calls: int) -> int:
+def _calls(contender: Contender, meeting: TurnBarrier, turn_s: float, min_calls: int) -> int:
     """How many calls fill a turn. The calls that find it out also warm up caches and buffers."""
     meeting.barrier()
     first_s = statistics.median(contender.run(_FIRST_CALLS))

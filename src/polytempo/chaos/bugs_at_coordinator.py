@@ -1,14 +1,14 @@
-"""Bugs of the coordinator and its dealer: who takes part, who holds what, and who trains on what."""
+"""Bugs of the coordinator and its scheduler: who takes part, who holds what, and who trains on what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.supply import Evenly, Freely, Fresh
 from polytempo.server.message import Beat, Deal, Outbox
-from polytempo.server.supply import Evenly, Freely, Fresh
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -83,28 +83,28 @@ def dealt_twice() -> Patches:
 
 def tickets_of_the_dead_forgotten() -> Patches:
     """What a lost worker held is not dealt again."""
-    lose = Dealer.lose
+    lose = BatchScheduler.lose
 
-    def wrong(self: Dealer, worker: int) -> None:
+    def wrong(self: BatchScheduler, worker: int) -> None:
         life = self._workers.get(worker)
         if life is not None:
             life.held.clear()
         lose(self, worker)
 
-    return [(Dealer, "lose", wrong)]
+    return [(BatchScheduler, "lose", wrong)]
 
 
 def done_before_acknowledged() -> Patches:
     """A ticket counts as done when its worker calls for the next one."""
-    ask = Dealer.ask
+    ask = BatchScheduler.ask
 
-    def wrong(self: Dealer, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
+    def wrong(self: BatchScheduler, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
         life = self._workers.get(worker)
         if life is not None and sequence > life.sequence:
             done = (*done, *life.held)
         return ask(self, worker, incarnation, sequence, done)
 
-    return [(Dealer, "ask", wrong)]
+    return [(BatchScheduler, "ask", wrong)]
 
 
 def promoted_from_outside() -> Patches:

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from polytempo.server.client import Client
 from polytempo.server.message import Entry, Install, Outbox, Pushed, Replicate, Replicated, Request, View
-from polytempo.server.node import Node
 from polytempo.server.requests import Requests
+from polytempo.server.shard.node import Node
+from polytempo.server.worker.client import Client
 
 Patches = list[tuple[Any, str, Any]]
 

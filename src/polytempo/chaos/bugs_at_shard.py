@@ -12,13 +12,13 @@ from torch import Tensor
 from polytempo.chaos import scenario_rules
 from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
-from polytempo.server import snapshot
-from polytempo.server.holding import Held
 from polytempo.server.message import Push, Reply, Request
-from polytempo.server.queues import Queues
-from polytempo.server.shard import Shard
-from polytempo.server.table import Look, Table
-from polytempo.server.weights import Weights
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.answers import Look, Table
+from polytempo.server.shard.holder import HeldElements
+from polytempo.server.shard.queues import Queues
+from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.weights import Weights
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -156,8 +156,8 @@ def gradient_of_the_dead_kept() -> Patches:
 def scored_weights_written() -> Patches:
     """What is shown to the evaluator is not held, so the next updates write into it."""
 
-    def wrong(self: Shard) -> Held:
-        return Held(self._all_spans, self.weights, None, lambda: None)
+    def wrong(self: Shard) -> HeldElements:
+        return HeldElements(self._all_spans, self.weights, None, lambda: None)
 
     return [(Shard, "hold", wrong)]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from polytempo.chaos.copies import Copies, node_of
-from polytempo.chaos.worker import Worker
+from polytempo.chaos.worker import ChaosWorker
 from polytempo.chaos.world import Violation, World
 from polytempo.core.errors import PolytempoError
-from polytempo.server.client import Client, Refused
 from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, Reply
+from polytempo.server.worker.client import Client, Refused
 
 _MOST_LATE = "late"
 
@@ -77,7 +77,7 @@ class Checkers:
         if not isinstance(message, Pulled):
             return
         worker = self._world.machine(node)
-        if isinstance(worker, Worker) and self._counts(worker.client) and _waits(worker, message):
+        if isinstance(worker, ChaosWorker) and self._counts(worker.client) and _waits(worker, message):
             now, then = self._lent[_key(message)]
             if not torch.equal(now, then):
                 raise Violation(f"the weights that node {source} lent to worker {node} changed on their way")
@@ -162,7 +162,7 @@ class Checkers:
     def gave_up(self, node: int, error: PolytempoError) -> None:
         """Only a worker that was thought dead may give up, because the shards refuse it."""
         machine = self._world.machine(node)
-        if isinstance(machine, Worker) and isinstance(error, Refused) and not self._counts(machine.client):
+        if isinstance(machine, ChaosWorker) and isinstance(error, Refused) and not self._counts(machine.client):
             return
         raise Violation(f"node {node} gave up: {error}") from error
 
@@ -242,7 +242,7 @@ def _key(reply: Reply) -> tuple[int, int, int, int]:
     return reply.shard, reply.worker, reply.incarnation, reply.sequence
 
 
-def _waits(worker: Worker, reply: Reply) -> bool:
+def _waits(worker: ChaosWorker, reply: Reply) -> bool:
     """Whether the worker still waits for this answer."""
     awaited = (reply.shard, reply.sequence) in worker.client._pending
     return awaited and reply.incarnation == worker.client.incarnation

@@ -9,11 +9,11 @@ from torch import Tensor
 from polytempo.chaos.world import Violation, World
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule, Service, UpdateRule
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
-from polytempo.server.node import Node
-from polytempo.server.score_snapshots import Showing
-from polytempo.server.shard import Shard
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.score_snapshots import Showing
+from polytempo.server.shard.shard import Shard
 
 _MOST_HELD = 200
 """Replies held back, or entries not confirmed: workers have few requests each, so there can never be many."""

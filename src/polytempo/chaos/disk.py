@@ -1,6 +1,6 @@
 """A disk in memory that fills up, flips bits, and loses what a process was writing when it died.
 
-Production's `snapshot.write` and `read` use it in place of the machine's own, see `server.disk.Disk`.
+Production's `snapshot.write` and `read` use it in place of the machine's own, see `server.shard.disk.Disk`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from random import Random
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from polytempo.server.disk import Content
+from polytempo.server.shard.disk import Content
 
 _ENOSPC, _EIO = 28, 5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
 
 
@@ -22,7 +22,7 @@ class Processes(Protocol):
         """Start another one."""
 
 
-class Launcher:
+class ChaosLauncher:
     """The coordinator's process. `holders[s]` are the nodes that may hold a copy of shard s.
 
     `sees_deaths`: it learns that a process has ended (its own child) within `LOOK_S`; otherwise only by silence.

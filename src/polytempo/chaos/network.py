@@ -1,4 +1,4 @@
-"""A network that loses, repeats, reorders, delays and cuts, as data: a `Plan` of faults says what happens when.
+"""A network that loses, repeats, reorders, delays and cuts, as data: a `FaultPlan` of faults says what happens when.
 
 A failing seed prints its plan. Nothing here is decided while messages fly but by the `Random` that is handed over.
 """
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     target: int
 
 
-class Pause(NamedTuple):
+class ProcessPause(NamedTuple):
     """A process stands still: its messages pile up, its timers are late."""
 
     begin_s: float
@@ -53,10 +53,10 @@ class Death(NamedTuple):
     node: int
 
 
-Fault = Cut | Pause | Death
+Fault = Cut | ProcessPause | Death
 
 
-class Plan(NamedTuple):
+class FaultPlan(NamedTuple):
     """Everything that goes wrong, and when it ends."""
 
     weather: Weather = FAIR
@@ -70,10 +70,10 @@ class Plan(NamedTuple):
         return [f"{self.weather} until {self.healed_s:.3f} s", *(str(fault) for fault in self.faults)]
 
 
-class Network:
+class FaultyNetwork:
     """When, and how often, a message arrives."""
 
-    def __init__(self, plan: Plan, random: Random) -> None:
+    def __init__(self, plan: FaultPlan, random: Random) -> None:
         """All chance comes from `random`. `cuts` are those that have begun."""
         self.cuts: list[Cut] = []
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Snapshots under faults: each is taken in the course of the run, and at the end the newest whole one is read back."""
+"""Snapshots under faults: each is taken in the context of the run, and at the end the newest whole one is read back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from polytempo.chaos.disk import FaultyDisk
 from polytempo.chaos.world import Violation
-from polytempo.server import snapshot
-from polytempo.server.shard import Shard
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.shard import Shard
 
 _FOLDER = Path("/snapshots")
 
 
-class Saves:
+class ScenarioSaves:
     """The disk, and what ought to be on it."""
 
     def __init__(self, disk: FaultyDisk) -> None:

@@ -15,23 +15,23 @@ from polytempo.chaos.bugs import planted
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
-from polytempo.chaos.launcher import Launcher
-from polytempo.chaos.network import Cut, Death, Fault, Plan
-from polytempo.chaos.saves import Saves
+from polytempo.chaos.launcher import ChaosLauncher
+from polytempo.chaos.network import Cut, Death, Fault, FaultPlan
+from polytempo.chaos.saves import ScenarioSaves
 from polytempo.chaos.scenario_rules import draw_rule, undivided
-from polytempo.chaos.storm import Cast, Limits, storm
-from polytempo.chaos.worker import Habits, Worker, spans
-from polytempo.chaos.world import Machine, Violation, World
+from polytempo.chaos.storm import Participants, StormLimits, storm
+from polytempo.chaos.worker import ChaosWorker, Habits, spans
+from polytempo.chaos.world import ChaosMachine, Violation, World
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule
-from polytempo.server.client import Client
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.dealer import Dealer
-from polytempo.server.evaluator import Evaluator
-from polytempo.server.node import Node
-from polytempo.server.score_snapshots import ScorePoints, ScoreSnapshots, Showing
-from polytempo.server.shard import Shard
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.score_snapshots import ScorePoints, ScoreSnapshots, Showing
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
+from polytempo.server.worker.client import Client
 
 TIMING = Timing(
     retry_s=0.05,
@@ -44,7 +44,7 @@ TIMING = Timing(
 )
 """Shorter than in production, in proportion: fewer events between two faults."""
 
-LIMITS = Limits(short_s=0.3, lost_s=TIMING.lost_s, long_s=1.3, apart_s=2.0)
+LIMITS = StormLimits(short_s=0.3, lost_s=TIMING.lost_s, long_s=1.3, apart_s=2.0)
 HEALING_S = 40.0
 """So long after the last fault everything must have ended."""
 
@@ -67,7 +67,7 @@ class Scenario:
     """Whether snapshots are scored."""
     habits: Habits
     sees_deaths: bool
-    plan: Plan
+    plan: FaultPlan
     disk: DiskFaults
     saves: bool
     lingers_s: float
@@ -83,12 +83,12 @@ class Scenario:
         )
 
     @property
-    def cast(self) -> Cast:
+    def cast(self) -> Participants:
         """Workers, then the copies of each shard, then the coordinator."""
         return _cast(self.workers, self.shards, self.replicas)
 
 
-class Outcome(NamedTuple):
+class ChaosOutcome(NamedTuple):
     """What came of a seed; numbers and texts only."""
 
     seed: int
@@ -142,16 +142,16 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _cast(workers: int, shards: int, replicas: int) -> Cast:
+def _cast(workers: int, shards: int, replicas: int) -> Participants:
     copies = tuple(tuple(workers + s * (replicas + 1) + r for r in range(replicas + 1)) for s in range(shards))
-    return Cast(tuple(range(workers)), copies, workers + shards * (replicas + 1))
+    return Participants(tuple(range(workers)), copies, workers + shards * (replicas + 1))
 
 
-def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> Outcome:
+def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> ChaosOutcome:
     """Run a seed, with a planted bug or none. `codec`: pushes and pulls travel by it; it must be lossless."""
     with planted(bug).planted() if bug is not None else nullcontext():
         scenario = draw(seed)
-        stage = Stage(scenario, codec)
+        stage = ScenarioWorld(scenario, codec)
         try:
             stage.perform()
         except Violation as violation:
@@ -159,7 +159,7 @@ def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> Outcom
         return stage.outcome(None)
 
 
-class Stage:
+class ScenarioWorld:
     """The world of one scenario."""
 
     def __init__(self, scenario: Scenario, codec: Codec | None = None) -> None:
@@ -175,7 +175,7 @@ class Stage:
         self._spans = spans(scenario.shards, scenario.tickets)
         self._blank: set[int] = set()
         self._joined: set[int] = set()
-        self._saves = Saves(FaultyDisk(scenario.disk, Random(scenario.seed + 2)))
+        self._saves = ScenarioSaves(FaultyDisk(scenario.disk, Random(scenario.seed + 2)))
         self._heavy = [(-1.0, 0.0)] * scenario.shards
         for node in cast.workers:
             self.world.place(node, self._maker(node, self._worker))
@@ -197,10 +197,10 @@ class Stage:
         number = self._saves.check([self._shard(shard) for shard in range(self.scenario.shards)])
         self.world.note("the newest whole snapshot is", number)
 
-    def outcome(self, violation: str | None) -> Outcome:
+    def outcome(self, violation: str | None) -> ChaosOutcome:
         """What came of it."""
         world = self.world
-        return Outcome(
+        return ChaosOutcome(
             seed=self.scenario.seed,
             violation=violation,
             trace=world.trace_hash(),
@@ -211,10 +211,10 @@ class Stage:
             events=world.last_events() if violation else [],
         )
 
-    def _maker(self, node: int, make: Callable[[int, int], Machine]) -> Callable[[int, float], Machine]:
+    def _maker(self, node: int, make: Callable[[int, int], ChaosMachine]) -> Callable[[int, float], ChaosMachine]:
         return lambda incarnation, now_s: make(node, incarnation)
 
-    def _worker(self, node: int, incarnation: int) -> Worker:
+    def _worker(self, node: int, incarnation: int) -> ChaosWorker:
         scenario = self.scenario
         chains, coordinator = self.launcher.coordinator.chains, scenario.cast.coordinator
         codec, parameters = self._codec, counted(scenario.shards, scenario.tickets)
@@ -226,9 +226,9 @@ class Stage:
         )
         factor = scenario.slowed if node == scenario.workers - 1 else 1.0
         habits = scenario.habits.slowed(factor)
-        return Worker(client, scenario.tickets, habits, self._random, self.checkers.read)
+        return ChaosWorker(client, scenario.tickets, habits, self._random, self.checkers.read)
 
-    def _node(self, node: int, incarnation: int) -> Machine:
+    def _node(self, node: int, incarnation: int) -> ChaosMachine:
         shard = self._shard(self.copies.shard_of(node))
         coordinator, blank = self.scenario.cast.coordinator, node in self._blank
         if not self.scenario.scores:
@@ -258,9 +258,9 @@ class Stage:
     def _shard(self, number: int) -> Shard:
         return new_shard(number, self.scenario.shards, self.scenario.tickets, self.scenario.rule, self._codec)
 
-    def _launcher(self) -> Launcher:
+    def _launcher(self) -> ChaosLauncher:
         scenario, cast = self.scenario, self.scenario.cast
-        dealer = Dealer(
+        scheduler = BatchScheduler(
             batches_per_epoch=scenario.batches_per_epoch,
             num_tickets=scenario.tickets,
             deals=scenario.deals,
@@ -268,12 +268,12 @@ class Stage:
             rests=scenario.waits,
         )
         coordinator = Coordinator(
-            *(cast.coordinator, cast.workers, cast.copies, dealer, TIMING),
+            *(cast.coordinator, cast.workers, cast.copies, scheduler, TIMING),
             on_event=self._happened,
             evaluator=cast.coordinator + 1 if scenario.scores else None,
         )
         self.copies.coordinator = coordinator
-        return Launcher(
+        return ChaosLauncher(
             coordinator,
             scenario.workers,
             list(cast.copies),
@@ -312,7 +312,9 @@ class Stage:
         """Who is where, for people."""
         coordinator = self.launcher.coordinator
         told = [f"epoch {coordinator.epoch}, chains {coordinator.chains}, members {coordinator.members}"]
-        told.append(f"done {coordinator.dealer.done} of {self.scenario.tickets}, held {coordinator.dealer.holders()}")
+        told.append(
+            f"done {coordinator.scheduler.done} of {self.scenario.tickets}, held {coordinator.scheduler.holders()}"
+        )
         for node in self.world.processes:
             machine = self.world.machine(node)
             if (copy := node_of(machine)) is not None:
@@ -320,6 +322,6 @@ class Stage:
                     f"node {node}: epoch {copy.epoch}, entry {copy.index}, committed {copy.committed}"
                     + (", blank" if copy.blank else "")
                 )
-            if isinstance(machine, Worker):
+            if isinstance(machine, ChaosWorker):
                 told.append(f"worker {node}: life {machine.client.incarnation}, waits in {machine.waits_in}")
         return "; ".join(told)

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 from polytempo.chaos.checkers import Promises
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
-from polytempo.server.all_but import all_but
-from polytempo.server.first import first
-from polytempo.server.hardsync import hardsync
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.softsync import softsync
-from polytempo.server.within import within
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.backups import all_but
+from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.first_gradients import first
+from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.softsync import softsync
 
 
 class RULES:

@@ -1,14 +1,14 @@
-"""Which faults a seed brings: the drawing of a `Plan`."""
+"""Which faults a seed brings: the drawing of a `FaultPlan`."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import NamedTuple
 
-from polytempo.chaos.network import ANYBODY, Cut, Death, Fault, Pause, Plan, Weather
+from polytempo.chaos.network import ANYBODY, Cut, Death, Fault, FaultPlan, ProcessPause, Weather
 
 
-class Cast(NamedTuple):
+class Participants(NamedTuple):
     """Who can be hit: node numbers. `copies[s]` hold shard s; with one copy a shard cannot be spared for long."""
 
     workers: tuple[int, ...]
@@ -16,7 +16,7 @@ class Cast(NamedTuple):
     coordinator: int
 
 
-class Limits(NamedTuple):
+class StormLimits(NamedTuple):
     """`short_s`: nobody who is silent for so long is taken for dead. `lost_s`: a copy is. `long_s`: everybody is."""
 
     short_s: float
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
     """Between two heavy faults of one shard: time enough to have all its copies again."""
 
 
-def storm(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> Plan:
+def storm(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> FaultPlan:
     """Faults within the first `lasts_s` seconds or so, of a few kinds at a time: each seed has its own weather."""
     faults: list[Fault] = []
     if random.random() < 0.6:
@@ -40,7 +40,7 @@ def storm(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> Plan:
             faults += _heavy(random, cast, copies, limits, lasts_s)
     faults.sort(key=lambda fault: fault.begin_s)
     ends = [fault.begin_s if isinstance(fault, Death) else fault.end_s for fault in faults]
-    return Plan(weather(random), tuple(faults), max([lasts_s, *ends]))
+    return FaultPlan(weather(random), tuple(faults), max([lasts_s, *ends]))
 
 
 def weather(random: Random) -> Weather:
@@ -52,7 +52,7 @@ def weather(random: Random) -> Weather:
     return Weather(0.001, jitter_s, slow, 0.3, drop, duplicate)
 
 
-def _deaths_of_workers(random: Random, cast: Cast, lasts_s: float) -> list[Fault]:
+def _deaths_of_workers(random: Random, cast: Participants, lasts_s: float) -> list[Fault]:
     """Here and there; or one worker several times, before the messages of its last life have all arrived."""
     if random.random() < 0.5:
         return [Death(_moment(random, lasts_s), random.choice(cast.workers)) for _ in range(random.randint(1, 4))]
@@ -60,7 +60,7 @@ def _deaths_of_workers(random: Random, cast: Cast, lasts_s: float) -> list[Fault
     return [Death(round(begin_s + life * random.uniform(0.08, 0.2), 4), worker) for life in range(5)]
 
 
-def _short(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> list[Fault]:
+def _short(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> list[Fault]:
     """Pauses and cuts that nobody should take for a death."""
     everybody = [*cast.workers, *(node for copies in cast.copies for node in copies), cast.coordinator]
     faults: list[Fault] = []
@@ -69,24 +69,26 @@ def _short(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> list[F
         end_s = round(begin_s + limits.short_s * random.uniform(0.2, 1.0), 4)
         one, other = random.sample(everybody, 2)
         if random.random() < 0.5:
-            faults.append(Pause(begin_s, end_s, one))
+            faults.append(ProcessPause(begin_s, end_s, one))
         else:
             faults.append(Cut(begin_s, end_s, one, other))
             faults += [Cut(begin_s, end_s, other, one)] * (random.random() < 0.5)
     return faults
 
 
-def _absent_workers(random: Random, cast: Cast, limits: Limits, lasts_s: float) -> list[Fault]:
+def _absent_workers(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> list[Fault]:
     """Workers that are taken for dead and are not; now and then it is the coordinator that stood still."""
     begin_s = _moment(random, lasts_s)
     end_s = round(begin_s + limits.long_s * random.uniform(1.0, 2.0), 4)
     who = random.choice([*cast.workers, cast.coordinator])
     if who == cast.coordinator or random.random() < 0.5:
-        return [Pause(begin_s, end_s, who)]
+        return [ProcessPause(begin_s, end_s, who)]
     return [Cut(begin_s, end_s, who, cast.coordinator)]
 
 
-def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, lasts_s: float) -> list[Fault]:
+def _heavy(
+    random: Random, cast: Participants, copies: tuple[int, ...], limits: StormLimits, lasts_s: float
+) -> list[Fault]:
     """What costs a shard one of its copies: it dies, or is taken for dead, or cannot reach the other."""
     faults: list[Fault] = []
     begin_s = _moment(random, lasts_s / 2)
@@ -99,7 +101,7 @@ def _heavy(random: Random, cast: Cast, copies: tuple[int, ...], limits: Limits, 
             [
                 [Death(begin_s, node)],
                 [Death(begin_s, node)],
-                [Pause(begin_s, end_s, node)],
+                [ProcessPause(begin_s, end_s, node)],
                 [Cut(begin_s, end_s, node, cast.coordinator)],
                 [Cut(begin_s, end_s, cast.coordinator, node)],
                 [Cut(begin_s, end_s, node, ANYBODY), Cut(begin_s, end_s, ANYBODY, node)],

@@ -19,11 +19,11 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.core.op import Compute, Now, Op, Post, Program, Take
 from polytempo.core.port import world_port
-from polytempo.server.asker import Asker
-from polytempo.server.client import Client
 from polytempo.server.layout import Span, Spans
 from polytempo.server.message import Message, Outbox, Ticket
-from polytempo.server.through import through
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.work_client import WorkClient
 
 _FLOPS_PER_S = 2.0**30
 """A power of two, so that seconds come back to the bit."""
@@ -45,7 +45,7 @@ class Habits:
         return replace(self, least_s=self.least_s * factor, most_s=self.most_s * factor)
 
 
-class Worker:
+class ChaosWorker:
     """A process that runs the training program: a world of one rank, with a mailbox."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Worker:
 
 @dataclass
 class _Training:
-    """The program: what `torch.training` does, without the model."""
+    """The program: what `training.program` does, without the model."""
 
     client: Client
     port: Port
@@ -141,13 +141,13 @@ class _Training:
     async def run(self) -> None:
         """Train until told to finish."""
         while True:
-            if not self.asker.is_open:
-                await self.asker.ask(self.port)
-            deal = await self.asker.deal(self.port)
+            if not self.work_client.is_open:
+                await self.work_client.ask(self.port)
+            deal = await self.work_client.deal(self.port)
             if deal is None:
                 return
             if deal.order == "train" and self.habits.asks_ahead:
-                await self.asker.ask(self.port)
+                await self.work_client.ask(self.port)
             for ticket in deal.tickets:
                 await self.train(ticket)
             if deal.order != "train":
@@ -159,7 +159,7 @@ class _Training:
 
     async def take_leave(self) -> None:
         """One more call says that the order to finish has come. Nobody answers it; if it is lost, silence says so."""
-        await self.asker.ask(self.port)
+        await self.work_client.ask(self.port)
 
     async def train(self, ticket: Ticket) -> None:
         """One step: weights, a gradient, and perhaps a push."""
@@ -205,7 +205,7 @@ class _Training:
 
     def __post_init__(self) -> None:
         """Two buffers: one to write to while the other is lent."""
-        self.asker = Asker(self.client)
+        self.work_client = WorkClient(self.client)
         numel = self.num_tickets * len(self.client.shards)
         self.buffers = [torch.zeros(numel) for _ in range(2)]
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.chaos.network import Cut, Death, Fault, Network, Pause, Plan
+from polytempo.chaos.network import Cut, Death, Fault, FaultPlan, FaultyNetwork, ProcessPause
 from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Message, Outbox
 
@@ -28,7 +28,7 @@ _LEAST_WAIT_S = 0.001
 _MAX_EVENTS = 200_000
 
 
-class Machine(Protocol):
+class ChaosMachine(Protocol):
     """What every production machine looks like."""
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -64,10 +64,10 @@ class Violation(Exception):  # it is what a checker found, not what went wrong i
 class Process:
     """A node: the machine that runs on it now, if one does."""
 
-    def __init__(self, make: Callable[[int, float], Machine], mortal: bool) -> None:
+    def __init__(self, make: Callable[[int, float], ChaosMachine], mortal: bool) -> None:
         """`make(incarnation, now_s)` starts it."""
         self.make, self.mortal = make, mortal
-        self.machine: Machine | None = None
+        self.machine: ChaosMachine | None = None
         self.incarnation = 0
         self.paused_until_s = 0.0
         self.tick_s = -1.0
@@ -82,7 +82,7 @@ class Process:
 class World:
     """Processes, the network between them, and the clock."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: FaultPlan, seed: int) -> None:
         """Chance on the network comes from `seed` alone."""
         self.plan = plan
         self.now_s = 0.0
@@ -91,13 +91,13 @@ class World:
         self.watchers: list[Watcher] = []
         self.allows: Callable[[Fault], bool] = lambda fault: True
         """Whether a fault may happen: one that would break what nobody promised is left out."""
-        self.network = Network(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
+        self.network = FaultyNetwork(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
         self._heap: list[tuple[float, int, str, int, Any]] = []
         self._pushed = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_LAST_EVENTS)
 
-    def place(self, node: int, make: Callable[[int, float], Machine], *, mortal: bool = True) -> None:
+    def place(self, node: int, make: Callable[[int, float], ChaosMachine], *, mortal: bool = True) -> None:
         """`node` will be started when the world begins. `mortal`: its process may end by itself, when it has finished
         or raises what a user would see."""
         self.processes[node] = Process(make, mortal)
@@ -185,7 +185,7 @@ class World:
         match fault:
             case Cut():
                 self.network.cuts.append(fault)
-            case Pause():
+            case ProcessPause():
                 self.processes[fault.node].paused_until_s = fault.end_s
             case Death():
                 self.kill(fault.node)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from polytempo.bench.collectives import Plan as CollectivesPlan
+from polytempo.bench.collectives import CollectivesPlan
 from polytempo.bench.collectives import collectives as measure_collectives
-from polytempo.bench.memory import Plan as MemoryPlan
+from polytempo.bench.memory import MemoryPlan
 from polytempo.bench.memory import memory as measure_memory
 from polytempo.bench.models import MODELS
 from polytempo.bench.operations import OPERATIONS
 from polytempo.bench.pictures import write_picture
 from polytempo.bench.tables import markdown, missing, table
-from polytempo.bench.training import Plan as TrainingPlan
+from polytempo.bench.training import TrainingPlan
 from polytempo.bench.training import training as measure_training
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from polytempo.chaos.bugs import planted
-from polytempo.chaos.scenario import Outcome, run
+from polytempo.chaos.scenario import ChaosOutcome, run
 from polytempo.engines.fork import default_signals, die_with, fork
 
 _MOST_PER_CORE = 16
@@ -42,7 +42,7 @@ def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str 
     begin_s = shown_s = time.monotonic()
     done, failed = 0, 0
     for line in _lines([range(first + i, first + seeds, processes) for i in range(min(processes, seeds))], bug):
-        outcome = Outcome(**json.loads(line))
+        outcome = ChaosOutcome(**json.loads(line))
         done += 1
         failed += outcome.violation is not None
         if outcome.violation is not None and failed <= _MOST_SHOWN:
@@ -57,7 +57,7 @@ def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str 
         raise typer.Exit(1)
 
 
-def _show(outcome: Outcome, bug: str | None) -> None:
+def _show(outcome: ChaosOutcome, bug: str | None) -> None:
     """What broke, the faults, the last that happened, and how to see it again."""
     again = f"polytempo chaos --seeds 1 --first {outcome.seed}" + (f" --bug {bug}" if bug else "")
     print(f"seed {outcome.seed} failed: {outcome.violation}\n  {outcome.scenario}")

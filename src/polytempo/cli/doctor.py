@@ -22,9 +22,9 @@ from polytempo.cli.tested import untested
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
+from polytempo.interop.autoload import register
 from polytempo.native.library import available, instruction_set, why_not
-from polytempo.torch.autoload import register
 
 _TOOLS = ("torchrun", "srun", "mpirun", "ray", "nvidia-smi")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, never written to
@@ -127,22 +127,26 @@ def _two_workers_talk() -> tuple[float, float]:
     return 1000 * (met - begun), 1000 * took
 
 
-def _talk(seat: Seat) -> list[float]:
+def _talk(rank_info: RankInfo) -> list[float]:
     """One worker's part: the time when all had met, and the seconds of the best of five all-reduces."""
-    store = FileStore(str(seat.rendezvous / "store"), seat.size)
+    store = FileStore(str(rank_info.rendezvous / "store"), rank_info.size)
     register()
     dist.init_process_group(
-        _transport(), store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=_DEADLINE_S)
+        _transport(),
+        store=store,
+        rank=rank_info.rank,
+        world_size=rank_info.size,
+        timeout=timedelta(seconds=_DEADLINE_S),
     )
     met = time.monotonic()
     seconds = []
     for _ in range(5):
-        buffer = torch.full((250_000,), float(seat.rank + 1))
+        buffer = torch.full((250_000,), float(rank_info.rank + 1))
         begun = time.monotonic()
         dist.all_reduce(buffer)
         seconds.append(time.monotonic() - begun)
-        if not bool((buffer == seat.size * (seat.size + 1) / 2).all()):
-            raise ValueError(f"rank {seat.rank}: the sum over {seat.size} workers is wrong")
+        if not bool((buffer == rank_info.size * (rank_info.size + 1) / 2).all()):
+            raise ValueError(f"rank {rank_info.rank}: the sum over {rank_info.size} workers is wrong")
     dist.destroy_process_group()
     return [met, min(seconds)]
 

@@ -21,7 +21,7 @@ from polytempo.core.rule import Service
 from polytempo.core.state import settled
 from polytempo.core.transform import Part, parts_of
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.torch.parts import model_of
+from polytempo.spec.job_calls import model_of
 from polytempo.worlds import Trace, VirtualWorld
 
 MOST_WORKERS = 4096

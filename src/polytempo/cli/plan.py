@@ -9,10 +9,10 @@ from pathlib import Path
 from polytempo import jobs
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.show import show_json, show_table
-from polytempo.engines.names import slug
-from polytempo.torch.job import Job
-from polytempo.torch.options import RunOptions
-from polytempo.torch.parts import not_read
+from polytempo.engines.folder_names import slug
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import not_read
+from polytempo.spec.options import RunOptions
 
 
 def job_of(options: TrainOptions) -> Job:

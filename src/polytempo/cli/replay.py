@@ -10,12 +10,12 @@ import typer
 
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
-from polytempo.engines.gate import Stop
-from polytempo.engines.recorded import read_facts
-from polytempo.engines.replay import STOPS, PushSeen, Replayed
-from polytempo.engines.replay import replay as replayed_of
+from polytempo.replay.message_order import Stop
+from polytempo.replay.records import read_facts
+from polytempo.replay.replay import STOPS, PushSeen, Replayed
+from polytempo.replay.replay import replay as replayed_of
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.torch.job import Job
+from polytempo.spec.job import Job
 
 _SHOWN = 20
 _COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "loss", "norm", "what became of it")

@@ -8,9 +8,9 @@ from polytempo.compression.feedback import feedback
 from polytempo.compression.int8 import int8
 from polytempo.compression.natural import natural
 from polytempo.compression.one_bit import one_bit
-from polytempo.compression.passing import recv, send
 from polytempo.compression.paths import all_gather, reduce_scatter
 from polytempo.compression.pca import pca
+from polytempo.compression.point_to_point import recv, send
 from polytempo.compression.prune import prune
 from polytempo.compression.qsgd import qsgd
 from polytempo.compression.random_k import random_k

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.values import check_flat, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.state import narrowed
 from polytempo.native import codes_dense as native
 
@@ -66,7 +66,7 @@ class Cast:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """To nearest even. What is finite stays finite, also in the sum of `when.terms` wires."""
         x = x.detach()
@@ -78,7 +78,12 @@ class Cast:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire).
 
@@ -96,11 +101,11 @@ class Cast:
         wire, state = self.encode(total, state, when, out)
         return give_(wire, x, residual, self.decode(wire, x)), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """Exact, but that what is finite stays finite in float16, too. Raises ValueError for another tensor's wire."""
         return self._shaped(wire, like).to(like.dtype, copy=True)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += the numbers. Raises ValueError for a wire of another tensor."""
         if native.fits(out):
             native.add_cast_(self._shaped(wire, out), out)

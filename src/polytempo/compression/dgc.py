@@ -16,9 +16,9 @@ from torch import Tensor
 
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
-from polytempo.core import ALONE, CodecState, Law, Occasion, Owed
+from polytempo.core import ALONE, CodecState, EncodeContext, Law, Residual
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real, check_whole
+from polytempo.core.checks import check_real, check_whole
 from polytempo.core.state import narrowed, wide
 from polytempo.native import codes_sparse
 
@@ -32,9 +32,9 @@ TOO_MANY, TOO_FEW = 1.3, 0.8
 class Accumulated(NamedTuple):
     """What `dgc` remembers of a tensor. Who takes over from several ranks goes on with the sums of both."""
 
-    u: Owed
+    u: Residual
     """The momentum of this rank's part; nothing without momentum. m / (1 - m) · u is still to come of it."""
-    v: Owed
+    v: Residual
     """The sum of its u that was not sent."""
 
     def given(self) -> tuple[list[Tensor], Accumulated]:
@@ -43,7 +43,7 @@ class Accumulated(NamedTuple):
         Giving v is sending all of it, and the paper's masking stops the momentum of what is sent: else what is late
         would push on in a direction that may be an old one. So u is 0 afterwards.
         """
-        return ([] if self.v.residual is None else [self.v.residual]), Accumulated(Owed(), Owed())
+        return ([] if self.v.residual is None else [self.v.residual]), Accumulated(Residual(), Residual())
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Dgc:
 
     def init(self, like: Tensor) -> Accumulated:
         """No momentum, and nothing is owed."""
-        return Accumulated(Owed(), Owed())
+        return Accumulated(Residual(), Residual())
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
         """Bytes."""
@@ -99,7 +99,7 @@ class Dgc:
         return max(self.ratio, WARMUP[(step - 1) * len(WARMUP) // self.warmup_steps])
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """One step. The state that is given is spent: its tensors become the next state's, in place."""
         check_kind(x)
@@ -111,7 +111,7 @@ class Dgc:
             return self._whole(x, u, owed, scale, out)
         v = _memory(owed, x)
         if codes_sparse.serves(x, u, v):
-            indices, values = self._found(codes_sparse.Source(x, v, u, self.momentum, scale), ratio, when)
+            indices, values = self._found(codes_sparse.SourceArrays(x, v, u, self.momentum, scale), ratio, when)
             wire = entries.write(indices, values, n, out)  # which may not fit; so before anything changes
             codes_sparse.accumulate(x, u, v, self.momentum, scale)
             for memory in (u, v):
@@ -128,21 +128,26 @@ class Dgc:
             total[indices] -= values  # 0, but for what 16 bits have rounded off
             u.copy_(fresh.view(u.shape))
             v.copy_(total.view(v.shape))
-        return wire, self._kept(u, Owed(v))
+        return wire, self._kept(u, Residual(v))
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """Not to be fed by others."""
         raise NotImplementedError(f"{self.name} keeps its residual itself")
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values at their places, 0 elsewhere."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
         entries.add_(wire, out, self.name)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
         entries.add_(wire, out, self.name)
 
@@ -157,11 +162,11 @@ class Dgc:
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
         return min(1.0, self.clip / norm) if norm else 1.0
 
-    def _kept(self, u: Tensor, v: Owed) -> Accumulated:
+    def _kept(self, u: Tensor, v: Residual) -> Accumulated:
         """The next state: without momentum u says nothing about the next step."""
-        return Accumulated(Owed(u) if self.momentum else Owed(), v)
+        return Accumulated(Residual(u) if self.momentum else Residual(), v)
 
-    def _whole(self, x: Tensor, u: Tensor, v: Owed, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
+    def _whole(self, x: Tensor, u: Tensor, v: Residual, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
         """All of u, and what may be owed from sparser steps. Momentum goes on, for nothing of it was kept back."""
         momentum = u * self.momentum + x.to(u.dtype) * scale
         owed = v.residual
@@ -173,10 +178,10 @@ class Dgc:
         if owed is not None:
             torch.sub(total, sent, out=owed)  # 0, but for what 16 bits have rounded off
         elif sent.dtype is not total.dtype:
-            v = Owed(total - sent)
+            v = Residual(total - sent)
         return wire, self._kept(u, v)
 
-    def _found(self, source: codes_sparse.Source, ratio: float, when: Occasion) -> tuple[Tensor, Tensor]:
+    def _found(self, source: codes_sparse.SourceArrays, ratio: float, when: EncodeContext) -> tuple[Tensor, Tensor]:
         """Indices (int32) and values of what is sent, by kernels; nothing has changed yet."""
         x, n = source.x, source.x.numel()
         k = math.ceil(ratio * n)
@@ -196,7 +201,7 @@ class Dgc:
             entries.refuse(self.name, bad, total)
         return _nonzero(indices[:count], values[:count])
 
-    def _picked(self, total: Tensor, ratio: float, when: Occasion) -> Tensor:
+    def _picked(self, total: Tensor, ratio: float, when: EncodeContext) -> Tensor:
         """The same by torch: indices (int64), also of zeros where there are not enough others."""
         n = total.numel()
         k = math.ceil(ratio * n)
@@ -206,13 +211,13 @@ class Dgc:
             return indices
         return entries.largest(total, k)
 
-    def _sampled(self, t: Tensor | None, ratio: float, when: Occasion) -> Tensor:
+    def _sampled(self, t: Tensor | None, ratio: float, when: EncodeContext) -> Tensor:
         """Every so many elements: a share of `sample`, and at least two that are expected to be sent."""
         assert t is not None, "the source of dgc has all three"
         return entries.sampled(t, max(math.ceil(self.sample * t.numel()), math.ceil(2 / ratio)), when)
 
 
-def _memory(owed: Owed, like: Tensor) -> Tensor:
+def _memory(owed: Residual, like: Tensor) -> Tensor:
     """What is owed, to be written to; zeros where that is nothing."""
     if owed.residual is None:
         return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)

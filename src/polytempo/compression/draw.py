@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polytempo.core import Occasion
+from polytempo.core import EncodeContext
 
 GRAIN_BITS = 30
 """Probabilities are rounded down to multiples of 2^-30: 1 always happens, 0 never."""
@@ -27,7 +27,7 @@ _MASK = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
-def draw_key(seed: int, when: Occasion) -> int:
+def draw_key(seed: int, when: EncodeContext) -> int:
     """64 bits for one encoding of one tensor."""
     key = 0
     for number in (seed, when.step, when.rank, when.tensor):

@@ -25,9 +25,9 @@ from polytempo.compression.int8 import (
     refuse_sum,
 )
 from polytempo.compression.values import opened, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_whole
+from polytempo.core.checks import check_whole
 from polytempo.native import codes_dense as native
 
 DECADES = 7
@@ -142,7 +142,7 @@ class Dynamic8:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """To the nearest of 256 numbers; which of two equally near ones is left to rounding."""
         x = x.detach()
@@ -163,7 +163,12 @@ class Dynamic8:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         x = x.detach()
@@ -175,7 +180,7 @@ class Dynamic8:
         wire, state = self.encode(x + residual, state, when, out)
         return give_(wire, x, residual, self.decode(wire, x, when)), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """scale · number[code]."""
         parts = self._parts(wire, like)
         if native.fits(like):
@@ -187,7 +192,7 @@ class Dynamic8:
         scales = parts.scales.to(wide).repeat_interleave(self.block)[: like.numel()]
         return (numbers[parts.codes.int()] * scales).view(like.shape).to(like.dtype)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += scale · number[code]."""
         if native.fits(out):
             parts = self._parts(wire, out)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_flat
-from polytempo.core import NotFinite, Occasion
+from polytempo.core import EncodeContext, NotFinite
 from polytempo.native import codes_sparse
 from polytempo.native.library import available
 from polytempo.native.update import DTYPES_CHECKED, unfinite
@@ -69,7 +69,7 @@ def largest(v: Tensor, k: int) -> Tensor:
     return torch.cat([more, ties]).sort().values
 
 
-def sampled(t: Tensor, count: int, when: Occasion) -> Tensor:
+def sampled(t: Tensor, count: int, when: EncodeContext) -> Tensor:
     """About `count` elements of t, flat, at equal distances from where the step and the tensor say; or all, if few."""
     stride = max(1, t.numel() // count)
     stride -= stride > 1 and stride % 2 == 0  # odd: rows have even lengths, and columns differ

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_flat, check_kind, room
-from polytempo.core import ALONE, CodecState, Law, NotFinite, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law, NotFinite
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,19 @@ class Exact:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The values, flat."""
         check_kind(x)
         return room(self.name, self.wire_bytes(x), x, out, x.dtype).copy_(x.detach().reshape(-1)), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """All of x + residual; nothing is left. Raises NotFinite, as every `encode_` does: NaN would stay for ever."""
         check_kind(x)
@@ -63,11 +68,11 @@ class Exact:
         residual.zero_()
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values, in their shape. Raises ValueError for a wire of another tensor."""
         return _shaped(wire, like).clone()
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += the values. Raises ValueError for a wire of another tensor."""
         out.add_(_shaped(wire, out))
 

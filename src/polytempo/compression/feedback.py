@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
-from polytempo.core import ALONE, Codec, CodecState, Law, Occasion, Owed
+from polytempo.core import ALONE, Codec, CodecState, EncodeContext, Law, Residual
 from polytempo.core.codec import check_codec
 from polytempo.core.state import narrowed, wide
 
@@ -25,7 +25,7 @@ _LARGE = torch.empty(1024, 1024, device="meta")
 class Fed(NamedTuple):
     """What is owed of this tensor, and the inner codec's state. None is owed before the first encoding."""
 
-    owed: Owed
+    owed: Residual
     inner: CodecState
 
 
@@ -69,7 +69,7 @@ class Feedback:
 
     def init(self, like: Tensor) -> Fed:
         """Nothing is owed."""
-        return Fed(Owed(), self.codec.init(like))
+        return Fed(Residual(), self.codec.init(like))
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
         """As the inner codec."""
@@ -85,7 +85,7 @@ class Feedback:
         return self.codec.statistic(x if residual is None else narrowed(x + residual, x), inner)
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of v = x + r. The state that is given is spent: its residual becomes the next one, in place.
 
@@ -97,10 +97,10 @@ class Feedback:
             residual = torch.zeros_like(x, dtype=wide(x.dtype))
         encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
         wire, inner = encode_(x, residual, fed.inner, when, out)
-        return wire, Fed(Owed(residual), inner)
+        return wire, Fed(Residual(residual), inner)
 
     def _encode_wide_(
-        self, x: Tensor, residual: Tensor, state: CodecState, when: Occasion, out: Tensor | None
+        self, x: Tensor, residual: Tensor, state: CodecState, when: EncodeContext, out: Tensor | None
     ) -> tuple[Tensor, CodecState]:
         """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is owed, too."""
         v = x.detach() + residual
@@ -110,7 +110,7 @@ class Feedback:
         torch.sub(v, self._alone(wire, rounded, when), out=residual)
         return wire, state
 
-    def _alone(self, wire: Tensor, like: Tensor, when: Occasion) -> Tensor:
+    def _alone(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """What a wire decodes to; one for a sum, in a sum with as many wires of zeros as it waits for."""
         if when.terms > 1:
             nothing, _ = self.codec.encode(torch.zeros_like(like), self.codec.init(like), when)
@@ -118,16 +118,21 @@ class Feedback:
         return self.codec.decode(wire, like, when)
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """Not to be fed twice."""
         raise NotImplementedError(f"{self.name} keeps its residual itself")
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """As the inner codec."""
         return self.codec.decode(wire, like, when)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """As the inner codec."""
         self.codec.add_(wire, out, when)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_kind, opened, room
-from polytempo.core import ALONE, CodecState, Law, NotFinite, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law, NotFinite
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_whole
+from polytempo.core.checks import check_whole
 from polytempo.native import codes_dense as native
 
 MOST_CODE = 127
@@ -132,7 +132,7 @@ class Int8:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """To nearest even."""
         x = x.detach()
@@ -152,7 +152,12 @@ class Int8:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         x = x.detach()
@@ -163,7 +168,7 @@ class Int8:
         wire, state = self.encode(x + residual, state, when, out)
         return give_(wire, x, residual, self.decode(wire, x, when)), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """scale · code."""
         parts = self._parts(wire, like)
         if native.fits(like):
@@ -174,7 +179,7 @@ class Int8:
         rows = in_blocks(parts.codes.to(wide), self.block) * parts.scales.to(wide)[:, None]
         return rows.view(-1)[: like.numel()].view(like.shape).to(like.dtype)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += scale · code."""
         if native.fits(out):
             parts = self._parts(wire, out)

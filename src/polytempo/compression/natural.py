@@ -17,9 +17,9 @@ from torch import Tensor
 from polytempo.compression.draw import draw_key, draws
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_whole
+from polytempo.core.checks import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import is_native
 
@@ -66,7 +66,7 @@ class Natural:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """One pass. Raises NotFinite."""
         flat, wire, key = flat_f32(x), room(self.name, self.wire_bytes(x), x, out), draw_key(self.seed, when)
@@ -85,7 +85,12 @@ class Natural:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """Two passes, so that nothing has changed where v = x + residual is not finite: NotFinite."""
         x = x.detach()
@@ -99,7 +104,7 @@ class Natural:
             raise refused(self.name, x, residual)
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """±2^exponent, or 0."""
         wire = opened(self.name, self.wire_bytes(like), like, wire)
         if is_native(wire, like):
@@ -110,7 +115,7 @@ class Natural:
         sizes = (wire[: like.numel()].to(torch.int32) << 23).view(torch.float32)
         return fitted(torch.where(signs == 1, -sizes, sizes), like)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += ±2^exponent."""
         wire = opened(self.name, self.wire_bytes(out), out, wire)
         if is_native(wire, out):

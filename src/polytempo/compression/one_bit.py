@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.values import opened, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.native import codes_dense as native
 
 WORD = 32
@@ -95,7 +95,7 @@ class OneBit:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Signs and means."""
         x = x.detach()
@@ -115,7 +115,12 @@ class OneBit:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         x = x.detach()
@@ -126,7 +131,7 @@ class OneBit:
         wire, state = self.encode(x + residual, state, when, out)
         return give_(wire, x, residual, self.decode(wire, x, when)), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The mean that each bit names."""
         if native.fits(like):
             found = torch.zeros_like(like)
@@ -137,7 +142,7 @@ class OneBit:
         bits = unpacked(words, len(pairs), row_length(like))
         return torch.where(bits, pairs[:, 1:], pairs[:, :1]).view(like.shape).to(like.dtype)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += the mean that each bit names."""
         if native.fits(out):
             native.add_one_bit_(*self._parts(wire, out), out, row_length(out))

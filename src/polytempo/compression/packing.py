@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.exact import Exact
-from polytempo.core import Codec, CodecState, NotFinite, Occasion
+from polytempo.core import Codec, CodecState, EncodeContext, NotFinite
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
     @property
     def number(self) -> int:
-        """`Occasion.tensor`."""
+        """`EncodeContext.tensor`."""
         return crc32(f"{self.name}[{self.first}:".encode())
 
 
@@ -99,7 +99,7 @@ class Packing:
         for piece, size in zip(self.pieces, self._sizes, strict=True):
             x = piece.of(tensors[piece.name])
             room = buffer[place : place + size]
-            when = Occasion(step, rank, piece.number, life=life)
+            when = EncodeContext(step, rank, piece.number, life=life)
             used, after[piece.name] = write(piece, x, states.get(piece.name), when, room)
             lengths.append(used)
             place += used if not self.fixed else size
@@ -114,7 +114,7 @@ class Packing:
             return
         for piece, wire in self._wires(message):
             out = piece.of(outs[piece.name])
-            when = Occasion(step, rank, piece.number)
+            when = EncodeContext(step, rank, piece.number)
             piece.codec.add_(_typed(wire, piece.codec, out), out, when)
 
     def _wires(self, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -133,7 +133,7 @@ class Packing:
             place += length
 
 
-def write(piece: Piece, x: Tensor, state: CodecState, when: Occasion, room: Tensor) -> tuple[int, CodecState]:
+def write(piece: Piece, x: Tensor, state: CodecState, when: EncodeContext, room: Tensor) -> tuple[int, CodecState]:
     """Encode into `room` (uint8); how many bytes of it are used, padding included, and the next state."""
     codec = piece.codec
     if x.is_meta:  # a simulation that only prices: the longest wire, and nothing in it

@@ -20,7 +20,7 @@ from polytempo.compression.cast import Cast
 from polytempo.compression.exact import Exact
 from polytempo.compression.packing import EXACT_BELOW, Packing, stripes, whole
 from polytempo.compression.stripe import add_others_, begun, merged, sliced, take_residual_
-from polytempo.core import Bundle, Codec, CodecState, NotFinite, Occasion, Owed, Port, Program, Route
+from polytempo.core import Bundle, Codec, CodecState, EncodeContext, NotFinite, Port, Program, Residual, Route
 from polytempo.core.merge import Merge
 from polytempo.core.state import narrowed, wide
 from polytempo.native.library import available
@@ -160,7 +160,7 @@ def all_reduce(route: Route) -> Path:
         agreed = await _agreed(port, codec, views, state.codecs)
         pieces = whole(views, codec, 0)
         whens = [
-            Occasion(step, port.rank, piece.number, size, each) for piece, each in zip(pieces, agreed, strict=True)
+            EncodeContext(step, port.rank, piece.number, size, each) for piece, each in zip(pieces, agreed, strict=True)
         ]
         flops = codec.flops * bundle.flat.numel()
 
@@ -190,7 +190,7 @@ def all_reduce(route: Route) -> Path:
 async def _summed(port: Port, route: Route, contribution: Bundle, codec: Cast | Exact) -> Bundle:
     """Wires that are the values themselves, element by element: one for the whole buffer, written back over it."""
     flat = contribution.flat
-    when, room = Occasion(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
+    when, room = EncodeContext(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
     wire = await port.compute(lambda: codec.encode(flat, None, when, room)[0], codec.flops * flat.numel())
     total = await route(port, wire)
 
@@ -226,8 +226,8 @@ def _given(state: CodecState) -> tuple[list[Tensor], CodecState]:
     if hasattr(state, "given"):  # not all that ranks add up is to be given: `dgc`
         found: tuple[list[Tensor], CodecState] = state.given()
         return found
-    if isinstance(state, Owed):
-        return ([] if state.residual is None else [state.residual]), Owed()
+    if isinstance(state, Residual):
+        return ([] if state.residual is None else [state.residual]), Residual()
     if isinstance(state, tuple):
         parts = [_given(each) for each in state]
         values = [after for _, after in parts]
@@ -317,7 +317,7 @@ async def _agreed(
     return [None if value is None else next(largest) for value in found]
 
 
-def _encoded(codec: Codec, x: Tensor, state: CodecState, when: Occasion, name: str, room: Tensor) -> CodecState:
+def _encoded(codec: Codec, x: Tensor, state: CodecState, when: EncodeContext, name: str, room: Tensor) -> CodecState:
     """Fill `room`; the next state."""
     if x.is_meta:
         return state

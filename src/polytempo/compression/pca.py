@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_flat, check_kind, fitted, refused, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_whole
+from polytempo.core.checks import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -85,7 +85,7 @@ class Pca:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Raises NotFinite."""
         check_kind(x)
@@ -99,7 +99,12 @@ class Pca:
         return wire.copy_(torch.cat([part.reshape(-1).clamp(-_LARGEST, _LARGEST) for part in parts])), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         v = x.detach() + residual
@@ -107,7 +112,7 @@ class Pca:
         residual.copy_(v - self.decode(wire, v, when))
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """1 · mean + scores · components, in float64."""
         check_flat(f"a wire of {self.name}", wire, like.device, self.wire_dtype(like))
         size = self.wire_bytes(like) // wire.element_size()
@@ -119,7 +124,7 @@ class Pca:
         mean, scores, components = wire[:size].to(torch.float64).split([columns, rows * k, k * columns])
         return fitted(torch.addmm(mean, scores.view(rows, k), components.view(k, columns)), like)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += decode(wire)."""
         out.add_(self.decode(wire, out, when))
 
@@ -163,7 +168,7 @@ def pca(rank: int = 4) -> Pca:
     infinities, and float64 values beyond float32's range.
 
     Unusual: PCA is made for many samples of one kind. Here the samples are the rows of one weight matrix, the inputs of
-    one unit or the kernels of one channel, and the components travel with them, since there is no other occasion to
+    one unit or the kernels of one channel, and the components travel with them, since there is no other context to
     agree on them. We know of no paper that is *the* source of this; it is low-rank approximation with a mean.
     """
     check_whole(rank=rank)

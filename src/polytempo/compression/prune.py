@@ -15,9 +15,9 @@ from torch import Tensor
 
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real
+from polytempo.core.checks import check_real
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Prune:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """What is large enough in x."""
         check_kind(x)
@@ -67,7 +67,12 @@ class Prune:
         return entries.write(indices, flat[indices], flat.numel(), out), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """What is large enough in v = x + residual; residual ← v, and 0 where sent."""
         check_kind(x)
@@ -79,13 +84,13 @@ class Prune:
         residual.copy_(v.view(residual.shape))
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values at their places, 0 elsewhere."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
         entries.add_(wire, out, self.name)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
         entries.add_(wire, out, self.name)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_whole
+from polytempo.core.checks import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
 
@@ -79,7 +79,7 @@ class Qsgd:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """One pass. Raises NotFinite."""
         flat, wire, key = (
@@ -99,7 +99,12 @@ class Qsgd:
         return wire.copy_(torch.cat([part.view(torch.uint8) for part in parts])), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """Two passes, so that nothing has changed where v = x + residual is not finite: NotFinite."""
         x = x.detach()
@@ -114,7 +119,7 @@ class Qsgd:
             raise refused(self.name, x, residual)
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """level · step."""
         wire = opened(self.name, self.wire_bytes(like), like, wire, torch.uint8)
         if is_native(wire, like):
@@ -126,7 +131,7 @@ class Qsgd:
         levels = unpacked(self.fields, wire[head:].view(torch.int32), like.numel()) - self.levels
         return fitted(levels.to(torch.float32) * steps, like)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += level · step."""
         wire = opened(self.name, self.wire_bytes(out), out, wire, torch.uint8)
         if is_native(wire, out):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from polytempo.compression import entries
 from polytempo.compression.values import check_flat, check_kind, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real, check_whole
+from polytempo.core.checks import check_real, check_whole
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -74,7 +74,7 @@ class RandomK:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The values drawn. Looks at all of x for what is no number, also where nobody would see it."""
         check_kind(x)
@@ -84,7 +84,12 @@ class RandomK:
         return wire.copy_(x.reshape(-1)[self.drawn(x, when)]), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The values drawn of v = x + residual; residual ← v - decode(wire): 0 where drawn, unless it is scaled."""
         check_kind(x)
@@ -95,13 +100,13 @@ class RandomK:
         residual.copy_(flat.view(residual.shape))
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values, or n/k times as much, at the places that `when` says; 0 elsewhere."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
         self.add_(wire, out, when)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out[drawn] += the values. Raises ValueError, and adds nothing, where there are not k of them."""
         check_flat(f"a wire of {self.name}", wire, out.device, out.dtype)
         if wire.numel() != self.num_sent(out):
@@ -110,7 +115,7 @@ class RandomK:
             )
         entries.add_at_(out, self.drawn(out, when), self._scaled(wire, out), self.name)
 
-    def drawn(self, like: Tensor, when: Occasion) -> Tensor:
+    def drawn(self, like: Tensor, when: EncodeContext) -> Tensor:
         """The k indices (int64) for that tensor and step: distinct, and ascending but for one place.
 
         [0, n) is cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ places, one place is drawn in each, and all are moved round by one

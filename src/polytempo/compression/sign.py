@@ -17,7 +17,7 @@ from torch import Tensor
 from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.one_bit import bits_loss, packed, to_float, unpacked, words_per_row
 from polytempo.compression.values import check_kind, opened, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
 from polytempo.native import codes_dense as native
 
@@ -62,7 +62,7 @@ class Sign:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Signs and scale."""
         check_kind(x)
@@ -82,7 +82,12 @@ class Sign:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """As `encode` of v = x + residual; residual ← v - decode(wire)."""
         x = x.detach()
@@ -93,7 +98,7 @@ class Sign:
         wire, state = self.encode(x + residual, state, when, out)
         return give_(wire, x, residual, self.decode(wire, x, when)), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """±scale."""
         if native.fits(like) or not like.numel():
             found = torch.zeros_like(like)
@@ -103,7 +108,7 @@ class Sign:
         bits = unpacked(words, 1, like.numel())
         return torch.where(bits, pair[1], pair[0]).view(like.shape).to(like.dtype)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += ±scale."""
         if not out.numel():
             return
@@ -128,7 +133,7 @@ class Sign:
         return torch.cat([-scale, scale]), wire[head:]
 
 
-def _taking_turns(x: Tensor, when: Occasion) -> Tensor:
+def _taking_turns(x: Tensor, when: EncodeContext) -> Tensor:
     """x with ±1 in place of its zeros, as `sign` says; x itself, where it has none, which one pass finds out."""
     if int(torch.count_nonzero(x)) == x.numel():
         return x

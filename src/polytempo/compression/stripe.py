@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polytempo.compression.feedback import Fed, Feedback
 from polytempo.compression.packing import Packing
-from polytempo.core import Bundle, CodecState, Owed
+from polytempo.core import Bundle, CodecState, Residual
 from polytempo.core.merge import Merge
 from polytempo.core.state import narrowed, wide
 
@@ -23,14 +23,14 @@ def begun(
         state = states.get(piece.name)
         if isinstance(piece.codec, Feedback) and (state is None or state.owed.residual is None):
             x = views[piece.name]
-            found[piece.name] = Fed(Owed(torch.zeros_like(x, dtype=wide(x.dtype))), None)
+            found[piece.name] = Fed(Residual(torch.zeros_like(x, dtype=wide(x.dtype))), None)
     return found
 
 
 def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
     """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
     return {
-        piece.name: Fed(Owed(piece.of(states[piece.name].owed.residual)), None)
+        piece.name: Fed(Residual(piece.of(states[piece.name].owed.residual)), None)
         for piece in part.pieces
         if isinstance(piece.codec, Feedback)
     }

@@ -19,9 +19,9 @@ from torch import Tensor
 from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import num_words, packed, unpacked, whole_fields
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real, check_whole
+from polytempo.core.checks import check_real, check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
 
@@ -71,7 +71,7 @@ class TernGrad:
         return own
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """Two passes: s, and ternaries. Raises NotFinite, and ValueError where wires are added without an agreed s."""
         flat = flat_f32(x)
@@ -87,7 +87,12 @@ class TernGrad:
         return wire, state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The same of v = x + residual; what clipping cut off is owed, too."""
         x = x.detach()
@@ -101,7 +106,7 @@ class TernGrad:
         codes_drawn.terngrad_encode(x, residual, own, scaler, fields, key, words)
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """s · (Σ fields - N)."""
         words, scaler = self._opened(wire, like, when)
         fields = _fields(when.terms)
@@ -113,7 +118,7 @@ class TernGrad:
         exact = torch.float64 if like.dtype is torch.float64 else torch.float32  # so that nothing of a sum is lost
         return fitted(counts.to(exact) * scaler, like)
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += s · (Σ fields - N)."""
         words, scaler = self._opened(wire, out, when)
         if is_native(words, out):
@@ -121,7 +126,7 @@ class TernGrad:
         else:
             out.add_(self.decode(wire, out, when))
 
-    def _encoded_apart(self, x: Tensor, residual: Tensor, when: Occasion, out: Tensor | None) -> Tensor:
+    def _encoded_apart(self, x: Tensor, residual: Tensor, when: EncodeContext, out: Tensor | None) -> Tensor:
         """`encode_` by torch. A wire for a sum cannot be decoded alone, so the ternaries are at hand."""
         v = x + residual
         flat = flat_f32(v)
@@ -140,12 +145,12 @@ class TernGrad:
             return codes_drawn.terngrad_scaler(x, residual, self.clip or 0.0)
         return own_scaler(x, self.clip or 0.0)
 
-    def _begun(self, x: Tensor, own: float, when: Occasion, out: Tensor | None) -> tuple[Tensor, Tensor, float]:
+    def _begun(self, x: Tensor, own: float, when: EncodeContext, out: Tensor | None) -> tuple[Tensor, Tensor, float]:
         """Memory for the wire, its part for the ternaries, and s: the agreed one, where there is one."""
         if when.terms > 1 and when.agreed is None:
             raise ValueError(
                 f"wires of {self.name} can be added only if all ranks have one s; give the largest `statistic` of all "
-                "ranks as Occasion(agreed=…), or use route=all_gather"
+                "ranks as EncodeContext(agreed=…), or use route=all_gather"
             )
         scaler = own if when.agreed is None else _as_f32(when.agreed)
         wire = room(self.name, self.wire_bytes(x, when.terms), x, out).view(torch.int32)
@@ -153,14 +158,16 @@ class TernGrad:
         wire[:head].view(torch.float32).fill_(scaler)
         return wire, wire[head:], scaler
 
-    def _opened(self, wire: Tensor, like: Tensor, when: Occasion) -> tuple[Tensor, float]:
+    def _opened(self, wire: Tensor, like: Tensor, when: EncodeContext) -> tuple[Tensor, float]:
         """The ternaries' part of a wire, and s."""
         wire = opened(self.name, self.wire_bytes(like, when.terms), like, wire).view(torch.int32)
         head = _head(when.terms)
         if head:
             return wire[head:], float(wire[:head].view(torch.float32))
         if when.agreed is None:
-            raise ValueError(f"a sum of {when.terms} wires of {self.name} needs their s: give it as Occasion(agreed=…)")
+            raise ValueError(
+                f"a sum of {when.terms} wires of {self.name} needs their s: give it as EncodeContext(agreed=…)"
+            )
         return wire, _as_f32(when.agreed)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real
+from polytempo.core.checks import check_real
 from polytempo.native import codes_sparse
 
 _HEADER = "<If"
@@ -68,24 +68,29 @@ class Threshold:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x. Two passes over x: one counts, one writes."""
         return self._encoded(x.detach(), None, when, out), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The wire of v = x + residual; residual ← v ∓ τ where sent. Reads both twice, writes the residual once."""
         return self._encoded(x.detach(), residual, when, out), state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """τ, -τ and 0."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
         self.add_(wire, out, when)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out ± τ where the wire says so. Raises ValueError, and adds nothing, for a wire that no such tensor has."""
         entries.check_wire(self.name, wire, out)
         head, tau = entries.header(wire, _HEADER, self.name)
@@ -105,13 +110,13 @@ class Threshold:
         indices, signs = self._unmapped(codes, out.numel()) if is_map else _unlisted(codes)
         entries.add_at_(out, indices, signs.to(out.dtype) * tau, self.name)
 
-    def _encoded(self, x: Tensor, residual: Tensor | None, when: Occasion, out: Tensor | None) -> Tensor:
+    def _encoded(self, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
         check_kind(x)
         n = x.numel()
         entries.check_count(self.name, n)
         tau = _representable(self.tau if self.density is None else self._adapted(x, residual, when), x.dtype)
         if codes_sparse.serves(x, x if residual is None else residual):
-            count, bad = codes_sparse.Source(x, residual).count_over(tau)
+            count, bad = codes_sparse.SourceArrays(x, residual).count_over(tau)
             if bad >= 0:
                 entries.refuse(self.name, bad, x if residual is None else x + residual)
             wire, is_map = self._headed(count, n, tau, out, x.device)
@@ -134,7 +139,7 @@ class Threshold:
         entries.put_header(wire, _HEADER, count + _MAP * is_map, tau)
         return wire, is_map
 
-    def _adapted(self, x: Tensor, residual: Tensor | None, when: Occasion) -> float:
+    def _adapted(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
         """The τ just below what the share `density` of the sample reaches."""
         assert self.density is not None, "only then τ adapts"
         count = max(-(-x.numel() // _SAMPLE), math.ceil(_OVER / self.density))

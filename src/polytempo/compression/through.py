@@ -10,8 +10,8 @@ from polytempo.compression.feedback import Feedback
 from polytempo.compression.packing import EXACT_BELOW
 from polytempo.compression.paths import Exchanged, Path, Way, all_gather, all_reduce, flushed, reduce_scatter
 from polytempo.core import Bundle, Codec, Port, Route, State, Transform, averaging, native
+from polytempo.core.checks import check_whole
 from polytempo.core.codec import check_codec
-from polytempo.core.given import check_whole
 from polytempo.core.merge import Merge, check_merge
 from polytempo.core.route import check_route
 from polytempo.core.transform import Part

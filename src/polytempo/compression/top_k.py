@@ -15,9 +15,9 @@ from torch import Tensor
 
 from polytempo.compression import entries, entropy
 from polytempo.compression.values import check_kind
-from polytempo.core import ALONE, CodecState, Law, Occasion
+from polytempo.core import ALONE, CodecState, EncodeContext, Law
 from polytempo.core.call_name import codec_name
-from polytempo.core.given import check_real
+from polytempo.core.checks import check_real
 from polytempo.native import codes_sparse
 
 _HEADER_BYTES = 4
@@ -71,26 +71,31 @@ class TopK:
         return None
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The k largest of x. Reads x once, most often."""
         check_kind(x)
         x = x.detach()
         entries.check_count(self.name, x.numel())
         if codes_sparse.serves(x):
-            return self._sent(self._found(codes_sparse.Source(x), x, out), x, out), state
+            return self._sent(self._found(codes_sparse.SourceArrays(x), x, out), x, out), state
         v = x.reshape(-1)
         return self._sent(self._picked(v, out), x, out), state
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The k largest of v = x + residual; residual ← v, and 0 where sent. Reads both twice, writes it once."""
         check_kind(x)
         x, k = x.detach(), self.num_sent(x)
         entries.check_count(self.name, x.numel())
         if codes_sparse.serves(x, residual):
-            plain = self._found(codes_sparse.Source(x, residual), x, out)
+            plain = self._found(codes_sparse.SourceArrays(x, residual), x, out)
             wire = self._sent(plain, x, out)  # which may not fit into out; so before anything changes
             residual.add_(x)
             codes_sparse.zero(residual, plain, k)
@@ -102,13 +107,13 @@ class TopK:
             residual.copy_(v.view(residual.shape))
         return wire, state
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values at their places, 0 elsewhere."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
         self.add_(wire, out, when)
         return out
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out[indices] += values. Raises ValueError, and adds nothing, for a wire that no such tensor has."""
         entries.check_wire(self.name, wire, out)
         k = self.num_sent(out)
@@ -129,7 +134,7 @@ class TopK:
             indices = entries.taken(wire, start, k, torch.int32).long()
         entries.add_at_(out, indices, entries.taken(wire, end, k, out.dtype), self.name)
 
-    def _found(self, source: codes_sparse.Source, x: Tensor, out: Tensor | None) -> Tensor:
+    def _found(self, source: codes_sparse.SourceArrays, x: Tensor, out: Tensor | None) -> Tensor:
         """The plain wire, by the kernel."""
         plain = self._plain(x, out)
         bad = source.top(self.num_sent(x), plain).bad

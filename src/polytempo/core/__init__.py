@@ -2,13 +2,13 @@
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.call_name import call_name
-from polytempo.core.codec import ALONE, Codec, CodecState, Law, Occasion
+from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Law
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.sendrecv import send_recv
-from polytempo.core.state import Late, Owed
+from polytempo.core.send_receive import send_recv
+from polytempo.core.state import Late, Residual
 from polytempo.core.strategy import Strategy, Turn
 from polytempo.core.transform import (
     Part,
@@ -30,19 +30,19 @@ __all__ = [
     "CodecState",
     "Deadlock",
     "Drifted",
+    "EncodeContext",
     "Late",
     "Law",
     "Mismatch",
     "NotFinite",
-    "Occasion",
     "Op",
-    "Owed",
     "Part",
     "PeerLost",
     "PolytempoError",
     "Port",
     "Price",
     "Program",
+    "Residual",
     "Route",
     "State",
     "Strategy",

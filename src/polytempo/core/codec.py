@@ -19,11 +19,11 @@ CodecState = Any
 """A tree as `core.state` has it; None where a codec remembers nothing."""
 
 
-class Occasion(NamedTuple):
+class EncodeContext(NamedTuple):
     """Which encoding of which tensor this is: all that a codec may depend on besides the values.
 
     Random numbers are a pure function of the codec's seed, of (step, rank, tensor, life), and of the element's
-    position, so an occasion can be repeated, and nobody has to send a generator's state.
+    position, so an context can be repeated, and nobody has to send a generator's state.
     """
 
     step: int = 1
@@ -40,8 +40,8 @@ class Occasion(NamedTuple):
     """How often who encodes had ended and begun to count steps anew (a worker of a parameter server)."""
 
 
-ALONE = Occasion()
-"""The occasion of somebody who just wants to see a tensor encoded."""
+ALONE = EncodeContext()
+"""The context of somebody who just wants to see a tensor encoded."""
 
 
 class Law(NamedTuple):
@@ -105,19 +105,24 @@ class Codec(Protocol):
         """What ranks must agree on before they encode (the largest counts): None, for nothing."""
 
     def encode(
-        self, x: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x, and the next state. `out`: memory for it (`wire_bytes`, flat); the wire is its beginning."""
 
     def encode_(
-        self, x: Tensor, residual: Tensor, state: CodecState = None, when: Occasion = ALONE, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState = None,
+        when: EncodeContext = ALONE,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, CodecState]:
         """The wire of v = x + residual; then residual ← v - decode(wire). x stays as it is."""
 
-    def decode(self, wire: Tensor, like: Tensor, when: Occasion = ALONE) -> Tensor:
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """x̂, shaped like `like` and of its dtype, in memory of its own."""
 
-    def add_(self, wire: Tensor, out: Tensor, when: Occasion = ALONE) -> None:
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
         """out += decode(wire), touching only what the wire has entries for."""
 
 

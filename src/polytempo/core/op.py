@@ -97,7 +97,7 @@ class Push(Op["Tensor | None"]):
 
     `clock` counts the steps whose gradients have been pushed, this one's included; `samples` are those behind the
     gradient. The buffer must stay unchanged until the operation is finished. Performed by the worker's client
-    (`server.through`), not by a world.
+    (`server.worker.server_calls`), not by a world.
     """
 
     gradient: Tensor

@@ -2,7 +2,7 @@
 
 State is a tree of tuples, NamedTuples and dicts. Its leaves are `Bundle`s (saved one tensor per
 parameter, so the layout of buckets may change between runs), tensors, numbers, strings and None.
-A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Owed`: what a rank
+A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Residual`: what a rank
 has not given yet, of which nothing may be lost when the number of ranks changes.
 """
 
@@ -27,7 +27,7 @@ class Late(NamedTuple):
     part: int
 
 
-class Owed(NamedTuple):
+class Residual(NamedTuple):
     """A part of the sum over all ranks that this rank still holds back; None: nothing.
 
     Who goes on from the states of several ranks owes the sum of what they owed. The one kind of leaf that `apply` may
@@ -91,28 +91,28 @@ def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
     return state
 
 
-def owed_tensors(state: Any) -> Iterator[Tensor]:
+def residual_tensors(state: Any) -> Iterator[Tensor]:
     """The residuals of a state, in its order."""
-    if isinstance(state, Owed):
+    if isinstance(state, Residual):
         if state.residual is not None:
             yield state.residual
     elif isinstance(state, dict):
         for value in state.values():
-            yield from owed_tensors(value)
+            yield from residual_tensors(value)
     elif isinstance(state, tuple):
         for value in state:
-            yield from owed_tensors(value)
+            yield from residual_tensors(value)
 
 
 def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
     """`state` with residuals in memory of their own, so that who applies from it spends only the duplicate.
 
-    `free`: memory that nobody needs, in the order of `owed_tensors`; what does not fit is left. Cost: a copy of what is
+    `free`: memory that nobody needs, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of what is
     owed, and nothing for a state without.
     """
-    if isinstance(state, Owed):
+    if isinstance(state, Residual):
         room = None if free is None else next(free, None)
-        return state if state.residual is None else Owed(_copied(state.residual, room))
+        return state if state.residual is None else Residual(_copied(state.residual, room))
     if isinstance(state, dict):
         return {key: duplicate(value, free) for key, value in state.items()}
     if isinstance(state, tuple) and not isinstance(state, Late):
@@ -131,7 +131,7 @@ def renewed(state: Any, fresh: Any) -> Any:
 
     Tensors are those of `fresh`, so what was remembered of the old parameters is gone; numbers are those of `state`.
     """
-    if isinstance(fresh, Owed):
+    if isinstance(fresh, Residual):
         return fresh
     if isinstance(fresh, dict) and isinstance(state, dict):
         return {key: renewed(state.get(key), value) for key, value in fresh.items()}
@@ -164,10 +164,10 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequenc
     """A state shaped as `like` (what `init` made) with the leaves of `source`.
 
     A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
-    in the dtype and on the device of `like`, or of `layout`. What is `Owed` becomes the sum over `debts`, which is
+    in the dtype and on the device of `like`, or of `layout`. What is `Residual` becomes the sum over `debts`, which is
     `source` alone where nothing is said; it has the dtype that is owed for tensors of `layout` (`wide`).
     """
-    if isinstance(like, Owed):
+    if isinstance(like, Residual):
         return _owed(f"{path}/0", [source] if debts is None else debts, next(iter(layout.tensors.values())))
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
@@ -187,14 +187,14 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequenc
     return source.scalars[path]
 
 
-def _owed(path: str, debts: Sequence[Saved], like: Tensor) -> Owed:
+def _owed(path: str, debts: Sequence[Saved], like: Tensor) -> Residual:
     found = [debt.tensors[path] for debt in debts if path in debt.tensors]
     if not found:
-        return Owed()
+        return Residual()
     total = found[0].to(device=like.device, dtype=wide(like.dtype), copy=True)
     for residual in found[1:]:
         total += residual.to(total)
-    return Owed(total)
+    return Residual(total)
 
 
 def _tensors(names: list[str], source: Saved, path: str) -> Mapping[str, Tensor]:

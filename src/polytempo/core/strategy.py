@@ -23,7 +23,7 @@ class Strategy:
     `gradients` runs before `optimizer.step`, `parameters` after it. `name` is how the strategy is
     written on the command line; ranks compare it before they begin.
 
-    `in_step`: all ranks hold equal parameters after every step. Where it is False, a model that is
+    `synchronized`: all ranks hold equal parameters after every step. Where it is False, a model that is
     evaluated or handed out is the mean of the ranks' models.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `one_copy`: the parameters exist once per host, and its ranks write to them by this turn. None: every rank has
@@ -37,7 +37,7 @@ class Strategy:
     name: str
     gradients: Transform = field(default_factory=identity)
     parameters: Transform = field(default_factory=identity)
-    in_step: bool = True
+    synchronized: bool = True
     carries_optimizer: bool = False
     one_copy: Turn | None = None
     server: Service | None = None

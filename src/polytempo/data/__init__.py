@@ -1,4 +1,4 @@
-"""Data: readers, and `Shard`, which deals a data set to workers."""
+"""Data: readers, and `DataShard`, which deals a data set to workers."""
 
 from polytempo.data.csv_regression import csv_regression
 from polytempo.data.digits import digits
@@ -6,14 +6,14 @@ from polytempo.data.idx import mnist, read_idx
 from polytempo.data.libsvm import libsvm
 from polytempo.data.plan import Pick, plan
 from polytempo.data.rows import SparseRows, libsvm_rows
-from polytempo.data.shard import Shard
+from polytempo.data.shard import DataShard
 from polytempo.data.sparsity import Sparsity, sparsity
 from polytempo.data.split import Split
 from polytempo.data.text import characters, read_characters
 
 __all__ = [
+    "DataShard",
     "Pick",
-    "Shard",
     "SparseRows",
     "Sparsity",
     "Split",

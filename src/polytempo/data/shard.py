@@ -1,4 +1,4 @@
-"""`Shard`: one rank's part of a data set, epoch after epoch, whose position can be saved."""
+"""`DataShard`: one rank's part of a data set, epoch after epoch, whose position can be saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polytempo.data.stream import from_stream
 
 
 @final
-class Shard:
+class DataShard:
     """Deals a data set to `size` ranks: every sample once an epoch, in one order whatever `size` is.
 
     The order of an epoch is a permutation drawn from (seed, epoch). Step t takes its next
@@ -34,7 +34,7 @@ class Shard:
     pinned a sample at a time, before collating.) Tensors in memory are indexed a batch at a time. A
     `DistributedSampler` is taken for its `shuffle` and for the epoch that its `set_epoch` names, not for its parts.
 
-        for x, y in Shard(dataset, rank=0, size=2, batch_size=32):
+        for x, y in DataShard(dataset, rank=0, size=2, batch_size=32):
             ...
 
     Raises ValueError for a data set with fewer samples than ranks, and for a loader with a sampler or
@@ -121,9 +121,9 @@ class Shard:
             self._sampler_epoch = named
             self.set_epoch(named)
 
-    def at(self, *, rank: int, size: int) -> Shard:
+    def at(self, *, rank: int, size: int) -> DataShard:
         """The same data at the same position, as `rank` of `size` sees it."""
-        other = Shard(
+        other = DataShard(
             self._given, rank=rank, size=size, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
         )
         other.load_state_dict(self.state_dict())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from polytempo.data.plan import check_enough
-from polytempo.torch.job import Data
+from polytempo.spec.job import Data
 
 LEAST_BYTES = 8 << 20
 """No worker has less memory for itself: Python's and torch's pages that it writes to after the fork."""
@@ -30,7 +30,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _INSTEAD = "or simulate that many: pt.simulate, `polytempo simulate`"
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """What this machine has left for a run. None: it does not say, or there is no limit."""
 
     processes: int | None
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
     cores: int
 
 
-def limits() -> Limits:
+def limits() -> ProcessLimits:
     """Of this machine, this user and this control group, whatever is least."""
     memory = [*_group("memory.max", "memory.current", "memory.stat"), *_available()]
     processes = [*_group("pids.max", "pids.current", None), *_kernel()]
@@ -50,10 +50,10 @@ def limits() -> Limits:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     no_limit = files == resource.RLIM_INFINITY
-    return Limits(min(processes, default=None), None if no_limit else files, min(memory, default=None), cores)
+    return ProcessLimits(min(processes, default=None), None if no_limit else files, min(memory, default=None), cores)
 
 
-def check_processes(processes: int, workers: int, found: Limits | None = None) -> None:
+def check_processes(processes: int, workers: int, found: ProcessLimits | None = None) -> None:
     """Raise ValueError where the system allows fewer than so many `processes`, of which `workers` are workers."""
     found = found or limits()
     if found.processes is not None and processes + 2 > found.processes:  # the launcher's janitor, too
@@ -71,7 +71,7 @@ def check_processes(processes: int, workers: int, found: Limits | None = None) -
     check_memory(LEAST_BYTES, workers, found)
 
 
-def check_memory(each_bytes: int, workers: int, found: Limits | None = None) -> None:
+def check_memory(each_bytes: int, workers: int, found: ProcessLimits | None = None) -> None:
     """Raise ValueError where `workers` of `each_bytes` do not fit into the memory that is free."""
     free = (found or limits()).memory_bytes
     each = max(each_bytes, LEAST_BYTES)
@@ -82,7 +82,7 @@ def check_memory(each_bytes: int, workers: int, found: Limits | None = None) -> 
         )
 
 
-def check_simulated(model: nn.Module, data: Data, workers: int, found: Limits | None = None) -> None:
+def check_simulated(model: nn.Module, data: Data, workers: int, found: ProcessLimits | None = None) -> None:
     """Raise ValueError where there are more virtual workers than samples, or than models fit into the memory."""
     if hasattr(data.train, "__len__"):
         check_enough(len(data.train), workers)
@@ -96,7 +96,7 @@ def check_simulated(model: nn.Module, data: Data, workers: int, found: Limits | 
         )
 
 
-def cores_notes(workers: int, found: Limits | None = None) -> list[str]:
+def cores_notes(workers: int, found: ProcessLimits | None = None) -> list[str]:
     """What to say of workers that are many more than the cores."""
     cores = (found or limits()).cores
     if workers <= _WORKERS_PER_CORE * cores:

@@ -8,8 +8,8 @@ import torch
 
 from polytempo.core import NotFinite
 from polytempo.report.metrics import read_metrics
-from polytempo.torch.result import Result
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 
 
 def diverged_result(spec: RunSpec, error: NotFinite) -> Result:

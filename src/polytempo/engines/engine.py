@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from polytempo.torch.spec import RunSpec
+from polytempo.spec.run_spec import RunSpec
 
 Result = Mapping[str, Any] | Sequence[Any] | float | None
 """What a process hands back: anything that JSON can say."""

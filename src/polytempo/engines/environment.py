@@ -15,7 +15,7 @@ _LAST_ORDINARY_STEP = 0xFFFF_FF00
 """Slurm numbers the steps of srun from 0; batch scripts and interactive shells have ids near 2³²."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A process's place in its world, as its launcher told it.
 
     `local_size`, `host` (the host's index) and the master's address are None where the launcher
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return f"{self.launcher}: rank {self.rank} of {self.size}, meeting at {meeting}"
 
 
-def recognise(environ: Mapping[str, str]) -> Place:
+def recognise(environ: Mapping[str, str]) -> RankPlace:
     """The place that `environ` describes; a world of one where no launcher has left its variables.
 
     The launcher that is nearest to the process wins: Polytempo's own engine, then torchrun (or RANK,
@@ -57,24 +57,24 @@ def recognise(environ: Mapping[str, str]) -> Place:
         return _checked(_open_mpi(environ), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if _num_slurm_tasks(environ) > 1:
         return _checked(_slurm(environ), "SLURM_PROCID", "SLURM_NTASKS")
-    return Place("none", 0, 1, 0, 1, None, None, None)
+    return RankPlace("none", 0, 1, 0, 1, None, None, None)
 
 
-def _polytempo(environ: Mapping[str, str]) -> Place:
+def _polytempo(environ: Mapping[str, str]) -> RankPlace:
     rank, size = _integer(environ, "POLYTEMPO_RANK"), _integer(environ, "POLYTEMPO_SIZE")
     rendezvous = Path(_text(environ, "POLYTEMPO_RENDEZVOUS"))
     generation = _integer(environ, "POLYTEMPO_GENERATION", 0)
-    return Place("Polytempo", rank, size, rank, size, 0, None, None, generation, rendezvous)
+    return RankPlace("Polytempo", rank, size, rank, size, 0, None, None, generation, rendezvous)
 
 
-def _torch(environ: Mapping[str, str]) -> Place:
+def _torch(environ: Mapping[str, str]) -> RankPlace:
     by_ray = "TORCHELASTIC_RUN_ID" not in environ and any(name.startswith("RAY_") for name in environ)
     rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     # A world of one meets nobody, so it may do without an address.
     address = _text(environ, "MASTER_ADDR") if size > 1 else environ.get("MASTER_ADDR")
     port = _integer(environ, "MASTER_PORT") if size > 1 or "MASTER_PORT" in environ else None
     one_host = size == 1 or address in (_LOOPBACK, "localhost", "::1")
-    return Place(
+    return RankPlace(
         "Ray" if by_ray else "torchrun",
         rank,
         size,
@@ -87,7 +87,7 @@ def _torch(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place:
+def _open_mpi(environ: Mapping[str, str]) -> RankPlace:
     rank, size = _integer(environ, "OMPI_COMM_WORLD_RANK"), _integer(environ, "OMPI_COMM_WORLD_SIZE")
     local_rank = _integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     local_size = _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -99,7 +99,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Place:
         raise ValueError("mpirun left no PMIX_NAMESPACE to derive a port from; add: mpirun -x MASTER_PORT=29500")
     port = _integer(environ, "MASTER_PORT", _port(job or ""))
     # OMPI_COMM_WORLD_NODE_RANK is a rank within the node in spite of its name, so the host is known only alone.
-    return Place("Open MPI", rank, size, local_rank, local_size, 0 if one_host else None, address, port)
+    return RankPlace("Open MPI", rank, size, local_rank, local_size, 0 if one_host else None, address, port)
 
 
 def _address_of_mpirun(environ: Mapping[str, str]) -> str:
@@ -123,13 +123,13 @@ def _num_slurm_tasks(environ: Mapping[str, str]) -> int:
     return _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> RankPlace:
     num_hosts = _integer(environ, "SLURM_STEP_NUM_NODES", _integer(environ, "SLURM_NNODES", 1))
     host = _integer(environ, "SLURM_NODEID", 0)
     tasks = _tasks_per_host(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     address = environ.get("MASTER_ADDR") or (_LOOPBACK if num_hosts == 1 else _first_slurm_host(environ))
     job = f"{_text(environ, 'SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
-    return Place(
+    return RankPlace(
         "Slurm",
         _integer(environ, "SLURM_PROCID"),
         _num_slurm_tasks(environ),
@@ -186,7 +186,7 @@ def _maybe_integer(environ: Mapping[str, str], name: str, default: int | None) -
     return _integer(environ, name) if environ.get(name) else default
 
 
-def _checked(place: Place, rank_name: str, size_name: str) -> Place:
+def _checked(place: RankPlace, rank_name: str, size_name: str) -> RankPlace:
     if place.rank >= place.size:
         raise ValueError(f"{rank_name}={place.rank} must be less than {size_name}={place.size}")
     if place.local_size is not None and not place.local_rank < place.local_size <= place.size:

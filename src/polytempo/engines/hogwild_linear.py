@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from polytempo.data import SparseRows
 from polytempo.engines.local import launch
-from polytempo.engines.worker import Seat
-from polytempo.torch.sparse_linear import Report, Settings, shared_for, work
+from polytempo.engines.worker import RankInfo
+from polytempo.one_host.sparse_linear import Report, Settings, shared_for, work
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any
     shared = shared_for(rows, settings)
     lock = multiprocessing.get_context("fork").Lock()
 
-    def serve(seat: Seat) -> list[Any]:
-        return list(work(seat.rank, rows, settings, shared, lock))
+    def serve(rank_info: RankInfo) -> list[Any]:
+        return list(work(rank_info.rank, rows, settings, shared, lock))
 
     reports = [Report(*answer) for answer in launch(serve, settings.workers, threads=1)]
     seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]

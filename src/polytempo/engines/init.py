@@ -21,9 +21,9 @@ import torch.distributed.nn.functional  # holds the group as default arguments i
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import TimedOut, world_port
-from polytempo.engines.environment import Place, recognise
+from polytempo.engines.environment import RankPlace, recognise
+from polytempo.interop.autoload import register
 from polytempo.native.library import available
-from polytempo.torch.autoload import register
 from polytempo.worlds import ProcessWorld, current, set_current
 
 _LAST_MOMENT_S = 0.05
@@ -61,7 +61,7 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
     return world
 
 
-def _join(place: Place, timeout_s: float, backend: str | None) -> None:
+def _join(place: RankPlace, timeout_s: float, backend: str | None) -> None:
     if place.local_size == place.size:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
@@ -83,13 +83,13 @@ def _join(place: Place, timeout_s: float, backend: str | None) -> None:
     atexit.register(_leave)
 
 
-def _backend(place: Place) -> str:
+def _backend(place: RankPlace) -> str:
     within = "polytempo" if place.local_size == place.size and available() else "gloo"
     register()  # torch has done it already where its entry points are read
     return f"cpu:{within},cuda:nccl" if torch.cuda.is_available() else within
 
 
-def _store(place: Place, timeout: timedelta, environ: Mapping[str, str]) -> Store:
+def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
     """Where ranks find each other: a file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
     if place.rendezvous is not None:
         store: Store = FileStore(str(place.rendezvous / "store"), place.size)

@@ -10,11 +10,11 @@ from polytempo.engines.capacity import check_processes
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import Launch, Result, Role
 from polytempo.engines.local_engine import Local
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
 
 
 def launch(
-    work: Callable[[Seat], Result],
+    work: Callable[[RankInfo], Result],
     workers: int,
     *,
     threads: int | None = None,
@@ -22,7 +22,7 @@ def launch(
     timeout_s: float | None = None,
     tick: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Call `work(seat)` in `workers` processes of this host; return what they returned, in the order of ranks.
+    """Call `work(rank_info)` in `workers` processes of this host; return what they returned, in the order of ranks.
 
     Workers are forked, so `work` may be a closure, and they start in milliseconds. Results travel as
     JSON (a tuple arrives as a list). A worker has `threads` threads: by default its share of the
@@ -31,7 +31,7 @@ def launch(
     only quoted in errors. Temporary files of workers end with the run. `tick` is called a few times
     a second while workers run, and may raise.
 
-        launch(lambda seat: seat.rank ** 2, workers=3)      # [0, 1, 4]
+        launch(lambda rank_info: rank_info.rank ** 2, workers=3)      # [0, 1, 4]
 
     The first worker that fails ends the run. However it ends, killed launcher included, no process,
     folder or port is left; `logs` stay.
@@ -46,7 +46,7 @@ def launch(
     def at(role: Role) -> Result:
         threads, home = engine.address.threads, engine.address.home
         assert home is not None
-        return work(Seat(role.node, workers, home, threads))
+        return work(RankInfo(role.node, workers, home, threads))
 
     with Local().open(Launch(at, None, dict, workers, workers, threads, logs)) as engine:
         return collected(engine, workers, tick, timeout_s, engine.ask_where)

@@ -18,7 +18,7 @@ from polytempo.engines.children import Child, end, look
 from polytempo.engines.engine import Address, Launch, Process, Result, Role
 from polytempo.engines.fork import fork, held_signals
 from polytempo.engines.threads import threads_per_worker
-from polytempo.engines.worker import Seat, failure_of, result_path, serve
+from polytempo.engines.worker import RankInfo, failure_of, result_path, serve
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Local:
             threads = threads_per_worker(launch.workers, launch.threads)
             logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
             made(logs)
-            engine = LocalEngine(launch.work, Address("127.0.0.1", threads, home, inherits=True), notes, logs, launch.most)
+            engine = LocalEngine(
+                launch.work, Address("127.0.0.1", threads, home, inherits=True), notes, logs, launch.most
+            )
             try:
                 yield engine
             finally:
@@ -56,10 +58,10 @@ class LocalEngine:
 
     def start(self, role: Role, host: int = 0) -> Process:
         """See `Engine`. Its standard output goes to `logs/ROLE.log`."""
-        seat = Seat(role.life, self._size, self._home, self._address.threads)
+        rank_info = RankInfo(role.life, self._size, self._home, self._address.threads)
         log, launcher = self._logs / f"{role}.log", os.getpid()
         with held_signals():  # a process that has been started is known here, too
-            pid = fork(lambda: serve(lambda _: self._work(role), seat, log, launcher, self._notes))
+            pid = fork(lambda: serve(lambda _: self._work(role), rank_info, log, launcher, self._notes))
             self._running.append(child := Child(role, log, pid=pid, notes=self._notes))
         return child
 

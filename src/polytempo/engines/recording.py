@@ -25,13 +25,13 @@ import msgspec
 import torch
 
 from polytempo.core import files
-from polytempo.engines.standing import Standing, standing_path
+from polytempo.engines.run_snapshot import RunSnapshot, run_snapshot_path
 from polytempo.native.library import instruction_set
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.record import Asking, Entry, Recorder, entry_of
-from polytempo.server.shard import Shard
-from polytempo.server.snapshot import files_of
-from polytempo.torch.spec import RunSpec
+from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.snapshot import files_of
+from polytempo.spec.run_spec import RunSpec
 
 FORMAT = "polytempo-run"
 VERSION = 1
@@ -103,7 +103,7 @@ def sha256_of(origin: str | None) -> str | None:
 class Recording:
     """The record of one start of a run. Made in the launcher; each copy of a shard opens a file of its own."""
 
-    def __init__(self, out: Path, facts: RunFacts, last: Standing | None) -> None:
+    def __init__(self, out: Path, facts: RunFacts, last: RunSnapshot | None) -> None:
         records = out / "record"
         if last is None:
             files.remove(records)
@@ -146,10 +146,10 @@ def has_ended(out: Path, generation: int) -> bool:
     return (out / "record" / f"{generation:04d}" / "end.json").is_file()
 
 
-def _keep(checkpoint: Path, last: Standing, start: Path) -> None:
+def _keep(checkpoint: Path, last: RunSnapshot, start: Path) -> None:
     """Keep the snapshot that a resumed run goes on from: by links where there are any, for it will not change."""
     start.mkdir()
-    for path in [*files_of(checkpoint, last.number, last.facts["shards"]), standing_path(checkpoint, last.number)]:
+    for path in [*files_of(checkpoint, last.number, last.facts["shards"]), run_snapshot_path(checkpoint, last.number)]:
         try:
             os.link(path, start / path.name)
         except OSError:

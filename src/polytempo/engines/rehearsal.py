@@ -15,17 +15,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from polytempo.core.errors import JobFailed
-from polytempo.data.shard import Shard
-from polytempo.engines.crew import WorkerDied
+from polytempo.data.shard import DataShard
 from polytempo.engines.local import RunTimedOut, launch
-from polytempo.engines.worker import Seat
-from polytempo.torch.evaluate import Evaluation, tensors_of
-from polytempo.torch.job import Job
-from polytempo.torch.objective import loss_of
-from polytempo.torch.parts import data_of, model_of, next_batch, optimizer_of, schedule_of
-from polytempo.torch.requirements import check_model, fitted
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.training import check_goals
+from polytempo.engines.worker import RankInfo
+from polytempo.engines.worker_processes import WorkerDied
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.evaluate import Evaluation, tensors_of
+from polytempo.training.program import check_goals
+from polytempo.training.requirements import check_model, fitted
 
 _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
@@ -47,7 +47,7 @@ class Rehearsed(NamedTuple):
 def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
     """Make the job's parts in a process of its own, and the gradient of one batch. `specs`: by one strategy each.
 
-    Errors: ValueError and JobFailed as `torch.parts` says them, of what any of the functions does wrong, and of a
+    Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
     strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
     worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
     """
@@ -60,7 +60,7 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
 
 
 def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
-    def work(seat: Seat) -> dict[str, Any]:
+    def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
             return {"found": list(_rehearsed(specs))}
         except JobFailed as error:
@@ -91,7 +91,7 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
         for each in specs:
             fitted(each.strategy, optimizer_of(job, model, spec.lr))
             check_model(model, each.strategy)
-        shard = Shard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
         check_goals(job, spec.options, has_test=data.test is not None)

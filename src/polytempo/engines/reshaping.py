@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.message import Outbox
-from polytempo.server.reshape import Reshaper
 
 Chain = tuple[int, ...]
 
 
 def num_added(shards: int, wanted: Mapping[int, int]) -> int:
-    """How many shards come in the course of a run that begins with `shards`."""
+    """How many shards come in the context of a run that begins with `shards`."""
     counts = [shards, *(number for _, number in sorted(wanted.items()))]
     return sum(max(0, after - before) for before, after in pairwise(counts))
 
@@ -44,7 +44,7 @@ class Reshapes:
     def look(self, now_s: float) -> Outbox:
         """Begin a change as soon as the epoch before it is done."""
         coordinator, reshaper = self._coordinator, self._coordinator.reshaper
-        if not self._ahead or reshaper.busy or not coordinator.dealer.quiet:
+        if not self._ahead or reshaper.busy or not coordinator.scheduler.quiet:
             return []
         _, number = self._ahead.popleft()
         holders = _holders(reshaper)
@@ -56,7 +56,7 @@ class Reshapes:
         for shard in reversed(holders[number:]):
             out += coordinator.drain_shard(now_s, shard)
         if number == len(holders):
-            coordinator.dealer.resume()
+            coordinator.scheduler.resume()
             self._pause()
         return out
 
@@ -67,18 +67,18 @@ class Reshapes:
 
     def _pause(self) -> None:
         if self._ahead:
-            dealer = self._coordinator.dealer
-            dealer.pause(at=self._ahead[0][0] * dealer.batches_per_epoch)
+            scheduler = self._coordinator.scheduler
+            scheduler.pause(at=self._ahead[0][0] * scheduler.batches_per_epoch)
 
     def _check(self) -> None:
         """Refuse before the first step what could only fail later."""
-        dealer, reshaper = self._coordinator.dealer, self._coordinator.reshaper
+        scheduler, reshaper = self._coordinator.scheduler, self._coordinator.reshaper
         trial = Reshaper(reshaper.parameters, reshaper.spans)
         for epoch, number in self._ahead:
-            if epoch * dealer.batches_per_epoch >= dealer.num_tickets:
+            if epoch * scheduler.batches_per_epoch >= scheduler.num_tickets:
                 raise ValueError(
                     f"reshape says {number} shards after epoch {epoch}, but the run ends after "
-                    f"{dealer.num_tickets / dealer.batches_per_epoch:g} epochs; give earlier epochs"
+                    f"{scheduler.num_tickets / scheduler.batches_per_epoch:g} epochs; give earlier epochs"
                 )
             holders = [shard for shard, spans in enumerate(trial.last) if spans]
             for _ in range(number - len(holders)):

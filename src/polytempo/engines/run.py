@@ -13,27 +13,27 @@ from typing import Any, Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
+from polytempo.engines.arguments import check_strategy
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
-from polytempo.engines.crew import diverged
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.folder import began
-from polytempo.engines.given import check_strategy
+from polytempo.engines.folder_names import slug
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
-from polytempo.engines.names import slug
 from polytempo.engines.rehearsal import rehearse
+from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.run_served import num_processes, run_served
-from polytempo.engines.shown import reported, show_rows
-from polytempo.engines.worker import Seat
+from polytempo.engines.worker import RankInfo
+from polytempo.engines.worker_processes import diverged
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
-from polytempo.torch.job import Job
-from polytempo.torch.options import OptionKeywords, RunOptions, with_keywords
-from polytempo.torch.result import Result
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainer import Trainer
+from polytempo.spec.job import Job
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainer import Trainer
 
 
 def run(
@@ -88,10 +88,10 @@ def _performed(spec: RunSpec, progress: Progress | None) -> Result:
         out = options.out and options.out.resolve()
         given = replace(options, out=out)
 
-        def work(seat: Seat) -> dict[str, Any] | None:
+        def work(rank_info: RankInfo) -> dict[str, Any] | None:
             world = init(timeout_s=options.timeout_s, quiet=True)
             result = Trainer(spec.job, spec.strategy, given, world=world).fit()
-            return result.as_json() if seat.rank == 0 else None
+            return result.as_json() if rank_info.rank == 0 else None
 
         with diverged(), show_rows(progress, spec) as show:
             if out is None:

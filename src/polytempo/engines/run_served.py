@@ -17,16 +17,16 @@ from polytempo.engines.engine import Engine, EngineSetup, Launch, Process, Role
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
-from polytempo.engines.served_run import Outcome, ServedRun
-from polytempo.engines.shown import reported, show_rows
-from polytempo.engines.troupe import Troupe
+from polytempo.engines.run_page import reported, show_rows
+from polytempo.engines.served_run import ServedOutcome, ServedRun
+from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
+from polytempo.spec.result import Result
 from polytempo.spec.topology import Topology
-from polytempo.torch.result import Result
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainer import recorder
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
 """How often the launcher looks whether a process has ended."""
@@ -57,7 +57,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
             opened = stack.enter_context((engine or Local()).open(launch))
             if progress is not None:
-                run.happened.say = progress.note
+                run.events.say = progress.note
             run.meet(opened.address)
             show = stack.enter_context(show_rows(progress, spec))
             writer = None
@@ -86,32 +86,32 @@ def num_processes(spec: RunSpec) -> int:
     return Topology.served(spec.workers, service.shards, service.replicas).num_nodes  # with the evaluator, but not us
 
 
-def _conducted(run: ServedRun, engine: Engine) -> Outcome:
+def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
     """Start all processes, be the coordinator until the end, and see that none is left."""
-    troupe = Troupe(engine, run.topology)
+    supervisor = ProcessSupervisor(engine, run.topology)
     for worker in run.topology.workers:
-        troupe.start("worker", worker, incarnation=run.incarnation)
+        supervisor.start("worker", worker, incarnation=run.incarnation)
     for shard, chain in enumerate(run.topology.chains):
         for node in chain:
-            troupe.start("copy", node, shard=shard)  # each has the state that the run begins with
+            supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
-        troupe.start("evaluator", run.evaluator)
-    launcher = Launcher(run, troupe)
+        supervisor.start("evaluator", run.evaluator)
+    launcher = Launcher(run, supervisor)
     run.conduct(launcher)
-    run.happened.restarts = launcher.restarts
+    run.events.restarts = launcher.restarts
     launcher.await_saved()
     launcher.dismiss()
-    troupe.wait(_GRACE_S)
+    supervisor.wait(_GRACE_S)
     engine.stop()
-    troupe.look()
-    return run.outcome(troupe.ended)
+    supervisor.look()
+    return run.outcome(supervisor.ended)
 
 
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: ServedRun, troupe: Troupe) -> None:
-        self._run, self._troupe, self._coordinator = run, troupe, run.coordinator
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+        self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
         self._restarts = 0
@@ -148,7 +148,7 @@ class Launcher:
         """The coordinator's answer."""
         self._now_s = self._heard_s[source] = now_s
         out = self._coordinator.receive(now_s, source, message)
-        if self._coordinator.dealer.finished:  # the shards hear of the last snapshot before they hear of the end
+        if self._coordinator.scheduler.finished:  # the shards hear of the last snapshot before they hear of the end
             self._run.look(now_s, out)
         return out
 
@@ -169,13 +169,13 @@ class Launcher:
         """After the end: until the shards have written the last snapshot, or cannot any more."""
         saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
         while saves is not None and saves.pending and time.monotonic() < until_s:
-            if not any(role.kind == "copy" for role in self._troupe.running):
-                for process in self._troupe.ended:
+            if not any(role.kind == "copy" for role in self._supervisor.running):
+                for process in self._supervisor.ended:
                     if process.role.kind == "copy" and process.failure is not None and not process.failure.symptom:
                         raise self._died(process)  # it could not write what it holds: that is how the run ends
                 print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
                 break
-            self._troupe.wait(_LOOK_S)
+            self._supervisor.wait(_LOOK_S)
 
     def flops(self, message: Message) -> float:
         """The coordinator's work is free."""
@@ -183,21 +183,24 @@ class Launcher:
 
     def dismiss(self) -> None:
         """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
-        roles = {role.node: role for role in [*(process.role for process in self._troupe.ended), *self._troupe.running]}
+        roles = {
+            role.node: role
+            for role in [*(process.role for process in self._supervisor.ended), *self._supervisor.running]
+        }
         for node in self._silent:  # those given up so late that nobody has looked since
             self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
-        for role in self._troupe.running:
+        for role in self._supervisor.running:
             if role.kind == "evaluator":
                 continue  # it hears of the end as the shards do
             if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
-                self._troupe.kill(role.node)
+                self._supervisor.kill(role.node)
 
     def _look(self, now_s: float) -> Outbox:
         out: Outbox = []
         if self.finished:
             return out  # processes end now because they shall
-        for process in self._troupe.look():
+        for process in self._supervisor.look():
             role = process.role
             if process.failure is not None or (process.exit_code or 0) > 0:
                 raise self._died(process)
@@ -206,7 +209,7 @@ class Launcher:
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
-            again = role.kind == "worker" and not ended_well and not self._coordinator.dealer.finished
+            again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
             if again:
                 self._again(role, how(process))
             if not ended_well:
@@ -223,18 +226,18 @@ class Launcher:
 
     def _see_alive(self, now_s: float) -> None:
         """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
-        stopped = {role.node for role in self._troupe.stopped}
-        for role in self._troupe.running:
+        stopped = {role.node for role in self._supervisor.stopped}
+        for role in self._supervisor.running:
             if role.node not in stopped:
                 self._heard_s[role.node] = now_s
-                self._coordinator.silence.heard(now_s, role.node)
+                self._coordinator.failures.heard(now_s, role.node)
 
     def _waited_for(self, process: Process) -> str:
         """What a process that ended for want of others waited for, as far as it is known here."""
         if process.failure is None or not process.failure.symptom:
             return ""
-        stopped = {other.node: str(other) for other in self._troupe.stopped}
-        holders = sorted(set(self._coordinator.dealer.holders().values()) - {process.role.node} - set(stopped))
+        stopped = {other.node: str(other) for other in self._supervisor.stopped}
+        holders = sorted(set(self._coordinator.scheduler.holders().values()) - {process.role.node} - set(stopped))
         facts = [f"{', '.join(stopped.values())} stopped by a signal"] * bool(stopped)
         facts += [f"{', '.join(f'worker-{worker}' for worker in holders)} had batches in hand"] * bool(holders)
         remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"
@@ -248,39 +251,39 @@ class Launcher:
             then = self._after.pop(role.node, f"shard {role.shard}: it had not joined the others yet")
         else:
             then = "started again" if again else "not started again: all batches were done"
-        self._run.happened.add(str(role), reason, self._now_s, then)
+        self._run.events.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
         """Start the copies of a shard that comes."""
         for node in nodes:
-            self._troupe.start("copy", node, shard=shard)
+            self._supervisor.start("copy", node, shard=shard)
 
     def _again(self, role: Role, reason: str) -> None:
         """Start a worker's next life."""
         self._count(role, f"{reason} after a long silence" if role.node in self._silent else reason)
         self._coordinator.expect(role.node)
         self._incarnations[role.node] += 1
-        self._troupe.start("worker", role.node, incarnation=self._incarnations[role.node])
+        self._supervisor.start("worker", role.node, incarnation=self._incarnations[role.node])
         self._heard_s[role.node] = self._now_s
 
     def _score_again(self, role: Role, reason: str) -> None:
         """Start the evaluator's next life; the shards still hold what it had not let go."""
-        self._run.happened.add(str(role), reason, self._now_s, "started again")
+        self._run.events.add(str(role), reason, self._now_s, "started again")
         self._count(role, reason)
-        self._troupe.start("evaluator", role.node, incarnation=role.incarnation + 1)
+        self._supervisor.start("evaluator", role.node, incarnation=role.incarnation + 1)
 
     def _copy(self, shard: int) -> None:
         """Start another copy of a shard."""
-        happened = self._run.happened
+        events = self._run.events
         if self._restarts >= self._run.options.restarts:
             if shard not in self._short:
                 self._short.add(shard)
-                happened.add(f"shard-{shard}", "lacks a copy", self._now_s, "no restarts are left for another")
+                events.add(f"shard-{shard}", "lacks a copy", self._now_s, "no restarts are left for another")
             return
         self._restarts += 1
-        role = self._troupe.start("copy", self._next_node, shard=shard, blank=True)
+        role = self._supervisor.start("copy", self._next_node, shard=shard, blank=True)
         self._heard_s[role.node] = self._now_s
-        happened.add(str(role), "was started", self._now_s, f"shard {shard}: it takes a lost copy's place")
+        events.add(str(role), "was started", self._now_s, f"shard {shard}: it takes a lost copy's place")
         self._coordinator.recruit(shard, self._next_node)
         self._next_node += 1
 
@@ -298,7 +301,7 @@ class Launcher:
         what, node = event
         if what == "silent":
             self._silent[node] = self._now_s - self._heard_s.get(node, 0.0)
-            self._troupe.kill(node)
+            self._supervisor.kill(node)
         elif what == "promoted":
             self._shrunk = f"shard {node}: the next copy took over"
         elif what == "shortened":

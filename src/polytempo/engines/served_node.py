@@ -19,19 +19,19 @@ from torch import Tensor
 
 from polytempo.engines.engine import Role
 from polytempo.engines.recording import CopyRecorder
+from polytempo.engines.run_snapshot import shard_saves
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.standing import shard_saves
-from polytempo.server.evaluator import Evaluator
+from polytempo.server.coordinator.evaluator import Evaluator
 from polytempo.server.loop import serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import View
-from polytempo.server.node import Node
-from polytempo.server.outgoing import Outgoing
-from polytempo.server.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.snapshot import believed, read
-from polytempo.server.through import through
-from polytempo.torch.result import parameters_sha256
-from polytempo.torch.served import work
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
+from polytempo.server.shard.snapshot import believed, read
+from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.server_calls import through
+from polytempo.spec.result import parameters_sha256
+from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
 from polytempo.worlds.mail import Line, MailWorld
@@ -91,9 +91,7 @@ def act(
 
 
 class _Part:
-    def __init__(
-        self, program: ServedProgram, role: Role, setting: Setting, mail: Mail, arenas: Arenas | None
-    ) -> None:
+    def __init__(self, program: ServedProgram, role: Role, setting: Setting, mail: Mail, arenas: Arenas | None) -> None:
         self._program, self._role, self._setting, self._arenas = program, role, setting, arenas
         self._topology, self._timing = program.topology, program.timing
         self._chains = setting.view.chains
@@ -108,19 +106,21 @@ class _Part:
             self._timing,
             self._chains,
             empty=None if arenas is None else self._empty,
-            outgoing=None if arenas is None else Outgoing(self._empty, lambda one: arenas.reference(one) is not None),
+            outgoing=None
+            if arenas is None
+            else LentGradients(self._empty, lambda one: arenas.reference(one) is not None),
         )
-        course = self._program.course()
+        context = self._program.context()
         line, world = self._join()
         try:
-            program = work(world.port.among(self._topology.workers), course, client)
+            program = work(world.port.among(self._topology.workers), context, client)
             attendance = world.drive(through(client, world.port, program))
         finally:
             line.close(_LINGER_S)
         return self._told(world) | {
             "attendance": list(attendance),
             # a worker that came when the run was over has not got the final weights
-            "sha256": None if client.finished else parameters_sha256(course.model.parameters()),
+            "sha256": None if client.finished else parameters_sha256(context.model.parameters()),
             "threads": torch.get_num_threads(),
         }
 
@@ -132,9 +132,7 @@ class _Part:
             return json.dumps(scorer.row(number, seconds, flat, running)).encode()
 
         node, coordinator = self._role.node, self._topology.coordinator
-        evaluator = Evaluator(
-            node, coordinator, self._chains, scorer.numel, self._program.dtype, score, self._timing
-        )
+        evaluator = Evaluator(node, coordinator, self._chains, scorer.numel, self._program.dtype, score, self._timing)
         line, world = self._join()
         try:
             world.drive(serve(world.port, evaluator))

@@ -1,8 +1,8 @@
 """`ServedProgram`: what a run with a parameter server is made of, worked out from its `RunSpec` alone.
 
-RunSpec ──▶ data, batches, parameters, spans ──▶ course + client      of a worker
+RunSpec ──▶ data, batches, parameters, spans ──▶ context + client      of a worker
                                               ├─▶ shard                of a copy
-                                              ├─▶ dealer, coordinator, tally
+                                              ├─▶ scheduler, coordinator, tally
                                               └─▶ scorer               of the evaluator
 
 It is the same in every process of the run, in both worlds, and in a replay: they differ in where machines live, and in
@@ -22,27 +22,27 @@ from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.engines.reshaping import num_added
-from polytempo.server.buffers import Empty, plain_empty
-from polytempo.server.client import Client
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
-from polytempo.server.outgoing import Outgoing
-from polytempo.server.score_snapshots import ScorePoints, score_points
-from polytempo.server.shard import Shard
+from polytempo.server.shard.buffers import Empty, plain_empty
+from polytempo.server.shard.score_snapshots import ScorePoints, score_points
+from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.spec.job import Data
+from polytempo.spec.job_calls import data_of, made_schedule, replica_of
 from polytempo.spec.topology import Topology
-from polytempo.torch.finite import Guard
-from polytempo.torch.job import Data
-from polytempo.torch.local_decay import LocalDecay
-from polytempo.torch.parts import data_of, made_schedule, replica_of
-from polytempo.torch.rate_schedule import RateSchedule, check_schedule
-from polytempo.torch.running import Running
-from polytempo.torch.scorer import Scorer
-from polytempo.torch.served import ServedCourse, gradients_of
-from polytempo.torch.shard_rule import flat_of, parameters_of, shard_rule_of
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainable import trainable
-from polytempo.torch.training import check_goals
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.guard import Guard
+from polytempo.training.local_decay import LocalDecay
+from polytempo.training.program import check_goals
+from polytempo.training.rate_schedule import RateSchedule, check_schedule
+from polytempo.training.running_statistics import Running
+from polytempo.training.scorer import Scorer
+from polytempo.training.server_worker import ServedContext, gradients_of
+from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
+from polytempo.training.trainable_parameters import trainable
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
@@ -91,13 +91,13 @@ class ServedProgram:
         """Whether there is a test set to score on."""
         return self.data.test is not None
 
-    def dealer(self) -> Dealer:
+    def scheduler(self) -> BatchScheduler:
         """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one."""
         check_goals(self.spec.job, self.spec.options, has_test=self.scores)
         service, batches = self.service, self.batches
         if service.reassigns is not None:  # every worker cuts a share of every step into slices
             check_enough(batches.num_samples, batches.size)
-        return Dealer(
+        return BatchScheduler(
             batches_per_epoch=len(batches),
             num_tickets=self._num_tickets,
             deals=service.deals,
@@ -107,9 +107,9 @@ class ServedProgram:
             rests=service.waits,
         )
 
-    def points(self, dealer: Dealer) -> ScorePoints:
+    def points(self, scheduler: BatchScheduler) -> ScorePoints:
         """When scores are taken."""
-        return score_points(len(self.batches), dealer.num_tickets, self.batches.size)
+        return score_points(len(self.batches), scheduler.num_tickets, self.batches.size)
 
     def client(
         self,
@@ -119,7 +119,7 @@ class ServedProgram:
         chains: Sequence[Sequence[int]] | None = None,
         *,
         empty: Empty | None = None,
-        outgoing: Outgoing | None = None,
+        outgoing: LentGradients | None = None,
     ) -> Client:
         """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began."""
         return Client(
@@ -137,7 +137,7 @@ class ServedProgram:
             pull_codec=self.service.pull_codec,
         )
 
-    def course(self, flops_per_sample: float = 0.0) -> ServedCourse:
+    def context(self, flops_per_sample: float = 0.0) -> ServedContext:
         """What a worker is to train; a virtual one charges `flops_per_sample`."""
         spec, batches = self.spec, self.batches
         model, optimizer = replica_of(spec)
@@ -148,7 +148,7 @@ class ServedProgram:
             schedule = RateSchedule(
                 *(optimizer, make), steps_per_epoch=self._steps_per_epoch, batches=len(batches), movable=movable
             )
-        return ServedCourse(
+        return ServedContext(
             job=spec.job,
             strategy=spec.strategy,
             model=model,

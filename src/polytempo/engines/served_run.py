@@ -18,34 +18,34 @@ import torch
 from torch import Tensor
 
 from polytempo.core import PolytempoError
-from polytempo.engines.crew import Worker
-from polytempo.engines.happened import Happened
-from polytempo.engines.mail import PostOffice
+from polytempo.engines.events import RunEvents
+from polytempo.engines.mailbox_directory import MailboxDirectory
 from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
+from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed, shard_saves
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.standing import LIVES, Saves, discard, go_on, resumed, shard_saves
+from polytempo.engines.supervisor import Role
 from polytempo.engines.tally import Tally
-from polytempo.engines.troupe import Role
 from polytempo.engines.worker import result_path
-from polytempo.server.coordinator import Coordinator
-from polytempo.server.evaluator import Evaluator
+from polytempo.engines.worker_processes import Worker
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import Outbox
-from polytempo.server.node import Node
-from polytempo.server.outgoing import Outgoing
 from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
-from polytempo.server.reshape import Reshaper
-from polytempo.server.score_snapshots import MOST as SNAPSHOTS
-from polytempo.server.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.snapshot import believed, read
-from polytempo.server.through import through
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.optimizer import can_be_native
+from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
+from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
+from polytempo.server.shard.snapshot import believed, read
 from polytempo.server.timing import Timing
-from polytempo.server.update import can_be_native
-from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.served import Attendance, work
-from polytempo.torch.spec import RunSpec
+from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.server_calls import through
+from polytempo.spec.result import Result, parameters_sha256
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.server_worker import Attendance, work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN, Joined, combined_hash, joined, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
@@ -59,7 +59,7 @@ _FAREWELL_S = 0.2
 """How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
 
 
-class Outcome(NamedTuple):
+class ServedOutcome(NamedTuple):
     """What the processes left."""
 
     attendances: list[Attendance]
@@ -90,17 +90,17 @@ class ServedRun:
         vectors = spec.workers + _SPARE_BUFFERS + SNAPSHOTS
         dense_bytes = sum(p.numel for p in without_tables(program.parameters)) * program.dtype.itemsize
         self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
-        self.mail = PostOffice(home, self.options.transport, self.arenas, (2 * spec.workers + 8) * num_bytes)
+        self.mail = MailboxDirectory(home, self.options.transport, self.arenas, (2 * spec.workers + 8) * num_bytes)
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
-        self.dealer = program.dealer()
+        self.scheduler = program.scheduler()
         self._resume()
-        self.tally = Tally(program, self.dealer, self.standing)
+        self.tally = Tally(program, self.scheduler, self.run_snapshot)
         self.coordinator = self._coordinator()
         self.tally.stop = self.coordinator.stop
         self.recording: Recording | None = None
-        self.saves: Saves | None = None
-        self.happened = Happened()
+        self.saves: SnapshotSaves | None = None
+        self.events = RunEvents()
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def _coordinator(self) -> Coordinator:
@@ -108,7 +108,7 @@ class ServedRun:
             self.topology.coordinator,
             self.topology.workers,
             self.topology.chains,
-            self.dealer,
+            self.scheduler,
             self.timing,
             incarnation=self.incarnation,
             on_row=self.tally.take,
@@ -131,21 +131,21 @@ class ServedRun:
         }
         if batches.deals == "evenly":
             self.common["workers"] = batches.size
-        self.standing, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
+        self.run_snapshot, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
         if not options.resume or self.out is None:
             return
         folder, per_batch = self.out / "checkpoint", service.numbers_per_batch
         found = resumed(folder, service.shards, self.common, per_batch, even=batches.deals == "evenly")
-        self.standing, self.resumed_at = found.standing, found.standing.step
-        self.incarnation = (found.standing.generation + 1) * LIVES + 1
-        go_on(self.dealer, found, folder)
-        self.scored_again = found.scored_again(self.program.points(self.dealer), batches)
-        lacks_score = set(found.batches) == {self.dealer.num_tickets} and not has_ended(
-            self.out, found.standing.generation
+        self.run_snapshot, self.resumed_at = found.run_snapshot, found.run_snapshot.step
+        self.incarnation = (found.run_snapshot.generation + 1) * LIVES + 1
+        go_on(self.scheduler, found, folder)
+        self.scored_again = found.scored_again(self.program.points(self.scheduler), batches)
+        lacks_score = set(found.batches) == {self.scheduler.num_tickets} and not has_ended(
+            self.out, found.run_snapshot.generation
         )
-        if self.dealer.finished and not lacks_score:
+        if self.scheduler.finished and not lacks_score:
             raise ValueError(
-                f"the run in {options.out} has done its {self.dealer.num_tickets} batches already; resume it with more "
+                f"the run in {options.out} has done its {self.scheduler.num_tickets} batches already; resume it with more "
                 "epochs or steps"
             )
 
@@ -156,21 +156,21 @@ class ServedRun:
             yield
             return
         checkpoint = self.out / "checkpoint"
-        if self.standing is None:
+        if self.run_snapshot is None:
             discard(checkpoint)
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
         facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
-        self.recording = Recording(self.out, facts, self.standing)
+        self.recording = Recording(self.out, facts, self.run_snapshot)
         self.on_entry = self.recording.on_entry
-        self.saves = Saves(
+        self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
             self.common,
             workers=self.spec.workers,
             every=self.options.checkpoint_every,
-            last=self.standing,
+            last=self.run_snapshot,
             step=lambda: self.tally.last_step,
             on_order=self.recording.flush,
         )
@@ -205,21 +205,21 @@ class ServedRun:
         def empty(numel: int, dtype: torch.dtype) -> Tensor:
             return self.arenas.empty(role.life, numel, dtype)
 
-        outgoing = Outgoing(empty, lambda tensor: self.arenas.reference(tensor) is not None)
+        outgoing = LentGradients(empty, lambda tensor: self.arenas.reference(tensor) is not None)
         chains = self.coordinator.chains
         client = self.program.client(role.node, role.incarnation, self.timing, chains, empty=empty, outgoing=outgoing)
-        course = self.program.course()
+        context = self.program.context()
         mail = self.mail.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
         try:
-            program = work(world.port.among(self.topology.workers), course, client)
+            program = work(world.port.among(self.topology.workers), context, client)
             attendance = world.drive(through(client, world.port, program))
         finally:
             mail.close(linger_s=1.0)
         return self._told(world) | {
             "attendance": list(attendance),
             # who came when the run was over has not got the final weights
-            "sha256": None if client.finished else parameters_sha256(course.model.parameters()),
+            "sha256": None if client.finished else parameters_sha256(context.model.parameters()),
             "threads": torch.get_num_threads(),
         }
 
@@ -245,12 +245,12 @@ class ServedRun:
         shard = self.program.shard(
             role.shard, present, empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype)
         )
-        if self.standing is not None and self.out is not None and not role.blank:
-            part_saved = read(self.out / "checkpoint", self.standing.number, role.shard)
-            with believed(self.out / "checkpoint", self.standing.number, role.shard):
+        if self.run_snapshot is not None and self.out is not None and not role.blank:
+            part_saved = read(self.out / "checkpoint", self.run_snapshot.number, role.shard)
+            with believed(self.out / "checkpoint", self.run_snapshot.number, role.shard):
                 shard.load(part_saved.state, part_saved.tensors)
         recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
-        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.program.points(self.dealer))
+        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.program.points(self.scheduler))
 
         spans = present[role.shard] if role.shard < len(present) else ()
         saves = shard_saves(role.shard, self.program.parameters, spans, self.options)
@@ -299,7 +299,7 @@ class ServedRun:
 
     # ------------------------------------------------------------------ what comes of it
 
-    def outcome(self, ended: Sequence[tuple[Role, Worker]], home: Path) -> Outcome:
+    def outcome(self, ended: Sequence[tuple[Role, Worker]], home: Path) -> ServedOutcome:
         """Read what the processes left, before their folder goes."""
         attendances, excerpts = [], list[dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
@@ -317,9 +317,11 @@ class ServedRun:
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; look into its logs")
         trace_hash = combined_hash(sorted(told["hash"] for told in excerpts))
-        return Outcome(attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash)
+        return ServedOutcome(
+            attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash
+        )
 
-    def result(self, outcome: Outcome) -> Result:
+    def result(self, outcome: ServedOutcome) -> Result:
         """The run in numbers."""
         attendances = outcome.attendances
         idle_s = sum(a.idle_s for a in attendances)
@@ -333,10 +335,10 @@ class ServedRun:
             threads=outcome.threads,
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
-            more=self.happened.facts,
+            more=self.events.facts,
         )
 
-    def leave_trace(self, outcome: Outcome, out: Path) -> None:
+    def leave_trace(self, outcome: ServedOutcome, out: Path) -> None:
         """Write the trace of all processes, and the end of the record."""
         if self.recording is not None:
             self.recording.end(outcome.finals)

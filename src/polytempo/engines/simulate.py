@@ -14,28 +14,28 @@ import torch
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
-from polytempo.data.shard import Shard
+from polytempo.data.shard import DataShard
+from polytempo.engines.arguments import check_strategy
 from polytempo.engines.capacity import check_simulated
 from polytempo.engines.folder import began
-from polytempo.engines.given import check_strategy
-from polytempo.engines.shown import reported, show_rows
+from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.simulate_served import simulate_served
+from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
-from polytempo.torch.evaluate import Evaluation
-from polytempo.torch.finite import unfinite_names
-from polytempo.torch.flops import flops_per_sample
-from polytempo.torch.hogwild import Updates, is_hogwild, share_storage
-from polytempo.torch.job import Data, Job
-from polytempo.torch.options import OptionKeywords, RunOptions, with_keywords
-from polytempo.torch.parts import data_of, model_of, optimizer_of, replica_of, schedule_of
-from polytempo.torch.priced import meta_step, priced_step
-from polytempo.torch.replica import Replica
-from polytempo.torch.result import Result
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainer import recorder, result_of
-from polytempo.torch.training import Course, Summary, check_length, train
-from polytempo.torch.virtual_observer import VirtualObserver
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.evaluate import Evaluation
+from polytempo.training.flops import flops_per_sample
+from polytempo.training.guard import unfinite_names
+from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.replica import Replica
+from polytempo.training.trainer import recorder, result_of
+from polytempo.training.virtual_observer import VirtualObserver
+from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
 _HOST_WORKERS = 64
@@ -123,11 +123,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     flops = flops_per_sample(job, model, data, spec.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
-    courses = [_course(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
+    courses = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
     if is_hogwild(spec.strategy):
-        share_storage([course.replica.model for course in courses])
+        share_storage([context.replica.model for context in courses])
 
-    async def program(port: Port) -> Summary:
+    async def program(port: Port) -> TrainingSummary:
         summary = await train(port, courses[port.rank])
         await updates[port.rank].settle()
         return summary
@@ -145,11 +145,13 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     return _finish(courses[0], summary, outcome, options.out)
 
 
-def _course(spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, rank: int) -> Course:
+def _context(
+    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, rank: int
+) -> TrainingContext:
     model, optimizer = replica_of(spec)
     replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
-    shard = Shard(data.training(), rank=rank, size=spec.workers, batch_size=spec.batch_size, seed=spec.seed)
-    return Course(
+    shard = DataShard(data.training(), rank=rank, size=spec.workers, batch_size=spec.batch_size, seed=spec.seed)
+    return TrainingContext(
         spec=spec,
         replica=replica,
         shard=shard,
@@ -182,10 +184,12 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
 
     with _seldom_collected():
         outcome = VirtualWorld(cluster, workers, seed=spec.seed).run(program)
-    shard = Shard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)  # its length; not dealt
-    course = Course(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
+    shard = DataShard(
+        data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
+    )  # its length; not dealt
+    context = TrainingContext(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
     samples = steps * spec.batch_size * workers
-    summary = Summary(
+    summary = TrainingSummary(
         steps=steps,
         epochs=samples / check_length(shard),
         samples=samples,
@@ -198,7 +202,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         parameters={},
         buffers={},
     )
-    return _finish(course, summary, outcome, options.out)
+    return _finish(context, summary, outcome, options.out)
 
 
 @contextmanager
@@ -215,11 +219,11 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _finish(course: Course, summary: Summary, outcome: Outcome[Any], out: Path | None) -> Result:
+def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Path | None) -> Result:
     workers, trace = len(outcome.results), outcome.trace
     computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
     result = result_of(
-        course,
+        context,
         summary,
         world="virtual",
         num_ranks=workers,

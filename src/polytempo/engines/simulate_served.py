@@ -20,26 +20,26 @@ from polytempo.core import PolytempoError, Port
 from polytempo.core.files import run_folder
 from polytempo.engines.capacity import check_simulated
 from polytempo.engines.reshaping import Reshapes
-from polytempo.engines.scoring import OffTheClock
+from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.shown import reported, show_rows
 from polytempo.engines.tally import Tally
+from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
-from polytempo.server.node import Node
-from polytempo.server.reshape import Reshaper
-from polytempo.server.through import through
+from polytempo.server.shard.node import Node
 from polytempo.server.timing import Timing
+from polytempo.server.worker.server_calls import through
+from polytempo.spec.job import Data
+from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.topology import Topology
-from polytempo.torch.flops import flops_per_sample
-from polytempo.torch.job import Data
-from polytempo.torch.result import Result, parameters_sha256
-from polytempo.torch.served import Attendance, work
-from polytempo.torch.spec import RunSpec
-from polytempo.torch.trainer import recorder
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.flops import flops_per_sample
+from polytempo.training.server_worker import Attendance, work
+from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
 _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
@@ -81,14 +81,14 @@ class _Run:
         self.world = VirtualWorld(
             replace(cluster, servers=topology.num_servers), topology.coordinator + 1, seed=spec.seed
         )
-        self.courses = [program.course(self.flops) for _ in topology.workers]
-        self.dealer = program.dealer()
-        self.tally = Tally(program, self.dealer)
+        self.courses = [program.context(self.flops) for _ in topology.workers]
+        self.scheduler = program.scheduler()
+        self.tally = Tally(program, self.scheduler)
         self.coordinator = Coordinator(
             topology.coordinator,
             topology.workers,
             topology.chains,
-            self.dealer,
+            self.scheduler,
             self.timing,
             on_row=self.tally.take,
             on_event=lambda event: self.reshapes.hear(event),
@@ -130,7 +130,7 @@ class _Run:
     def _scores(self) -> OffTheClock | None:
         if not self.program.scores:
             return None
-        points, dtype = self.program.points(self.dealer), self.program.dtype
+        points, dtype = self.program.points(self.scheduler), self.program.dtype
         return OffTheClock(points, self.program.scorer(), dtype, self.tally.take_row, lambda: self.world.now_s)
 
     def _nodes(self) -> dict[int, Node]:
@@ -152,7 +152,7 @@ class _Run:
         attendances = [attendance for attendance in outcome.results if attendance is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
-        if self.scores is not None and not self.dealer.stopped:
+        if self.scores is not None and not self.scheduler.stopped:
             self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
         result = self._result(outcome, attendances)
         out = self.options.out

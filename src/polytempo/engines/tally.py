@@ -8,28 +8,28 @@ from typing import Any
 
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
+from polytempo.engines.run_snapshot import RunSnapshot
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.standing import Standing
-from polytempo.server.dealer import Dealer
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Statistics
-from polytempo.torch.finite import check_score
-from polytempo.torch.options import RunOptions
-from polytempo.torch.result import Result
-from polytempo.torch.served import Attendance
-from polytempo.torch.served_facts import facts_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
+from polytempo.training.guard import check_score
+from polytempo.training.server_facts import facts_of
+from polytempo.training.server_worker import Attendance
 
 
 class Tally:
     """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
 
-    def __init__(self, program: ServedProgram, dealer: Dealer, before: Standing | None = None) -> None:
+    def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
         self._spec, self._service, self._batches = program.spec, program.service, program.batches
-        self._dealer = dealer
+        self._scheduler = scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
-        self.stop: Callable[[], None] = dealer.stop
+        self.stop: Callable[[], None] = scheduler.stop
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row; and how long the run lasted before it was resumed."""
-        self._samples = _samples_behind(dealer, self._batches)
+        self._samples = _samples_behind(scheduler, self._batches)
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if self._spec.options.until else None
@@ -72,7 +72,7 @@ class Tally:
         workers = self._spec.workers
         trained = [a for a in attendances if a.steps]  # who came too late for a batch has no time
         seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
-        samples = _samples_behind(self._dealer, self._batches)
+        samples = _samples_behind(self._scheduler, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
         if not self._spec.options.allow_nan and self._tested is not None:
             check_score(self._tested["loss"], self.last_step)
@@ -81,7 +81,7 @@ class Tally:
             strategy=str(self._spec.strategy),
             world=world,
             workers=workers,
-            steps=-(-sum(last - first + 1 for first, last in self._dealer.done) // workers),
+            steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
             epochs=samples / self._batches.num_samples,
             samples=samples,
             seconds=self._seconds + seconds,
@@ -98,16 +98,16 @@ class Tally:
             trace_hash=trace_hash,
             reached=self._reached,
             ledger=of_tickets(
-                *(self._batches, self._dealer.done, [shard.tickets for shard in statistics]),
+                *(self._batches, self._scheduler.done, [shard.tickets for shard in statistics]),
                 numbers_per_batch=self._service.numbers_per_batch,
             ),
             server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),
         )
 
 
-def _samples_behind(dealer: Dealer, batches: Batches) -> int:
+def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
     """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
-    return batches.samples_before(sum(last - first + 1 for first, last in dealer.done))
+    return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
 
 
 def _reached(row: dict[str, float], options: RunOptions) -> bool | None:

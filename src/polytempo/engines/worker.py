@@ -27,7 +27,7 @@ _MOST_SAID = 200
 """So many characters of an exception's message are told with its name."""
 
 
-class Seat(NamedTuple):
+class RankInfo(NamedTuple):
     """What a worker is told."""
 
     rank: int
@@ -39,7 +39,7 @@ class Seat(NamedTuple):
     """How many times these workers were started before."""
 
 
-def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, notes: int) -> None:
+def serve(work: Callable[[RankInfo], Result], rank_info: RankInfo, log: Path, launcher: int, notes: int) -> None:
     """Do `work` in this freshly forked process, leave its result or failure in a file, and exit."""
     die_with(launcher)
     os.setsid()  # Ctrl-C reaches the launcher alone; what this worker starts ends with its group
@@ -49,24 +49,24 @@ def serve(work: Callable[[Seat], Result], seat: Seat, log: Path, launcher: int, 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    os.environ.update(_environment(seat))
-    tempfile.tempdir = str(seat.rendezvous)
-    torch.set_num_threads(seat.threads)
-    code = _attempt(work, seat)
+    os.environ.update(_environment(rank_info))
+    tempfile.tempdir = str(rank_info.rendezvous)
+    torch.set_num_threads(rank_info.threads)
+    code = _attempt(work, rank_info)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk of the log is full
             stream.flush()
     os._exit(code)
 
 
-def _attempt(work: Callable[[Seat], Result], seat: Seat) -> int:
+def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
     try:
-        _write(result_path(seat.rendezvous, seat.rank), work(seat))
+        _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
     except BaseException as error:
         facts = error.facts if isinstance(error, NotFinite) else None
         failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
         with suppress(OSError):
-            _write(failure_path(seat.rendezvous, seat.rank), list(failure))
+            _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure))
         with suppress(OSError):  # each of the two may lie on a disk that is full
             if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -84,15 +84,15 @@ def _in_short(error: BaseException) -> str:
     return " ".join(said.split())[:_MOST_SAID]
 
 
-def _environment(seat: Seat) -> dict[str, str]:
+def _environment(rank_info: RankInfo) -> dict[str, str]:
     """What `environment.recognise` and the libraries read."""
     return {
-        "POLYTEMPO_RANK": str(seat.rank),
-        "POLYTEMPO_SIZE": str(seat.size),
-        "POLYTEMPO_RENDEZVOUS": str(seat.rendezvous),
-        "POLYTEMPO_GENERATION": str(seat.generation),
-        "TMPDIR": str(seat.rendezvous),  # what a killed worker leaves (multiprocessing: sockets) goes with the run
-        "OMP_NUM_THREADS": str(seat.threads),
+        "POLYTEMPO_RANK": str(rank_info.rank),
+        "POLYTEMPO_SIZE": str(rank_info.size),
+        "POLYTEMPO_RENDEZVOUS": str(rank_info.rendezvous),
+        "POLYTEMPO_GENERATION": str(rank_info.generation),
+        "TMPDIR": str(rank_info.rendezvous),  # what a killed worker leaves (multiprocessing: sockets) goes with the run
+        "OMP_NUM_THREADS": str(rank_info.threads),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
 

@@ -11,7 +11,7 @@ from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Ticket
 
 
-class Held(Enum):
+class HeldSlices(Enum):
     """What a helper knows of a slice; a slice that it knows nothing of was never heard of."""
 
     QUEUED = auto()
@@ -37,7 +37,7 @@ class Helping:
     def __init__(self, incarnation: int, capacity: int) -> None:
         self._incarnation = incarnation
         self._capacity = capacity
-        self._held: dict[Slice, Held] = {}
+        self._held: dict[Slice, HeldSlices] = {}
         self._queue: deque[tuple[Slice, Ticket | None]] = deque()
         self._floor: dict[int, tuple[int, int]] = {}
 
@@ -55,10 +55,10 @@ class Helping:
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, message.slices):
             if piece not in self._held and len(self._queue) < self._capacity:
-                self._held[piece] = Held.QUEUED
+                self._held[piece] = HeldSlices.QUEUED
                 self._queue.append((piece, message.ticket))
             elif piece not in self._held:
-                self._held[piece] = Held.RETURNED
+                self._held[piece] = HeldSlices.RETURNED
                 answers.append(CancelGranted(piece))
             else:
                 answers += self._answer(piece, position)
@@ -68,8 +68,8 @@ class Helping:
         """Give the slice back unless it has been begun. One that is unknown will not be begun when it comes."""
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, (message.slice,)):
-            if self._held.get(piece, Held.QUEUED) is Held.QUEUED:
-                self._held[piece] = Held.RETURNED
+            if self._held.get(piece, HeldSlices.QUEUED) is HeldSlices.QUEUED:
+                self._held[piece] = HeldSlices.RETURNED
                 self._queue = deque(entry for entry in self._queue if entry[0] != piece)
             answers += self._answer(piece, position)
         return answers
@@ -79,23 +79,23 @@ class Helping:
         if not self._queue:
             return None
         piece, ticket = self._queue.popleft()
-        self._held[piece] = Held.BEGUN
+        self._held[piece] = HeldSlices.BEGUN
         return piece, ticket
 
     def finish(self, piece: Slice) -> None:
         """Its gradient is pushed."""
         if not self._settled(piece):
-            self._held[piece] = Held.HELPED
+            self._held[piece] = HeldSlices.HELPED
 
     def _answer(self, piece: Slice, position: Position) -> list[Message]:
         match self._held[piece]:
-            case Held.BEGUN:
+            case HeldSlices.BEGUN:
                 return [BegunHelping(piece, *position)]
-            case Held.HELPED:
+            case HeldSlices.HELPED:
                 return [Helped(piece)]
-            case Held.RETURNED:
+            case HeldSlices.RETURNED:
                 return [CancelGranted(piece)]
-            case Held.QUEUED:
+            case HeldSlices.QUEUED:
                 return []
 
     def _addressed(self, source: int, incarnation: int, pieces: tuple[Slice, ...]) -> list[Slice]:

@@ -12,7 +12,7 @@ from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Outbox, Ticket
 
 
-class Work(NamedTuple):
+class CoveredWork(NamedTuple):
     """What a worker can do with slices, and where its peers' messages come from.
 
     `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 
 async def covered_step(
-    port: Port, peer: Peer, clock: int, samples: int, work: Work, ticket: Ticket | None = None
+    port: Port, peer: Peer, clock: int, samples: int, work: CoveredWork, ticket: Ticket | None = None
 ) -> None:
     """Do this worker's `samples` of `clock` with the help of others, and help those who are behind.
 
@@ -42,7 +42,7 @@ async def covered_step(
     await cover(port, peer, work)
 
 
-async def cover(port: Port, peer: Peer, work: Work) -> None:
+async def cover(port: Port, peer: Peer, work: CoveredWork) -> None:
     """`covered_step` from where the peer stands: again, when `peer.lost` has reopened slices of this clock."""
     own: list[Slice] = []
     while True:
@@ -64,7 +64,7 @@ async def cover(port: Port, peer: Peer, work: Work) -> None:
             await _read_mail(port, peer, work, peer.wait_s(now_s))
 
 
-async def _read_mail(port: Port, peer: Peer, work: Work, wait_s: float = 0.0) -> None:
+async def _read_mail(port: Port, peer: Peer, work: CoveredWork, wait_s: float = 0.0) -> None:
     """All that is there; if nothing is, wait once for something."""
     take = work.take or port.take
     while (letter := await take(wait_s)) is not None:

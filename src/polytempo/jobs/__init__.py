@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polytempo.torch.job import Job
+    from polytempo.spec.job import Job
 
 SHIPPED = {
     "digits": "polytempo.jobs.digits:job",
@@ -97,13 +97,13 @@ def _look_in(folder: Path) -> None:
 
 
 def _jobs_in(module: ModuleType) -> list[str]:
-    from polytempo.torch.job import Job  # here, because it imports torch, which `names()` must not
+    from polytempo.spec.job import Job  # here, because it imports torch, which `names()` must not
 
     return [key for key, value in vars(module).items() if isinstance(value, Job)]
 
 
 def _job_of(module: ModuleType, name: str, where: str) -> Job:
-    from polytempo.torch.job import Job  # here, because it imports torch, which `names()` must not
+    from polytempo.spec.job import Job  # here, because it imports torch, which `names()` must not
 
     found = getattr(module, name, None)
     if isinstance(found, Job):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo import data
 from polytempo.jobs.files import folder_of
-from polytempo.torch.job import Data, Job, most_likely
+from polytempo.spec.job import Data, Job, most_likely
 
 NUM_FEATURES = 123
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo import data
 from polytempo.jobs.files import file_of
-from polytempo.torch.job import Data, Job, most_likely
+from polytempo.spec.job import Data, Job, most_likely
 
 VOCABULARY = 256
 """Different characters that the model has room for, whatever the text."""
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         return mixed
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, each after a normalization and around a residual (pre-norm)."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, num_heads) for _ in range(num_layers)))
         self.scores = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
         nn.init.normal_(self.characters.weight, std=0.02)
 

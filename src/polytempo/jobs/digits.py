@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from polytempo import data
-from polytempo.torch.job import Data, Job, most_likely
+from polytempo.spec.job import Data, Job, most_likely
 
 
 def model() -> nn.Module:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo import data
 from polytempo.jobs.files import file_of
-from polytempo.torch.job import Data, Job
+from polytempo.spec.job import Data, Job
 
 NUM_FEATURES = 13
 """Eight columns of numbers and the five values of `ocean_proximity`."""

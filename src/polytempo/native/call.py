@@ -75,7 +75,7 @@ def _shape_in(form: int) -> str:
     return f" of shape ({', '.join(map(str, sizes))})"
 
 
-class Call(ctypes.Structure):
+class NativeCall(ctypes.Structure):
     """What a rank says that it is doing."""
 
     _fields_ = (

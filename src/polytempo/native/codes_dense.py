@@ -11,11 +11,11 @@ from torch import Tensor
 from polytempo.native.call import DTYPES
 from polytempo.native.library import available, load
 
-Owed = Tensor | None
+Residual = Tensor | None
 """A residual r: v = x + r is encoded, and r becomes v - decode(code)."""
 
 
-def fits(*tensors: Owed) -> bool:
+def fits(*tensors: Residual) -> bool:
     """Whether there are kernels for these: float32 of one shape, contiguous, on the CPU; and the native core."""
     there = [t for t in tensors if t is not None]
     return available() and all(
@@ -28,7 +28,7 @@ def _library() -> Any:
     return load()
 
 
-def cast_(x: Tensor, residual: Owed, limit: float, wire: Tensor) -> int:
+def cast_(x: Tensor, residual: Residual, limit: float, wire: Tensor) -> int:
     """wire ← v in its 16-bit dtype, what is finite clamped to ±limit. -1, or the index of what is not finite.
 
     All encoders here answer so. Only without a residual does this one pass NaN and infinities on.
@@ -46,7 +46,7 @@ def add_cast_(wire: Tensor, out: Tensor) -> None:
     assert status == 0, "the kernel refuses what was checked before"
 
 
-def int8_(x: Tensor, residual: Owed, block: int, scales: Tensor, codes: Tensor) -> int:
+def int8_(x: Tensor, residual: Residual, block: int, scales: Tensor, codes: Tensor) -> int:
     """scales (num_blocks,) and codes (numel,) of v."""
     return int(
         _library().pt_int8_encode(
@@ -61,7 +61,7 @@ def add_int8_(scales: Tensor, codes: Tensor, block: int, out: Tensor) -> None:
     assert status == 0, "the kernel refuses what was checked before"
 
 
-def dynamic8_(x: Tensor, residual: Owed, block: int, tree: Tensor, scales: Tensor, codes: Tensor) -> int:
+def dynamic8_(x: Tensor, residual: Residual, block: int, tree: Tensor, scales: Tensor, codes: Tensor) -> int:
     """scales (num_blocks,) and codes (numel,) of v; `tree` as `compression.dynamic8` lays it out."""
     return int(
         _library().pt_dynamic8_encode(
@@ -79,7 +79,7 @@ def add_dynamic8_(scales: Tensor, codes: Tensor, block: int, tree: Tensor, out: 
     assert status == 0, "the kernel refuses what was checked before"
 
 
-def one_bit_(x: Tensor, residual: Owed, means: Tensor, words: Tensor, row_length: int) -> int:
+def one_bit_(x: Tensor, residual: Residual, means: Tensor, words: Tensor, row_length: int) -> int:
     """means (num_rows, 2) and words (num_rows, words_per_row) of v's rows."""
     num_rows = x.numel() // row_length
     return int(
@@ -95,7 +95,7 @@ def add_one_bit_(means: Tensor, words: Tensor, out: Tensor, row_length: int) -> 
     _library().pt_one_bit_add(means.data_ptr(), words.data_ptr(), out.data_ptr(), num_rows, row_length)
 
 
-def sign_(x: Tensor, residual: Owed, scale: Owed, words: Tensor) -> int:
+def sign_(x: Tensor, residual: Residual, scale: Residual, words: Tensor) -> int:
     """words of v, and its mean magnitude, where there is a place for it; else ±1 is what bits say."""
     return int(
         _library().pt_sign_encode(
@@ -104,5 +104,5 @@ def sign_(x: Tensor, residual: Owed, scale: Owed, words: Tensor) -> int:
     )
 
 
-def _address(tensor: Owed) -> int | None:
+def _address(tensor: Residual) -> int | None:
     return None if tensor is None else tensor.data_ptr()

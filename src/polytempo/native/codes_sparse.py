@@ -34,7 +34,7 @@ class Looked(NamedTuple):
     """The first element that is NaN or infinite, -1: there is none. Otherwise nothing else is to be used."""
 
 
-class Source(NamedTuple):
+class SourceArrays(NamedTuple):
     """v = x; v = x + residual; or, with a velocity, v = residual + (momentum · velocity + scale · x)."""
 
     x: Tensor
@@ -112,7 +112,7 @@ def add_entries(out: Tensor, indices: Tensor, values: Tensor, count: int) -> boo
 
 
 def zero(data: Tensor, indices: Tensor, count: int) -> None:
-    """data[indices] = 0, for indices (int32, or their bytes) that a `Source` has found."""
+    """data[indices] = 0, for indices (int32, or their bytes) that a `SourceArrays` has found."""
     _library().pt_sparse_zero(data.data_ptr(), indices.data_ptr(), count)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.native.arena import Arena, Block, Window, own_arena
-from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, Call, form_of
+from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, NativeCall, form_of
 from polytempo.native.failure import FINE, LOST, failure, repeated
 from polytempo.native.library import load, why_not
 from polytempo.native.meeting import Member, Store, Unreachable, excuse, host_identity, introduced, mapped
@@ -308,9 +308,9 @@ class Group:
         """The rank that expects other bytes than the culprit sends, and how many; -1: they disagree in other things."""
         return int(self._library.pt_group_expecting(self._handle, ctypes.byref(sent), ctypes.byref(expected)))
 
-    def call_of(self, rank: int) -> Call:
+    def call_of(self, rank: int) -> NativeCall:
         """What `rank` says that it is doing."""
-        call = Call()
+        call = NativeCall()
         self._library.pt_group_call(self._handle, rank, ctypes.byref(call))
         return call
 

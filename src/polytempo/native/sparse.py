@@ -66,7 +66,7 @@ class Problem(NamedTuple):
     """One number: the position whose update is next."""
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Which of an order's positions are a worker's: range(begin, end, stride)."""
 
     begin: int
@@ -84,7 +84,7 @@ class _Problem(ctypes.Structure):
 def logistic_epoch(
     problem: Problem,
     order: NDArray[np.int64],
-    part: Part,
+    part: RowPart,
     step_size: float,
     *,
     update: int = FREE,
@@ -119,7 +119,7 @@ def logistic_epoch(
 def _twin_epoch(
     problem: Problem,
     order: NDArray[np.int64],
-    part: Part,
+    part: RowPart,
     step_size: float,
     update: int,
     timeout_s: float,

@@ -1,4 +1,4 @@
-"""`Plan`: steps of an optimizer on one copy of the weights. The Python face of `native/step.cpp`."""
+"""`StepPlan`: steps of an optimizer on one copy of the weights. The Python face of `native/step.cpp`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     by_rows: bool = False
 
 
-class Plan:
+class StepPlan:
     """One copy of tensors and of their optimizer's moments, for all members of a group. All members make it.
 
     `parameters`, `first` and `second` (moments; None where `moments` says that the rule has none) alias the one copy,

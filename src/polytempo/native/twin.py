@@ -86,10 +86,10 @@ def _in_a_tree(sources: Sequence[Tensor], combine: Combine) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Hyper:
+class TwinHyper:
     """What an optimizer's step depends on; `rule` is "sgd", "adam", "adamw" or "adagrad", `step` counts from 1.
 
-    `first`: this step makes SGD's momentum buffer. The fields are those of `pt::Hyper`, in its order.
+    `first`: this step makes SGD's momentum buffer. The fields are those of `pt::TwinHyper`, in its order.
     """
 
     lr: float
@@ -111,7 +111,7 @@ State = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def update(
-    hyper: Hyper,
+    hyper: TwinHyper,
     gradients: Sequence[Tensor | None],
     weights: Tensor,
     p: Tensor,
@@ -133,7 +133,7 @@ def update(
     )
 
 
-def _gather(hyper: Hyper, gradients: Sequence[Tensor | None], weights: Tensor, p: Tensor) -> Tensor:
+def _gather(hyper: TwinHyper, gradients: Sequence[Tensor | None], weights: Tensor, p: Tensor) -> Tensor:
     """Σ ± weights[r] · gradients[r] (+ decay · p, but AdamW decays p itself)."""
     sign = -1.0 if hyper.maximize else 1.0
     terms = [
@@ -146,7 +146,7 @@ def _gather(hyper: Hyper, gradients: Sequence[Tensor | None], weights: Tensor, p
     return _in_a_row(terms, torch.add) if terms else torch.zeros_like(p)
 
 
-def _sgd(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
+def _sgd(hyper: TwinHyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
     if hyper.momentum == 0:
         return p - hyper.lr * g, None, None
     if hyper.first:
@@ -157,7 +157,7 @@ def _sgd(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None)
     return p - hyper.lr * (g + hyper.momentum * m if hyper.nesterov else m), m, None
 
 
-def _adam(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
+def _adam(hyper: TwinHyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
     assert m is not None, "Adam has a first moment"
     assert v is not None, "Adam has a second moment"
     m = m + (1 - hyper.beta1) * (g - m)
@@ -168,7 +168,7 @@ def _adam(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None
     return p * keep - step_size * m / (_square_root(v) * root + hyper.eps), m, v
 
 
-def _adagrad(hyper: Hyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
+def _adagrad(hyper: TwinHyper, g: Tensor, p: Tensor, m: Tensor | None, v: Tensor | None) -> State:
     assert v is not None, "Adagrad has a sum of squares"
     v = v + g * g
     step_size = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)

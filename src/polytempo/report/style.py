@@ -21,7 +21,7 @@ class Dash(NamedTuple):
     svg: str
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """What a run is drawn with."""
 
     color: str
@@ -60,6 +60,6 @@ COMMUNICATION_COLORS = {
 }
 
 
-def look(number: int) -> Look:
+def look(number: int) -> LineStyle:
     """The look of run `number`: eight colors and markers, then again with another dash (32 in all)."""
-    return Look(COLORS[number % 8], SYMBOLS[number % 8], DASHES[number // 8 % len(DASHES)])
+    return LineStyle(COLORS[number % 8], SYMBOLS[number % 8], DASHES[number // 8 % len(DASHES)])

@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import Look, look
+from polytempo.report.style import LineStyle, look
 from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, labels, plural, summaries
 
 
@@ -143,7 +143,7 @@ def breakable(label: str) -> str:
     return escape(label).replace("(", "<wbr>(")
 
 
-def swatch(style: Look) -> str:
+def swatch(style: LineStyle) -> str:
     """A short piece of a run's line with its marker, as SVG."""
     dash = f' stroke-dasharray="{style.dash.svg}"' if style.dash.svg else ""
     marker = f'<polygon points="{style.symbol.outline}"/>' if style.symbol.outline else '<circle r="4.5"/>'

@@ -199,7 +199,7 @@ class Lent(Reply, frozen=True, eq=False):
 
     spans: Spans
     likeness: bytes
-    """What a new shard has in common with this one (`server.moving.Likeness`)."""
+    """What a new shard has in common with this one (`server.shard.transfer.Likeness`)."""
     version: int
     steps: int
     """The optimizer's."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from polytempo.server.layout import Parameter, Span, Spans
 
 
-class Piece(NamedTuple):
+class TablePiece(NamedTuple):
     """The rows `first … first+num_rows-1` of a table, which one shard holds as its rows 0, 1, 2, …"""
 
     table: int
@@ -28,11 +28,11 @@ class Piece(NamedTuple):
     width: int
 
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[TablePiece, ...]
 """A shard's, in the order of its own vector."""
 
 
-class Split(NamedTuple):
+class TableSplit(NamedTuple):
     """What a shard holds: ranges of the dense vector, and pieces of tables."""
 
     dense: Spans
@@ -44,24 +44,24 @@ def without_tables(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
     return tuple(parameter for parameter in parameters if not parameter.row_width)
 
 
-def split(parameters: Sequence[Parameter], spans: Spans) -> Split:
+def split(parameters: Sequence[Parameter], spans: Spans) -> TableSplit:
     """`spans`, ranges of all parameters that keep rows whole, taken apart."""
     if not any(parameter.row_width for parameter in parameters):
-        return Split(spans, ())
+        return TableSplit(spans, ())
     dense: list[Span] = []
-    pieces: list[Piece] = []
+    pieces: list[TablePiece] = []
     for found in _cuts(parameters, spans):
         parameter, width = found.parameter, found.parameter.row_width
         if width:
             first, count = found.offset // width, found.length // width
-            pieces.append(Piece(found.table, parameter.name, parameter.group, first, count, width))
+            pieces.append(TablePiece(found.table, parameter.name, parameter.group, first, count, width))
             continue
         begin = found.dense_start + found.offset
         if dense and dense[-1].end == begin:
             dense[-1] = Span(dense[-1].begin, begin + found.length)
         else:
             dense.append(Span(begin, begin + found.length))
-    return Split(tuple(dense), tuple(pieces))
+    return TableSplit(tuple(dense), tuple(pieces))
 
 
 def cut(vector: Tensor, parameters: Sequence[Parameter], spans: Spans) -> tuple[list[Tensor], list[Tensor]]:

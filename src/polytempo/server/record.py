@@ -42,7 +42,7 @@ class RecordError(PolytempoError):
     """A record is damaged, or of another version."""
 
 
-class Pushing(msgspec.Struct, frozen=True, array_like=True, tag="push"):
+class PushEntry(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     """A shard applied a `Push`."""
 
     worker: int
@@ -57,7 +57,7 @@ class Pushing(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     """`check_of` the gradient, its rows included."""
 
 
-class Pulling(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+class PullEntry(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
     """A shard applied a `Pull`."""
 
     worker: int
@@ -118,7 +118,7 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """The coordinator ended the run, for a score was what was asked for."""
 
 
-Entry = Pushing | Pulling | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
+Entry = PushEntry | PullEntry | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
 
 
 class Record(NamedTuple):
@@ -146,9 +146,9 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     match request:
         case Push():
             check = check_of(request.gradient, *(rows.values for rows in request.rows))
-            return Pushing(*who, request.clock, request.basis, request.samples, request.tickets, version, check)
+            return PushEntry(*who, request.clock, request.basis, request.samples, request.tickets, version, check)
         case Pull():
-            return Pulling(*who, request.clock, request.basis, version)
+            return PullEntry(*who, request.clock, request.basis, version)
         case Members():
             return Enrolling(request.sequence, version, request.members, request.resting)
         case Save():

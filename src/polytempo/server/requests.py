@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from polytempo.server.message import Pull, Reply, Request
-from polytempo.server.table import WINDOW
+from polytempo.server.shard.answers import WINDOW
 from polytempo.server.timing import Timing
 
 R = TypeVar("R", bound=Request)
@@ -33,7 +33,7 @@ class Requests:
         self._oldest_s = 0.0
 
     def beside(self, head: int) -> Requests:
-        """The same asker's requests to another shard, whose first copy is on node `head`."""
+        """The same work_client's requests to another shard, whose first copy is on node `head`."""
         return Requests(self.worker, self.incarnation, head, self._timing)
 
     @property

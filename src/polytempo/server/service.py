@@ -10,8 +10,8 @@ from polytempo.core.rule import Modified, Rate, Rule, Service, UpdateRule
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
 from polytempo.server.codecs import check_pull_codec, check_push_codec
-from polytempo.server.pull import pull
-from polytempo.server.push import push
+from polytempo.server.worker.pull import pull
+from polytempo.server.worker.push import push
 
 MAX_REPLICAS = 2
 MAX_SHARDS = 64
@@ -38,7 +38,7 @@ def service(
     """`Service` with its numbers checked, and its codecs.
 
     `replicas` are the further copies of each shard: with r of them, what was acknowledged survives the loss of any r
-    processes. "evenly" is for rules that make workers wait for each other (see `server.dealer`).
+    processes. "evenly" is for rules that make workers wait for each other (see `server.coordinator.batch_scheduler`).
     """
     if shards < 1:
         raise ValueError(f"a parameter server needs at least 1 shard, got shards={shards}")
@@ -69,7 +69,7 @@ def served(
         name,
         gradients=push() if gradients is None else gradients,
         parameters=pull() if parameters is None else parameters,
-        in_step=False,
+        synchronized=False,
         server=service,
     )
 

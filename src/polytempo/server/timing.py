@@ -19,7 +19,7 @@ class Timing:
     lost_s: float = 2.0
     worker_lost_s: float = 30.0
     """The same for a worker, which sends nothing while it computes. Where no engine looks at the processes (see
-    `Silence`), this must be longer than any step takes."""
+    `FailureDetector`), this must be longer than any step takes."""
     deadline_s: float = 120.0
     """A request that has not been answered for so long raises `TimedOut` in its worker."""
     starting_s: float = 60.0
@@ -31,7 +31,7 @@ class Timing:
             raise ValueError(f"needs 0 < retry_s <= longest_retry_s and 0 < beat_s < lost_s, got {self}")
 
     def of_processes(self, busy_s: float) -> Timing:
-        """The same for an engine that sees which processes run (see `Silence`): only one that is stopped is silent.
+        """The same for an engine that sees which processes run (see `FailureDetector`): only one that is stopped is silent.
 
         It is replaced before those that wait for it give up. `busy_s`: how long a copy may take to apply an update.
         """

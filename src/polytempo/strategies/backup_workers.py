@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, call_name
-from polytempo.server.all_but import all_but
+from polytempo.server.rules.backups import all_but
 from polytempo.server.service import served, service
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, call_name
-from polytempo.server.modify import compensate
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.corrections import compensate
+from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
 
 

@@ -34,7 +34,7 @@ def diloco(
     return Strategy(
         call_name(diloco, locals()),
         parameters=every(period, from_anchor(meet)),
-        in_step=period == 1,
+        synchronized=period == 1,
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import UpdateRule
-from polytempo.server.on_arrival import on_arrival
-from polytempo.server.pull import pull
-from polytempo.server.push import push
+from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.service import choice, served, service
+from polytempo.server.worker.pull import pull
+from polytempo.server.worker.push import push
 
 
 def downpour(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.core import Strategy, call_name, identity
 from polytempo.core.rule import UpdateRule
-from polytempo.server.elastic import elastic
-from polytempo.server.elastic_share import elastic_share
-from polytempo.server.exchange import exchange
+from polytempo.server.rules.elastic import elastic
+from polytempo.server.rules.elastic_share import elastic_share
 from polytempo.server.service import served, service
+from polytempo.server.worker.elastic_exchange import exchange
 
 
 def easgd(

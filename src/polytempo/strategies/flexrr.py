@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from polytempo.core import Strategy, call_name
 from polytempo.flexrr.reassignment import Reassignment
-from polytempo.server.covered import covered
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.coverage import covered
+from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
 
 

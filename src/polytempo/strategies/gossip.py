@@ -21,4 +21,4 @@ def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
 
     Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
     """
-    return Strategy(call_name(gossip, locals()), parameters=every(period, mix(graph)), in_step=False)
+    return Strategy(call_name(gossip, locals()), parameters=every(period, mix(graph)), synchronized=False)

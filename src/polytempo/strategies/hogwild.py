@@ -29,4 +29,4 @@ def hogwild(update: Update = "free") -> Strategy:
     """
     if update not in get_args(Update):
         raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {update!r}")
-    return Strategy(call_name(hogwild, locals()), in_step=False, one_copy=update)
+    return Strategy(call_name(hogwild, locals()), synchronized=False, one_copy=update)

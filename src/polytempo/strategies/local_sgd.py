@@ -28,5 +28,5 @@ def local_sgd(period: int = 8, route: Route | Path = native, codec: Codec | None
     return Strategy(
         call_name(local_sgd, locals()),
         parameters=every(period, meet if codec is None else from_anchor(meet)),
-        in_step=period == 1,
+        synchronized=period == 1,
     )

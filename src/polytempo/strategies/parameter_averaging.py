@@ -27,6 +27,6 @@ def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: R
     return Strategy(
         call_name(parameter_averaging, locals()),
         parameters=every(period, mean(route)),
-        in_step=period == 1,
+        synchronized=period == 1,
         carries_optimizer=optimizer_state,
     )

@@ -21,5 +21,5 @@ def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = nativ
         call_name(post_local_sgd, locals()),
         gradients=until(switch_step, mean(route)),
         parameters=after(switch_step, every(period, mean(route))),
-        in_step=period == 1,
+        synchronized=period == 1,
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.rate import rate_of
+from polytempo.server.rules.softsync import softsync as rule
+from polytempo.server.rules.staleness import constant, inverse
 from polytempo.server.service import choice, served, service
-from polytempo.server.softsync import softsync as rule
-from polytempo.server.staleness import constant, inverse
 
 
 def softsync(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.server.rate import rate_of
+from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
-from polytempo.server.within import within
 
 
 def ssp(

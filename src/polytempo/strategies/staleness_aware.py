@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.server.on_arrival import on_arrival
+from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.staleness import inverse
 from polytempo.server.service import served, service
-from polytempo.server.softsync import softsync
-from polytempo.server.staleness import inverse
 
 
 def staleness_aware(

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polytempo.torch.ddp_hook import CommHook, comm_hook
+    from polytempo.interop.ddp_hook import CommHook, comm_hook
 
-_HOME = {"CommHook": "polytempo.torch.ddp_hook", "comm_hook": "polytempo.torch.ddp_hook"}
+_HOME = {"CommHook": "polytempo.interop.ddp_hook", "comm_hook": "polytempo.interop.ddp_hook"}
 
 __all__ = ["CommHook", "comm_hook"]
 

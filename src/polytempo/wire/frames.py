@@ -50,7 +50,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class FrameLimits:
     """What a message may be at most. `total_bytes` also bounds every single frame before ZeroMQ makes room for it."""
 
     total_bytes: int = 4 << 30
@@ -96,7 +96,7 @@ def encode(message: Message, references: References | None = None) -> list[Frame
     return frames
 
 
-def decode(frames: Sequence[Frame], limits: Limits, references: References | None = None) -> Message:
+def decode(frames: Sequence[Frame], limits: FrameLimits, references: References | None = None) -> Message:
     """The message that `frames` are. Its tensors lie in the frames' memory, or where they refer to.
 
     A frame that may not be written to, or does not lie as its dtype needs, is copied.
@@ -120,7 +120,7 @@ def decode(frames: Sequence[Frame], limits: Limits, references: References | Non
 class _Reader:
     """The frames of one message, while its header is read."""
 
-    def __init__(self, frames: Sequence[Frame], limits: Limits, references: References | None) -> None:
+    def __init__(self, frames: Sequence[Frame], limits: FrameLimits, references: References | None) -> None:
         if not 1 <= len(frames) <= limits.num_frames:
             raise Malformed(f"a message has 1 to {limits.num_frames} frames, not {len(frames)}")
         if not 1 <= len(frames[0]) <= limits.header_bytes:

@@ -1,4 +1,4 @@
-"""`Guard`: lets in who has the run's keys, and counts who is turned away.
+"""`ConnectionGuard`: lets in who has the run's keys, and counts who is turned away.
 
 ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and tells it who has come and who was let in.
 It has a thread of its own, so that nodes get to know each other while their programs compute.
@@ -21,7 +21,7 @@ _DOMAIN = b"polytempo"
 _JOIN_S = 5.0
 
 
-class Guard:
+class ConnectionGuard:
     """Stands before `socket`, which must not be bound yet. Ends when the context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: Keys | None) -> None:

@@ -23,8 +23,8 @@ import zmq
 
 from polytempo.server.message import Message
 from polytempo.wire.address import checked
-from polytempo.wire.frames import Frame, Limits, Malformed, References, decode, encode
-from polytempo.wire.guard import Guard
+from polytempo.wire.frames import Frame, FrameLimits, Malformed, References, decode, encode
+from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
 from polytempo.wire.memory import keep_memory
 
@@ -71,14 +71,14 @@ class Mailbox:
         node: int,
         address: str,
         keys: Keys | None = None,
-        limits: Limits | None = None,
+        limits: FrameLimits | None = None,
         *,
         references: References | None = None,
         high_water: int = 256,
         num_nodes: int = 1 << 16,
         keeps_memory: bool = False,
     ) -> None:
-        self.node, self.limits = node, limits or Limits()
+        self.node, self.limits = node, limits or FrameLimits()
         self._counts = Counts()
         self._keys, self._references = keys, references
         self._high_water, self._num_nodes = high_water, num_nodes
@@ -87,12 +87,12 @@ class Mailbox:
         if keeps_memory:
             keep_memory()
         self._context = zmq.Context()
-        self._guard: Guard | None = None
+        self._guard: ConnectionGuard | None = None
         self._file: Path | None = None
         self._router = self._socket(zmq.ROUTER, address)
         try:
             if not self._local:
-                self._guard = Guard(self._context, self._router, keys)
+                self._guard = ConnectionGuard(self._context, self._router, keys)
             self._router.router_handover = True  # a node that is started anew takes the place of its former life
             if keys is not None:
                 self._router.curve_server = True

@@ -1,8 +1,8 @@
 """Who performs the operations: a virtual clock, or real processes."""
 
-from polytempo.worlds.beside import beside
-from polytempo.worlds.current import current, set_current
+from polytempo.worlds.current_world import current, set_current
 from polytempo.worlds.process import ProcessWorld
+from polytempo.worlds.second_world import beside
 from polytempo.worlds.trace import (
     MOST_WRITTEN,
     Event,

@@ -8,14 +8,14 @@ from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from polytempo.core.op import Parcel, Post, Take
-from polytempo.worlds.flight import Flight
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
 
-class Queues(Generic[Key, Item]):
+class MessageQueues(Generic[Key, Item]):
     """For each key what has arrived and nobody has asked for, or who has asked and nothing has arrived.
 
     Both are served first come, first served.
@@ -72,7 +72,7 @@ class Clockwork(Protocol):
         """An operation has its answer."""
 
 
-class Mail:
+class NodeMailbox:
     """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes, and nobody hears of it.
 
     A message travels as a send does: it takes the sender's end of the link, then the receiver's. It is not copied;
@@ -82,7 +82,7 @@ class Mail:
     def __init__(self, world: Clockwork, network: Network, num_nodes: int) -> None:
         self._world, self._network = world, network
         self._open = set(range(num_nodes))
-        self._boxes: Queues[int, tuple[int, Parcel]] = Queues()
+        self._boxes: MessageQueues[int, tuple[int, Parcel]] = MessageQueues()
         self._num_nodes = num_nodes
 
     def post(self, flight: Flight, op: Post) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from polytempo.core import Mismatch
 from polytempo.core.op import Collective
-from polytempo.worlds.flight import Flight, Meeting, facts, signature
+from polytempo.worlds.operations import Flight, Meeting, facts, signature
 
 _MOST_TUPLES = 4096
 _Key = tuple[int, int, int]

@@ -22,10 +22,10 @@ from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import Deadlock, Mismatch, PeerLost, Port, TimedOut, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Post, Program, Recv, Send, Start, Take, Work
 from polytempo.worlds.collective import members_answers, members_bytes, members_seconds, num_bytes
-from polytempo.worlds.flight import Flight, Meeting, Strand, who_waits_for_what
-from polytempo.worlds.mailbox import Mail, Queues
+from polytempo.worlds.mailbox import MessageQueues, NodeMailbox
 from polytempo.worlds.meetings import Meetings
 from polytempo.worlds.network import Network
+from polytempo.worlds.operations import Flight, Meeting, Strand, who_waits_for_what
 from polytempo.worlds.pace import Pace
 from polytempo.worlds.trace import Event, Trace
 
@@ -69,10 +69,10 @@ class VirtualWorld:
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
-        self._sent: Queues[tuple[int, int, int, int], Tensor] = Queues()
+        self._sent: MessageQueues[tuple[int, int, int, int], Tensor] = MessageQueues()
         self._meetings = Meetings()
         self._network = Network(cluster, self.hosts)
-        self._mail = Mail(self, self._network, num_ranks)
+        self._mail = NodeMailbox(self, self._network, num_ranks)
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
         """Those who want to be alone on a host, in the order in which they asked; the first one is."""
         self._unreceived = 0

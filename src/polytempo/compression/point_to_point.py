@@ -1,0 +1,75 @@
+"""What passes between the stages of a pipeline, or the parts of a layer, as fewer bytes.
+
+    forward    stage 0 ── activations, 8-bit ──▶ stage 1 ──▶ …
+    backward   stage 0 ◀── gradients, 16-bit ─── stage 1 ◀── …
+
+Weights travel likewise. Nothing is remembered from one tensor to the next: they belong to different samples.
+
+Source: Y. Huang et al., "GPipe: Efficient training of giant neural networks using pipeline parallelism", 2019, for what
+passes between stages; T. Dettmers, "8-bit approximations for parallelism in deep learning", 2016, for 8-bit activations
+and gradients between the parts of a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Codec, EncodeContext, NotFinite, Port
+
+
+async def send(port: Port, x: Tensor, to: int, codec: Codec, tag: int = 0, *, step: int = 1) -> None:
+    """Send x, of any shape, encoded by `codec`, to position `to`; it must stay unchanged until this is finished.
+
+    Cost: `codec.wire_bytes(x)` bytes, nothing besides. `step`: how often this was sent, for codecs that draw (`qsgd`);
+    both sides must say the same. As `Port.send`, it may finish only when the receiver asks: two ranks that send to
+    each other start this, receive, and then await it.
+
+    Raises ValueError for a codec that remembers something or whose wires vary in length, `NotFinite` for a NaN or an
+    infinity that the codec could only hide.
+    """
+    _check(codec, x)
+    given = x.detach().contiguous()
+
+    def encode() -> Tensor:
+        try:
+            return codec.encode(given, None, _occasion(port.rank, tag, step))[0]
+        except NotFinite as error:
+            where = f"what rank {port.rank} sends to rank {to} (tag {tag})"
+            raise NotFinite(error.codec, error.index, error.value, where) from None
+
+    wire = await port.compute(encode, codec.flops / 2 * x.numel())
+    await port.send(wire, to, tag)
+
+
+async def recv(port: Port, like: Tensor, source: int, codec: Codec, tag: int = 0, *, step: int = 1) -> Tensor:
+    """What position `source` sent by `send`: a tensor of `like`'s shape, dtype and device, in memory of its own.
+
+    Raises ValueError as `send`.
+    """
+    _check(codec, like)
+    dtype = codec.wire_dtype(like)
+    room = torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
+    wire = await port.recv(room, source, tag)
+
+    def decode() -> Tensor:
+        return codec.decode(wire, like, _occasion(source, tag, step))
+
+    return await port.compute(decode, codec.flops / 2 * like.numel())
+
+
+def _occasion(sender: int, tag: int, step: int) -> EncodeContext:
+    return EncodeContext(step=step, rank=sender, tensor=tag)
+
+
+def _check(codec: Codec, like: Tensor) -> None:
+    if codec.init(like) is not None:
+        raise ValueError(
+            f"{codec.name} remembers what it did with the tensor before, but what passes between stages belongs to "
+            "other samples each time; use a codec without feedback, as bf16() or int8()"
+        )
+    if not codec.fixed:
+        raise ValueError(
+            f"{codec.name} wires vary in length, which the receiver must know; use a codec of fixed length, as bf16() "
+            "or int8()"
+        )

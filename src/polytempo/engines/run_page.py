@@ -1,0 +1,45 @@
+"""What a run shows while it goes on, and the page that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polytempo.report.page import write_report
+from polytempo.report.progress import Progress
+from polytempo.report.runs import load_run
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+
+
+def reported(result: Result, out: Path) -> Result:
+    """Write the run's `report.html`; the result names it."""
+    saved = out / "checkpoint"
+    named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)
+    named.write(out)
+    write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
+    return named
+
+
+@contextmanager
+def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that shows rows of metrics as progress, where there is one to show. `kind`: "virtual " workers."""
+    if progress is None:
+        yield lambda row: None
+        return
+    accuracy: list[float | None] = [None]
+
+    def show(row: dict[str, Any]) -> None:
+        if row["kind"] == "test":
+            accuracy[0] = row["accuracy"]
+        else:
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
+
+    progress.start(spec.options.steps, f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers")
+    try:
+        yield show
+    finally:
+        progress.finish()

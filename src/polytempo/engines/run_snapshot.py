@@ -1,0 +1,372 @@
+"""Where a run with a parameter server stands: the launcher's part of a snapshot, and when the next one is due.
+
+    out/checkpoint/
+      snapshot-00000012-shard-0.safetensors, .json      what the shards write (see `server.shard.snapshot`)
+      snapshot-00000012-run.json                        the scheduler, and what the run must have in common with its resume
+
+The launcher's part is on the disk before the shards are told to write theirs, so whoever finds all of theirs finds it.
+The shards write at a moment of their own each; what some of them have and others have not is dealt again after a
+resume, and those that have it drop it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polytempo.core import NotFinite, PolytempoError
+from polytempo.core.ranges import Range, Ranges
+from polytempo.data.batches import Batches
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.layout import Parameter, Spans, describe, flat_index
+from polytempo.server.message import Outbox
+from polytempo.server.pieces import split, without_tables
+from polytempo.server.shard.disk import LocalDisk
+from polytempo.server.shard.score_snapshots import ScorePoints
+from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.snapshot import (
+    FORGED,
+    SnapshotError,
+    believed,
+    complete,
+    discard_beyond,
+    newest_whole,
+    read,
+)
+from polytempo.server.shard.snapshot_writer import Snapshots, WrittenSnapshot
+from polytempo.server.shard.state import decode
+from polytempo.spec.options import RunOptions
+
+FORMAT = "polytempo-run-snapshot"
+VERSION = 1
+LIVES = 1_000_000
+"""A resumed run numbers the lives of workers from here on, times its generation: above all that were before."""
+_LEAST_STEPS = 4
+_PATIENCE_S = 30.0
+"""A shard that has not written its part by then is asked again: its head may have died with the order."""
+_LONGEST_WRITE_S = 300.0
+_MAX_BYTES = 64 << 20
+_NAME = re.compile(r"snapshot-(\d{8,})-run\.json(\.partial)?")
+
+
+class RunSnapshot(msgspec.Struct, frozen=True, rename={"scheduler": "scheduler"}):
+    """The launcher's part of snapshot `number`."""
+
+    number: int
+    generation: int
+    """How often the run had been resumed."""
+    step: int
+    """The last step that a row of metrics was about."""
+    facts: dict[str, Any]
+    """What a resumed run must have in common: job, strategy, seed, batch size, …"""
+    scheduler: str
+    """`BatchScheduler.dump` as base64."""
+    seconds: float = 0.0
+    """How long the run had lasted, on the clock of its rows."""
+
+
+class Resumed(NamedTuple):
+    """Where a resumed run goes on from."""
+
+    run_snapshot: RunSnapshot
+    scheduler: bytes
+    applied: tuple[tuple[Range, ...], ...]
+    """For each shard the tickets in its part."""
+    indices: tuple[int, ...]
+    """For each shard the entries of its log that its part is the state after."""
+
+    @property
+    def batches(self) -> list[int]:
+        """For each shard how many batches are in its part."""
+        return [sum(last - first + 1 for first, last in tickets) for tickets in self.applied]
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether all parts hold the same number of batches."""
+        return len(set(self.batches)) == 1
+
+    def scored_again(self, points: ScorePoints, batches: Batches) -> int:
+        """The fewest samples of a score that comes again, or for the first time: what some shard has is no more."""
+        fewest = min(self.batches)
+        stands = points.stands(fewest) and fewest == max(self.batches)
+        return batches.samples_before(fewest) + (not stands)
+
+
+class _File(msgspec.Struct, frozen=True, rename={"run_snapshot": "standing"}):
+    format: str
+    version: int
+    sha256: str
+    run_snapshot: msgspec.Raw
+
+
+def resumed(
+    folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1, *, even: bool = False
+) -> Resumed:
+    """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
+
+    `numbers_per_batch`: as the shards know them; the last one closes a batch. `even`: batches are dealt evenly, so all
+    shards save the same step. A snapshot that was ordered twice, because the run ended or a shard was late, may have
+    parts of two steps if the run was killed in between; then it is the one before, whose parts are of one, if it is
+    there.
+
+    Errors: ValueError where there is none, and where the run that it is of had other `facts`.
+    """
+    newest = _newest(folder, num_shards, facts)
+    if newest is None:
+        if any(name.startswith("step-") for name in LocalDisk().names(folder)):
+            raise ValueError(
+                f"{folder} holds checkpoints of workers without a parameter server; resume with the --strategy that "
+                "saved them, or check --out"
+            )
+        raise ValueError(f"there is no whole snapshot in {folder} to resume from; run without --resume, or check --out")
+    chosen = _with_parts(folder, num_shards, newest, numbers_per_batch)
+    if even and not chosen.is_one_step:
+        older = _newest(folder, num_shards, facts, before=newest.number)
+        before = None if older is None else _with_parts(folder, num_shards, older, numbers_per_batch)
+        chosen = before if before is not None and before.is_one_step else chosen
+    discard_beyond(folder, chosen.run_snapshot.number)
+    return chosen
+
+
+def _with_parts(folder: Path, num_shards: int, run_snapshot: RunSnapshot, numbers_per_batch: int) -> Resumed:
+    """The snapshot whose launcher's part is `run_snapshot`, with what the shards' parts say."""
+    states = []
+    for shard in range(num_shards):
+        part = read(folder, run_snapshot.number, shard)
+        with believed(folder, run_snapshot.number, shard):
+            tensor = part.tensors[0]
+            states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
+    numbers = [Ranges((*state.tickets, *state.let_go)) for state in states]  # neither is dealt again
+    applied = tuple(_closed(each, numbers_per_batch) for each in numbers)
+    return Resumed(run_snapshot, b64decode(run_snapshot.scheduler), applied, tuple(state.index for state in states))
+
+
+def go_on(scheduler: BatchScheduler, found: Resumed, folder: Path) -> None:
+    """Let `scheduler` deal what is left."""
+    try:
+        scheduler.load(found.scheduler, found.applied)
+    except FORGED as error:
+        path = run_snapshot_path(folder, found.run_snapshot.number)
+        raise SnapshotError(f"{path} does not fit this run: {error}") from error
+
+
+def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
+    """The batches whose last number is among `numbers`."""
+    closed = Ranges()
+    for first, last in numbers:
+        begin, end = first // numbers_per_batch, (last + 1) // numbers_per_batch
+        if begin < end:
+            closed.add(begin, end - 1)
+    return closed.tuples
+
+
+def _newest(
+    folder: Path, num_shards: int, facts: Mapping[str, Any], *, before: int | None = None
+) -> RunSnapshot | None:
+    names = LocalDisk().names(folder)
+    numbers = sorted((int(m[1]) for name in names if (m := _NAME.fullmatch(name)) and not m[2]), reverse=True)
+    for number in numbers[:1]:
+        with suppress(SnapshotError):
+            _check(read_run_snapshot(folder, number), facts)  # before the number of shards matters
+    while (found := newest_whole(folder, num_shards, before=before)) is not None:
+        try:
+            run_snapshot = read_run_snapshot(folder, found)
+        except SnapshotError:
+            before = found
+            continue
+        _check(run_snapshot, facts)
+        return run_snapshot
+    return None
+
+
+def _check(run_snapshot: RunSnapshot, facts: Mapping[str, Any]) -> None:
+    for name, value in facts.items():
+        saved = run_snapshot.facts.get(name)
+        if saved != value:
+            what = name.replace("_", " ")
+            raise ValueError(
+                f"the saved run had {what} {saved!r}, and this one has {value!r}; resume with the saved {what}, or "
+                "begin another run in another folder"
+            )
+
+
+def discard(folder: Path) -> None:
+    """Remove every snapshot of an earlier run in `folder`."""
+    discard_beyond(folder, None)
+    for name in LocalDisk().names(folder):
+        if _NAME.fullmatch(name):
+            LocalDisk().remove(folder / name)
+
+
+def run_snapshot_path(folder: Path, number: int) -> Path:
+    """The launcher's part of snapshot `number`."""
+    return folder / f"snapshot-{number:08d}-run.json"
+
+
+def read_run_snapshot(folder: Path, number: int) -> RunSnapshot:
+    """Read and check it; SnapshotError names a file that is missing or damaged."""
+    path = run_snapshot_path(folder, number)
+    try:
+        file = msgspec.json.decode(LocalDisk().read(path, _MAX_BYTES), type=_File)
+        if (file.format, file.version) != (FORMAT, VERSION):
+            raise SnapshotError(f"{path} is {file.format!r} version {file.version}; this program reads {VERSION}")
+        if hashlib.sha256(file.run_snapshot).hexdigest() != file.sha256:
+            raise SnapshotError(f"{path} is damaged; resume from an earlier snapshot")
+        return msgspec.json.decode(file.run_snapshot, type=RunSnapshot)
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
+        raise SnapshotError(f"{path} cannot be read ({error}); resume from an earlier snapshot") from error
+
+
+def write_run_snapshot(folder: Path, run_snapshot: RunSnapshot) -> None:
+    """Complete or not at all, and on the disk when it returns."""
+    disk, path = LocalDisk(), run_snapshot_path(folder, run_snapshot.number)
+    body = msgspec.json.encode(run_snapshot)
+    partial = path.with_name(path.name + ".partial")
+    with disk.create(partial) as writer:
+        writer.write(msgspec.json.encode(_File(FORMAT, VERSION, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))))
+        writer.sync()
+    disk.rename(partial, path)
+    disk.sync_folder(folder)
+
+
+class ShardSaves:
+    """The parts of the run's snapshots of a shard with `spans` of `parameters`, written in the background.
+
+    `on_save` is for its `Node`. What is not finite is never written; without `allow_nan` NotFinite says so.
+    """
+
+    def __init__(
+        self, folder: Path, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
+    ) -> None:
+        self._snapshots, self._allow_nan = Snapshots(folder, shard), allow_nan
+        self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
+
+    def on_save(self, number: int, shard: Shard) -> None:
+        """Begin snapshot `number`; should another one still be under way, that one first."""
+        state, tensors = shard.dump()
+        self.look()
+        if not self._snapshots.begin(number, state, tensors):
+            self.close()
+            self._snapshots.begin(number, state, tensors)
+
+    def look(self) -> None:
+        """What has become of the one that is under way, if it is done."""
+        self._say(self._snapshots.poll())
+
+    def close(self) -> None:
+        """Wait for the one that is under way."""
+        self._say(self._snapshots.close(_LONGEST_WRITE_S))
+
+    def _say(self, saved: WrittenSnapshot | None) -> None:
+        if saved is None or not saved.error:
+            return
+        error = saved.not_finite
+        if error is None or self._allow_nan:
+            print(saved.error, file=sys.stderr)  # into the log of this copy
+            return
+        if error.index is None or error.index >= sum(span.numel for span in self._spans):
+            raise error
+        name = describe(self._parameters, flat_index(self._spans, error.index))
+        where = f"{name} ({error.where})"
+        raise NotFinite.from_facts(error.facts | {"parameter": name, "index": None, "where": where}) from error
+
+
+def shard_saves(shard: int, parameters: Sequence[Parameter], spans: Spans, options: RunOptions) -> ShardSaves | None:
+    """Those of a copy of `shard`; None where the run has no folder."""
+    if options.out is None:
+        return None
+    folder = options.out.absolute() / "checkpoint"
+    return ShardSaves(folder, shard, parameters, spans, allow_nan=options.allow_nan)
+
+
+class SnapshotSaves:
+    """When a run saves. One snapshot is under way at a time; one that does not get ready is ordered once more.
+
+    `every`: steps between snapshots; None: at the end of each epoch, at least four steps apart. In any case at the end.
+    `step()` is the last step that a row was about; `on_order` is called before each order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        coordinator: Coordinator,
+        facts: Mapping[str, Any],
+        *,
+        workers: int,
+        every: int | None,
+        last: RunSnapshot | None,
+        step: Callable[[], int],
+        on_order: Callable[[], None],
+    ) -> None:
+        self._folder, self._coordinator, self._facts = folder, coordinator, dict(facts)
+        self._workers, self._every = workers, every
+        self._number, self._generation = (0, 0) if last is None else (last.number, last.generation + 1)
+        self._step, self._on_order = step, on_order
+        self._seconds = 0.0 if last is None else last.seconds
+        self._ordered_s: float | None = None
+        self._saved_steps, self._saved_epoch = self._steps, coordinator.scheduler.epoch
+        self._ended = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot is under way."""
+        if self._ordered_s is not None and complete(self._folder, self._number, len(self._coordinator.chains)):
+            self._ordered_s = None
+            for name in LocalDisk().names(self._folder):
+                match = _NAME.fullmatch(name)
+                if match and int(match[1]) < self._number - 1:
+                    with suppress(OSError):  # what is too old and cannot be removed does no harm
+                        LocalDisk().remove(self._folder / name)
+        return self._ordered_s is not None
+
+    def look(self, now_s: float) -> Outbox:
+        """Order what is due."""
+        if self._coordinator.scheduler.finished:
+            if self._ended:
+                return []
+            self._ended = True
+            return self._order(now_s)
+        if self.pending:
+            assert self._ordered_s is not None
+            return self._order(now_s) if now_s - self._ordered_s > _PATIENCE_S else []
+        return self._order(now_s) if self._is_due else []
+
+    @property
+    def _steps(self) -> int:
+        return sum(last - first + 1 for first, last in self._coordinator.scheduler.done) // self._workers
+
+    @property
+    def _is_due(self) -> bool:
+        steps = self._steps - self._saved_steps
+        if self._every is not None:
+            return steps >= self._every
+        return self._coordinator.scheduler.epoch > self._saved_epoch and steps >= _LEAST_STEPS
+
+    def _order(self, now_s: float) -> Outbox:
+        """Number n + 1 when every shard has n; else n again, for n - 1 is what a resume would need then."""
+        if not self.pending:
+            self._number += 1
+        self._ordered_s = now_s
+        scheduler = self._coordinator.scheduler
+        self._saved_steps, self._saved_epoch = self._steps, scheduler.epoch
+        self._on_order()
+        dump = b64encode(scheduler.dump()).decode()
+        run_snapshot = RunSnapshot(
+            self._number, self._generation, self._step(), self._facts, dump, self._seconds + now_s
+        )
+        try:
+            write_run_snapshot(self._folder, run_snapshot)
+        except OSError as error:
+            raise PolytempoError(
+                f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
+            ) from error
+        return self._coordinator.save(now_s, self._number)

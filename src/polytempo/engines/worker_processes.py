@@ -1,0 +1,112 @@
+"""Processes of this host that this process has started, by fork or otherwise: watched, and ended for certain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from polytempo.engines import janitor
+from polytempo.engines.engine import Process
+
+_END_S = 2.0
+"""How long a worker may take to end when asked."""
+_LEFT_OVER_S = 0.5
+"""The same for what workers have started, such as data loaders; they are seen to one worker after another."""
+_POLL_S = 0.02
+
+
+@dataclass(eq=False)
+class Child(Process):
+    """A child of this process, which leads a process group of its own."""
+
+    pid: int = -1
+    notes: int = -1
+    """The janitor's pipe (see `janitor.swept`)."""
+
+
+def look(crew: Sequence[Child], until: float) -> None:
+    """Sleep until a running worker has ended, at most until `until`; note which have, and which are stopped."""
+    running = [worker for worker in crew if worker.exit_code is None]
+    _sleep([worker.pid for worker in running], max(0.0, until - time.monotonic()))
+    number = max((worker.ended for worker in crew), default=0) + 1
+    for worker in running:
+        status = _news(worker)
+        if status is not None:
+            worker.exit_code, worker.ended = os.waitstatus_to_exitcode(status), number
+            _end_group(worker.pid)
+            janitor.gone(worker.notes, worker.pid)
+
+
+def _news(worker: Child) -> int | None:
+    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued."""
+    while True:
+        process, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if not process:
+            return None
+        if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+            return status
+        worker.stopped = os.WIFSTOPPED(status)
+
+
+def _sleep(processes: Iterable[int], timeout_s: float) -> None:
+    """Sleep until one of the processes, children not yet waited for, has ended, at most `timeout_s`."""
+    descriptors: list[int] = []
+    try:
+        for process in processes:
+            descriptors.append(os.pidfd_open(process))
+        wait(descriptors, None if timeout_s == float("inf") else timeout_s)
+    except (AttributeError, OSError):  # macOS and some sandboxes have no pidfd: look again soon
+        time.sleep(min(timeout_s, _POLL_S))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def wait_all(crew: Sequence[Child], until: float) -> None:
+    """Look until all have ended, at most until `until`."""
+    while any(worker.exit_code is None for worker in crew) and time.monotonic() < until:
+        look(crew, until)
+
+
+def end(crew: Sequence[Child]) -> None:
+    """End every worker and whatever it started: politely, then for certain."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for worker in crew:
+            if worker.exit_code is None:
+                _signal(worker.pid, number)
+        wait_all(crew, time.monotonic() + _END_S)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    os.kill(process, number)  # alone too: it may not lead its group yet
+    with suppress(ProcessLookupError):
+        os.killpg(process, number)
+
+
+def _end_group(group: int) -> None:
+    """End what a worker that has just ended left: data loaders and their like."""
+    with suppress(ProcessLookupError, PermissionError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(group, number)
+            deadline = time.monotonic() + _LEFT_OVER_S
+            while _is_running(group) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # they are not our children, so there is nothing to wait for
+            with suppress(ChildProcessError):  # unless this process is the one that inherits orphans
+                os.waitpid(-group, os.WNOHANG)
+
+
+def _is_running(group: int) -> bool:
+    """Whether one of a group runs; a dead one that nobody has collected yet does not."""
+    os.killpg(group, 0)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
+            if its_group == str(group) and state not in "ZX":
+                return True
+    return not os.path.isdir("/proc/self")

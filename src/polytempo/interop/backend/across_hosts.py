@@ -1,0 +1,199 @@
+"""`HostsGroup`: ranks of several hosts. Shared memory within each host, gloo between the hosts' first ranks.
+
+host A   0 ─┐ shared          all-reduce   1  each host reduces to its first rank
+         1 ─┤ memory                       2  the first ranks reduce among each other, through gloo
+host B   2 ─┤                              3  each first rank gives the result to its host
+         3 ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store, Work
+
+from polytempo.interop.backend.process_group import SharedMemoryGroup
+from polytempo.native.group import Group
+
+_GLOO_OPS = {
+    "sum": ReduceOp.SUM,
+    "average": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+_BOOL_OPS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
+"""What an operation on truth values is on the bytes 0 and 1."""
+_WIRE_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
+"""What gloo computes on instead of what it cannot. Sums of the wider integers wrap to those of the narrower."""
+
+
+class Hosts:
+    """A group over several hosts, as `Group` is one over a host.
+
+    All-reduce, broadcast and barrier cross the network once for each host: for K bytes and H hosts each host sends
+    about 2 K (H - 1) / H, however many ranks it has. The other collectives and messages are gloo's, over all ranks.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, local: Group, hosts: Sequence[str], timeout: timedelta
+    ) -> None:
+        self.rank, self.size, self.local, self._hosts = rank, size, local, list(hosts)
+        self._firsts = [self._hosts.index(host) for host in dict.fromkeys(hosts)]
+        self.gloo: Any = dist.ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout)
+        self._leaders: Any = None
+        if rank in self._firsts:
+            place = PrefixStore("leaders", store)
+            self._leaders = dist.ProcessGroupGloo(place, self._firsts.index(rank), len(self._firsts), timeout)
+
+    def issue(self, patience_s: float = 0.0) -> bool:
+        """Nobody knows what the ranks of other hosts have come to."""
+        return False
+
+    def leave(self) -> None:
+        """Tell the ranks of this host that this one will not come again."""
+        self.local.leave()
+
+    def disconnect(self) -> None:
+        """Close the connections to other hosts: gloo does when nobody holds it. Nothing may be done here afterwards."""
+        self.gloo = self._leaders = None
+
+    # ------------------------------------------------------------------ host by host
+
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float, form: int | None = None
+    ) -> None:
+        """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`."""
+        result = tensor if root in (-1, self.rank) else tensor.clone()
+        self.local.all_reduce(result, "sum" if op == "average" else op, root=0, timeout_s=timeout_s, form=form)
+        if result.numel():
+            self._between(lambda: self._reduce_between(result, op, timeout_s))
+        self._spread(result, 0, timeout_s)
+
+    def _reduce_between(self, tensor: Tensor, op: str, timeout_s: float) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = _GLOO_OPS[_BOOL_OPS.get(op, op) if tensor.dtype == torch.bool else op]
+        options.timeout = timedelta(seconds=timeout_s)
+        wire = tensor.to(_WIRE_DTYPES.get(tensor.dtype, tensor.dtype))
+        self._leaders.allreduce([wire], options).wait()
+        if wire is not tensor:
+            tensor.copy_(wire)
+        if op == "average":
+            tensor.div_(self.size)
+
+    def reduce_scatter(
+        self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float, form: int | None = None
+    ) -> None:
+        """This rank's piece of an all-reduce: hosts exchange everything, which is what gloo would do too."""
+        whole = torch.cat([piece.reshape(-1) for piece in inputs])
+        self.all_reduce(whole, op, timeout_s=timeout_s, form=form)
+        output.view(-1).copy_(whole.view(self.size, -1)[self.rank])
+
+    def barrier(self, timeout_s: float) -> None:
+        """Wait until all ranks are here."""
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8), timeout_s=timeout_s)
+
+    def exchange(
+        self,
+        kind: str,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor | None],
+        *,
+        root: int = 0,
+        timeout_s: float,
+    ) -> None:
+        """Move tensors, as `Group.exchange` does."""
+        if kind == "broadcast":
+            self._broadcast(next(tensor for tensor in (*sends, *receives) if tensor is not None), root, timeout_s)
+        elif kind == "all_gather":
+            into = [_bytes(tensor) for tensor in receives if tensor is not None]
+            if into[0].numel():
+                self.gloo.allgather([into], [_bytes(sends[0])]).wait()
+        else:
+            self._exchange_all(kind, [_bytes(tensor) for tensor in sends], receives, root)
+
+    def _broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> None:
+        """Within the root's host, between the hosts, and within the others."""
+        home = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[root]]
+        if self.rank in home:
+            self._spread(tensor, home.index(root), timeout_s)
+        if tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank = self._firsts.index(home[0])
+            self._between(lambda: self._leaders.broadcast([_bytes(tensor)], options).wait())
+        if self.rank not in home:
+            self._spread(tensor, 0, timeout_s)
+
+    def _spread(self, tensor: Tensor, source: int, timeout_s: float) -> None:
+        mine = self.local.rank == source
+        receives = [None if mine or place != source else tensor for place in range(self.local.size)]
+        self.local.exchange("broadcast", [tensor] if mine else [], receives, root=source, timeout_s=timeout_s)
+
+    def _between(self, cross: Callable[[], object]) -> None:
+        """`cross` the network, if this is the rank that does so for its host; the others are told if it fails."""
+        if self._leaders is None:
+            return
+        try:
+            cross()
+        except RuntimeError:
+            self.leave()
+            raise
+
+    # ------------------------------------------------------------------ over all ranks, by gloo
+
+    def _exchange_all(self, kind: str, sends: Sequence[Tensor], receives: Sequence[Tensor | None], root: int) -> None:
+        empty = torch.empty(0, dtype=torch.uint8)
+        wanted = [kind != "gather" or rank == root for rank in range(self.size)]
+        one = sends[0] if len(sends) == 1 else None
+        pieces = [(one if wanted[to] else empty) if one is not None else sends[to] for to in range(self.size) if sends]
+        expected = [0 if tensor is None else tensor.nbytes for tensor in receives]
+        arrived = torch.empty(sum(expected), dtype=torch.uint8)
+        sizes = [piece.numel() for piece in pieces] or [0] * self.size
+        self.gloo.alltoall_base(arrived, torch.cat(pieces) if pieces else empty, expected, sizes).wait()
+        for tensor, part in zip(receives, arrived.split(expected), strict=True):
+            if tensor is not None:
+                _bytes(tensor).copy_(part)
+
+
+class HostsGroup(SharedMemoryGroup):
+    """torch.distributed's interface over `Hosts`. Messages go through gloo, and have its limits."""
+
+    group: Hosts
+
+    def abort(self) -> None:
+        """Leave the group, and close the connections to other hosts, whoever holds the group yet."""
+        self.shutdown()
+        self.group.disconnect()
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that are missing."""
+        self.group.gloo.monitored_barrier(timeout or self.timeout, wait_all_ranks)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
+        """Send; done once it is on its way, and the tensor may be changed."""
+        if tensors[0].is_cuda:
+            return self._cuda.send(tensors, to, tag)
+        return self.group.gloo.send([tensors[0].contiguous()], to, tag)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        """Receive from one rank."""
+        if tensors[0].is_cuda:
+            return self._cuda.recv(tensors, source, tag)
+        return self.group.gloo.recv(list(tensors), source, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Receive from whoever sends first."""
+        return self.group.gloo.recv_anysource(list(tensors), tag)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that lies in one piece."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,312 @@
+"""`SharedMemoryGroup`: torch.distributed's interface over `polytempo.native.Group`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, Work
+
+from polytempo.core.errors import TimedOut
+from polytempo.interop.backend.messages import Courier
+from polytempo.interop.backend.named import NamedGroup
+from polytempo.interop.backend.operands import (
+    CODES,
+    check_pieces,
+    dense,
+    divide_,
+    in_core,
+    op_of,
+    pieces,
+    reducible,
+    rows,
+)
+from polytempo.interop.backend.sparse import sum_of_sparse
+from polytempo.interop.backend.work import DONE, Lane
+from polytempo.native.call import form_of
+from polytempo.native.group import Group
+
+_PATIENCE_S = 0.002
+
+
+def _patience_s(num_ranks: int) -> float:
+    """How long an asynchronous collective waits for the others' programs before it is left to a thread.
+
+    A thread overlaps it with what comes next if there is a core to spare. Where there is none, the thread would take
+    its core from the program, and the program is better off doing it at once with the others.
+    """
+    return 0.0 if len(os.sched_getaffinity(0)) >= 2 * num_ranks else _PATIENCE_S
+
+
+def _blocks(opts: Any) -> bool:
+    """Whether the caller waits at once. Some options of older versions do not say so: they count as asynchronous."""
+    return not getattr(opts, "asyncOp", True)
+
+
+class SharedMemoryGroup(NamedGroup):
+    """Ranks of one host. All collectives of one group run in the order in which they were issued, on every rank.
+
+    Each answers a `Work`; a blocking call has done its work when it answers. Errors are `PeerLost`, `TimedOut` and
+    `Mismatch`, where torch's own backends raise RuntimeError, of which they are subclasses.
+    """
+
+    def __init__(self, store: Store, group: Any, timeout: timedelta) -> None:
+        super().__init__(store, group.rank, group.size, timeout)
+        self.group = group
+        self._lane = Lane(partial(group.issue, _patience_s(group.size)))
+        self._courier = Courier(group)
+        self._quick = group.quick() if isinstance(group, Group) else None
+
+    def shutdown(self) -> None:
+        """Leave the group. Ranks that still wait for this one raise `PeerLost`."""
+        self._lane.close()
+        self._courier.close()
+        self.group.leave()
+
+    abort = shutdown
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """The reduction of all ranks' tensors, on every rank."""
+        if self._quick and _blocks(opts) and len(tensors) == 1:
+            tensor = tensors[0]
+            codes = CODES.get((tensor.dtype, opts.reduceOp.op))
+            if codes and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
+                limit_s = self._limit_s(opts)
+                data = (tensor.data_ptr(), tensor.numel(), form_of(tensor.shape))
+                status = self._lane.at_once(self._quick.all_reduce, *codes, *data, limit_s)
+                self.group.check(status, "all_reduce", limit_s)
+                return DONE
+        return self._reduced(list(tensors), opts, -1)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """The reduction of all ranks' tensors, on one rank."""
+        return self._reduced(list(tensors), opts, opts.rootRank)
+
+    def _reduced(self, tensors: list[Tensor], opts: Any, root: int) -> Work:
+        first = tensors[0]
+        if first.is_cuda:
+            return self._cuda.allreduce(tensors, opts) if root < 0 else self._cuda.reduce(tensors, opts)
+        op = op_of(opts, first.dtype)
+        core_op, mark = in_core(op, first.dtype)
+        limit_s = self._limit_s(opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                if tensor.layout != torch.strided:
+                    sum_of_sparse(self.group, tensor, op, limit_s)
+                    continue
+                flat = dense(tensor)
+                real = reducible(flat)
+                form = form_of(real.shape, mark)
+                self.group.all_reduce(real, core_op, root=root, timeout_s=limit_s, form=form)
+                if root in (-1, self.rank()):
+                    divide_(flat, mark, self.size())
+                if flat is not tensor:
+                    tensor.copy_(flat)
+
+        return self._lane.issue(run, tensors, blocking=_blocks(opts))
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        """Each rank's piece of the reduction."""
+        if outputs[0].is_cuda:
+            return self._cuda.reduce_scatter(outputs, inputs, opts)
+        op, mark = in_core(op_of(opts, outputs[0].dtype), outputs[0].dtype)
+        limit_s = self._limit_s(opts)
+
+        def run() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                check_pieces(given, output, self.size(), "reduce_scatter")
+                flat = dense(output)
+                sources = [reducible(piece.contiguous()) for piece in given]
+                real = reducible(flat)
+                form = form_of(real.shape, mark)
+                self.group.reduce_scatter(sources, real, op, timeout_s=limit_s, form=form)
+                divide_(flat, mark, self.size())
+                if flat is not output:
+                    output.copy_(flat)
+
+        return self._lane.issue(run, list(outputs), blocking=_blocks(opts))
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        """As `reduce_scatter`, from one tensor that holds all pieces."""
+        return self.reduce_scatter([output], [pieces(source, output, self.size(), "reduce_scatter")], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Several of them."""
+        cut = [pieces(s, o, self.size(), "reduce_scatter") for s, o in zip(inputs, outputs, strict=True)]
+        return self.reduce_scatter(outputs, cut, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ------------------------------------------------------------------ moving tensors
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Rank `opts.rootRank`'s tensors, on every rank."""
+        if tensors[0].is_cuda:
+            return self._cuda.broadcast(tensors, opts)
+        root = 0 if opts is None else opts.rootRank
+        moves = [([t] if self.rank() == root else [], self._from(root, t, self.rank() != root)) for t in tensors]
+        return self._moved("broadcast", moves, list(tensors), opts, root)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        """All ranks' tensors, on every rank."""
+        if inputs[0].is_cuda:
+            return self._cuda.allgather(outputs, inputs, opts)
+        moves = [([source], list(into)) for source, into in zip(inputs, outputs, strict=True)]
+        return self._moved("all_gather", moves, [list(into) for into in outputs], opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Several of them, listed by rank first."""
+        return self.allgather([list(by_rank) for by_rank in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        """All ranks' tensors, in one tensor."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Several of them."""
+        if inputs[0].is_cuda:
+            return self._cuda.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        moves = [
+            ([source], pieces(output, source, self.size(), "all_gather"))
+            for source, output in zip(inputs, outputs, strict=True)
+        ]
+        return self._moved("all_gather", moves, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        """All ranks' tensors, on one rank."""
+        if inputs[0].is_cuda:
+            return self._cuda.gather(outputs, inputs, opts)
+        receives = list(outputs[0]) if self.rank() == opts.rootRank else [None] * self.size()
+        return self._moved("gather", [(list(inputs), receives)], list(outputs), opts, opts.rootRank)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        """Each rank's piece of what one rank has."""
+        if outputs[0].is_cuda:
+            return self._cuda.scatter(outputs, inputs, opts)
+        sends = list(inputs[0]) if self.rank() == opts.rootRank else []
+        moves = [(sends, self._from(opts.rootRank, outputs[0], True))]
+        return self._moved("scatter", moves, list(outputs), opts, opts.rootRank)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        """Each rank's piece of what each rank has."""
+        if inputs[0].is_cuda:
+            return self._cuda.alltoall(outputs, inputs, opts)
+        return self._moved("all_to_all", [(list(inputs), list(outputs))], list(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """As `alltoall`, within one tensor each; sizes are rows, all alike where none are given."""
+        if source.is_cuda:
+            return self._cuda.alltoall_base(output, source, output_sizes, input_sizes, opts)
+        sends = rows(source, input_sizes, self.size())
+        return self._moved("all_to_all", [(sends, rows(output, output_sizes, self.size()))], [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _from(self, source: int, tensor: Tensor, wanted: bool) -> list[Tensor | None]:
+        return [tensor if wanted and rank == source else None for rank in range(self.size())]
+
+    def _moved(
+        self,
+        kind: str,
+        moves: Sequence[tuple[Sequence[Tensor], Sequence[Tensor | None]]],
+        result: Any,
+        opts: Any,
+        root: int = 0,
+    ) -> Work:
+        limit_s = self._limit_s(opts)
+
+        def run() -> None:
+            for sends, receives in moves:
+                into = [None if tensor is None else dense(tensor) for tensor in receives]
+                self.group.exchange(kind, [t.contiguous() for t in sends], into, root=root, timeout_s=limit_s)
+                for tensor, flat in zip(receives, into, strict=True):
+                    if tensor is not None and flat is not None and flat is not tensor:
+                        tensor.copy_(flat)
+
+        return self._lane.issue(run, result, blocking=_blocks(opts))
+
+    # ------------------------------------------------------------------ barriers
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait until all ranks are here."""
+        limit_s = self._limit_s(opts)
+        blocking = _blocks(opts)
+        if blocking and self._quick:
+            self.group.check(self._lane.at_once(self._quick.barrier, limit_s), "barrier", limit_s)
+            return DONE
+        return self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=blocking)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names the ranks that are missing, on every rank and in gloo's words."""
+        limit_s = (timeout or self.timeout).total_seconds()
+        try:
+            self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=True)
+        except TimedOut as error:
+            late = [str(self.group.names[rank]) for rank in self.group.missing()]
+            who = f"Rank{'s' * (len(late) > 1)} {', '.join(late)}"
+            reason = f"{who} failed to pass monitoredBarrier in {1000 * limit_s:.0f} ms"
+            raise TimedOut(error.rank, None, "monitored_barrier", limit_s, reason) from error
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
+        """Send; done once it is on its way, and the tensor may be changed."""
+        if tensors[0].is_cuda:
+            return self._cuda.send(tensors, to, tag)
+        return self._courier.take(self.group.send(tensors[0].contiguous(), to, tag), None, self.timeout)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        """Receive from one rank."""
+        if tensors[0].is_cuda:
+            return self._cuda.recv(tensors, source, tag)
+        flat = dense(tensors[0])
+        back = None if flat is tensors[0] else tensors[0]
+        return self._courier.take(self.group.receive(flat, source, tag), back, self.timeout)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Receive from whoever sends first."""
+        return self.recv(tensors, -1, tag)
+
+    # ------------------------------------------------------------------ other devices
+
+    @cached_property
+    def _cuda(self) -> Any:
+        """NCCL over the same ranks, for tensors on CUDA; made with the first of them."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        store = PrefixStore("cuda", self.store)
+        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+
+    def _limit_s(self, opts: Any) -> float:
+        given: timedelta | None = getattr(opts, "timeout", None)
+        return self._timeout_s if given is None or given.days < 0 else given.total_seconds() or self._timeout_s

@@ -1,0 +1,251 @@
+"""`Lane`: runs a group's collectives one after the other, in the order in which they were issued.
+
+A collective waits for the other ranks, and whoever issued it may have better things to do. So:
+
+    blocking                       in the caller, after what was issued before
+    async, all others are there    in the caller: it takes no longer than the work itself
+    async, otherwise               queued; a thread takes it, or whoever waits for it first
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from polytempo.worlds.threads import close_at_exit, ended
+
+Run = Callable[[], None]
+
+_thread = threading.local()
+"""`announces`: whether this thread is calling what waited for a future."""
+
+
+class Finished(Work):
+    """Something that is done."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It went well; what does not is raised where it was issued."""
+        return True
+
+    def exception(self) -> None:
+        """There was none."""
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """A future that has the tensors."""
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+
+DONE = Finished(None)
+"""What a blocking collective answers in which nobody looks for tensors."""
+
+
+class Queued(Work):
+    """Something that a lane has still to do, or is doing."""
+
+    def __init__(self, lane: Lane, run: Run, result: Any) -> None:
+        super().__init__()
+        self._lane, self._run, self._result = lane, run, result
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+
+    def perform(self) -> None:
+        """Do it. Called once, by whoever holds the lane, who then lets it go and calls `announce`.
+
+        What is no Exception (Ctrl-C) is raised here as well. The call counts as made: the other ranks have made it.
+        """
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lane.futures:
+                self._done = True
+
+    def announce(self) -> None:
+        """Call what waits for the future. That may issue further collectives."""
+        if self._future is not None:
+            before, _thread.announces = getattr(_thread, "announces", False), True
+            try:
+                self._future.set_result(None)
+            finally:
+                _thread.announces = before
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Until it is done; raises what went wrong. Each collective has its own deadline."""
+        if not self._done:
+            self._lane.work_off(until=self)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is done and went well."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors, once it is done."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """A future that gets the tensors, or the error."""
+        if getattr(_thread, "announces", False) and not self._done:
+            self._lane.work_off(
+                until=self
+            )  # whoever waits for it here keeps this thread, perhaps the only one, waiting
+        if self._done and self._error is None:
+            return Finished(self._result).get_future()
+        with self._lane.futures:
+            if not self._done:
+                self._future = self._future or Future()
+        first: Future[Any] = self._future or Future()
+        if self._future is None:
+            first.set_result(None)
+        return first.then(self._answer)  # an error raised in `then` is one for C++, too
+
+    def _answer(self, _: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether it is done."""
+        return self._done
+
+
+class Lane:
+    """The order of one group's collectives. `ready()` tells whether all ranks' programs have come to the next one."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._queue: deque[Queued] = deque()
+        self._running = threading.Lock()
+        self.futures = threading.Lock()
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def issue(self, run: Run, result: Any, *, blocking: bool) -> Work:
+        """Run, now or later, in the order of issue."""
+        if blocking:
+            performed: list[Queued] = []
+            try:
+                with self._running:
+                    self._empty(performed)
+                    run()
+            finally:
+                _announce(performed)
+            return Finished(result)
+        queued = Queued(self, run, result)
+        if not self._queue and self._running.acquire(blocking=False):
+            try:
+                if not self._queue and self._ready():  # nothing else runs, so the group is between two calls
+                    queued.perform()
+            finally:
+                self._running.release()
+        if not queued.done:
+            self._queue.append(queued)
+            self._call_thread()
+        return queued
+
+    def at_once(self, call: Callable[..., int], *arguments: Any) -> int:
+        """`call(*arguments)` after what was issued before; nothing is built for it, for short collectives."""
+        if self._queue:
+            self.work_off(self._queue[-1])
+        with self._running:
+            return call(*arguments)
+
+    def work_off(self, until: Queued) -> None:
+        """Do what is queued, in order, until `until` is done."""
+        performed: list[Queued] = []
+        try:
+            with self._running:
+                while not until.done:
+                    self._perform_first(performed)
+        finally:
+            _announce(performed)
+
+    def close(self) -> None:
+        """Let the thread end once the queue is empty, and wait for that."""
+        self._closed = True
+        self._news.set()
+        ended(self._thread)
+
+    def _empty(self, performed: list[Queued]) -> None:
+        while self._queue:
+            self._perform_first(performed)
+
+    def _perform_first(self, performed: list[Queued]) -> None:
+        first = self._queue[0]  # it stays there until it is done, for Ctrl-C may come between any two lines
+        try:
+            if not first.done:
+                performed.append(first)
+                first.perform()
+        finally:
+            if first.done:
+                self._queue.popleft()
+
+    def _call_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="polytempo-collectives", daemon=True)
+            self._thread.start()
+            close_at_exit(self)
+        self._news.set()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._news.wait()
+            self._news.clear()
+            while self._queue:
+                performed: list[Queued] = []
+                with self._running:
+                    if self._queue:
+                        self._perform_first(performed)
+                _announce(performed)
+
+
+def _announce(performed: list[Queued]) -> None:
+    for queued in performed:
+        queued.announce()

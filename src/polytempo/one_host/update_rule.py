@@ -1,0 +1,75 @@
+"""The optimizers of torch that the native core knows, and what they keep for each parameter."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from polytempo.native.step import RULES, Hyper
+
+_REFUSED = ("amsgrad", "capturable", "differentiable")
+_REMEDY = "use sync_sgd(), which takes any optimizer"
+
+
+class NativeRule(NamedTuple):
+    """An optimizer's rule: its name for the core, and torch's names for the moments that it keeps."""
+
+    name: str
+    first: str | None = None
+    second: str | None = None
+    counts: bool = False
+    """Whether torch keeps a count of steps beside the moments."""
+    decouples: bool = False
+    """Whether weight decay is AdamW's: up to torch 2.6 only the class says so."""
+
+
+def rule_of(optimizer: Optimizer) -> NativeRule:
+    """The optimizer's rule. Raises ValueError, naming the optimizer or the option, where the core has none."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
+        raise ValueError(f"shared_memory() knows SGD, Adam, AdamW and Adagrad, and this optimizer is {name}; {_REMEDY}")
+    for group in optimizer.param_groups:
+        for option in _REFUSED:
+            if group.get(option):
+                raise ValueError(f"shared_memory() does not know {name}({option}=True); {_REMEDY}")
+    if type(optimizer) is SGD:
+        has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+        return NativeRule("sgd", "momentum_buffer" if has_momentum else None)
+    if type(optimizer) is Adagrad:
+        return NativeRule("adagrad", None, "sum", counts=True)
+    return NativeRule("adam", "exp_avg", "exp_avg_sq", counts=True, decouples=type(optimizer) is AdamW)
+
+
+def takes_rows(rule: NativeRule, group: dict[str, Any]) -> bool:
+    """Whether the rule may be applied to some rows alone. Raises ValueError where torch could not either."""
+    plain = not group["weight_decay"] and (rule.name == "adagrad" or (rule.name == "sgd" and not group["momentum"]))
+    if not plain:
+        raise ValueError(
+            f"sparse gradients go with SGD without momentum or Adagrad, both without weight decay, and here is "
+            f"{rule.name} with momentum {group.get('momentum', 0)} and weight decay {group['weight_decay']}; make the "
+            "embedding with sparse=False"
+        )
+    return True
+
+
+def hypers_of(rule: NativeRule, optimizer: Optimizer) -> ctypes.Array[Hyper]:
+    """The hyper-parameters of this moment, for each parameter group."""
+    return (Hyper * len(optimizer.param_groups))(*(_hyper(rule, group) for group in optimizer.param_groups))
+
+
+def _hyper(rule: NativeRule, group: dict[str, Any]) -> Hyper:
+    hyper = Hyper(lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"])
+    hyper.rule = RULES["adamw" if rule.decouples or group.get("decoupled_weight_decay") else rule.name]
+    if rule.name == "sgd":
+        hyper.momentum, hyper.dampening, hyper.nesterov = group["momentum"], group["dampening"], group["nesterov"]
+        if group["momentum"] and rule.first is None:
+            raise ValueError("SGD had no momentum when it was attached, and has now; detach() and attach again")
+    else:
+        hyper.eps = group["eps"]
+    if rule.name == "adagrad":
+        hyper.lr_decay = group["lr_decay"]
+    if rule.name == "adam":
+        hyper.beta1, hyper.beta2 = group["betas"]
+    return hyper

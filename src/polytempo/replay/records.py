@@ -1,0 +1,116 @@
+"""`read_run`: a run's records, brought together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polytempo.core import files
+from polytempo.engines.recording import FORMAT, VERSION, RunFacts
+from polytempo.engines.run_snapshot import resumed
+from polytempo.replay.message_order import Life
+from polytempo.report.metrics import read_metrics
+from polytempo.report.runs import load_result
+from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record
+from polytempo.server.shard.history import history
+
+_MAX_FACTS_BYTES = 1 << 20
+_MOST = 100_000
+
+
+class Recorded(NamedTuple):
+    """What one start of a run left."""
+
+    facts: RunFacts
+    coordinator: list[Entry]
+    shards: list[list[Entry]]
+    begins: list[int]
+    """Entries of each shard's log that came before."""
+    whole: bool
+    """Whether every record is known to its end."""
+    start: Path | None
+    """Where the snapshot is that it went on from."""
+    finals: dict[str, str]
+    """The hashes of the workers' final weights by worker and life; empty if the run did not come to its end."""
+    rows: list[dict[str, Any]]
+    """All rows of metrics of the run."""
+    result: dict[str, Any] | None
+
+    @property
+    def lives(self) -> list[Life]:
+        """In the order in which they first called for work."""
+        return list(dict.fromkeys((e.worker, e.incarnation) for e in self.coordinator if isinstance(e, Asking)))
+
+
+def read_facts(run: Path) -> tuple[Path, RunFacts]:
+    """The folder of the newest record in `run`, and what it says of the run. ValueError where there is none."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder; name the folder of a run")
+    folders = sorted(path for path in (run / "record").glob("[0-9]*") if (path / "run.json").is_file())
+    if not folders:
+        raise ValueError(f"{run} has no record of messages; {_why_not(run)}")
+    path = folders[-1] / "run.json"
+    try:
+        facts = msgspec.json.decode(files.read(path, _MAX_FACTS_BYTES), type=RunFacts)
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path} is damaged ({error}); replay another run") from error
+    if (facts.format, facts.version) != (FORMAT, VERSION):
+        raise ValueError(f"{path} is {facts.format!r} version {facts.version}; this program reads version {VERSION}")
+    if not (0 < facts.shards <= _MOST and 0 < facts.workers <= _MOST):
+        raise ValueError(
+            f"{path} speaks of {facts.shards} shards and {facts.workers} workers; a run has 1 to {_MOST:,} of each"
+        )
+    return folders[-1], facts
+
+
+def _why_not(run: Path) -> str:
+    if not (run / "result.json").is_file():
+        return "name the folder of a run that polytempo train has made with a parameter server"
+    try:
+        result = load_result(run)
+    except ValueError as error:
+        return f"and {error}"
+    world, strategy = result["world"], result["strategy"]
+    if world == "virtual":
+        return "it was simulated, so the same command gives the same bits"
+    if str(strategy).startswith("flexrr"):
+        return "flexrr's workers act on how far the others are at a moment, which is not recorded"
+    return f"{strategy} has no parameter server, so the same command and seed repeat it"
+
+
+def read_run(run: Path) -> Recorded:
+    """All records of the newest start of the run in `run`. Errors: ValueError, RecordError."""
+    folder, facts = read_facts(run)
+    coordinator = read_record(folder / "coordinator.jsonl")
+    lost = {entry.node for entry in coordinator.entries if isinstance(entry, Lost)}
+    records: dict[int, list[Record]] = {}
+    for path in sorted(folder.glob("shard-*-node-*.jsonl")):
+        record = read_record(path)
+        shard = record.machine.removeprefix("shard ")
+        if not shard.isdecimal() or int(shard) >= facts.shards:
+            raise RecordError(f"{path} is the record of {record.machine!r}, and the run had {facts.shards} shards")
+        records.setdefault(int(shard), []).append(record)
+    start = folder / "start" if facts.snapshot is not None else None
+    begins = [0] * facts.shards if start is None else list(resumed(start, facts.shards, {}).indices)
+    logs = [history(records.get(shard, []), begins[shard], lost) for shard in range(facts.shards)]
+    end, result = folder / "end.json", run / "result.json"
+    return Recorded(
+        facts=facts,
+        coordinator=coordinator.entries,
+        shards=[log.entries for log in logs],
+        begins=begins,
+        whole=not coordinator.torn and all(log.whole for log in logs),
+        start=start,
+        finals=_finals(end) if end.is_file() else {},
+        rows=read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else [],
+        result=load_result(run) if end.is_file() and result.is_file() else None,
+    )
+
+
+def _finals(end: Path) -> dict[str, str]:
+    finals = files.parsed(end)
+    if not isinstance(finals, dict) or not isinstance(finals.get("parameters_sha256"), dict):
+        raise ValueError(f"{end} holds no hashes of final weights; it is not what a run has written")
+    return dict(finals["parameters_sha256"])

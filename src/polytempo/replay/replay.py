@@ -1,0 +1,235 @@
+"""`replay`: re-run a recorded run with a parameter server, compare it with the record, show who pushed what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polytempo.core import Strategy
+from polytempo.engines.recording import bits_now, sha256_of
+from polytempo.native.library import available
+from polytempo.replay.message_order import Arrived, Stop
+from polytempo.replay.records import Recorded, read_run
+from polytempo.replay.rerun import Rerun
+from polytempo.spec.job import Job
+
+STOPS = ("step", "ticket", "version")
+_TIMES = ("seconds", "samples_per_s", "idle_share")
+"""What a row of metrics says that depends on the clock."""
+
+
+class PushSeen(NamedTuple):
+    """A gradient, or a sum of gradients, as one shard took it in."""
+
+    shard: int
+    entry: int
+    """Its number in the shard's log."""
+    worker: int
+    life: int
+    clock: int
+    """The worker's own step."""
+    tickets: tuple[int, ...]
+    """The batches that it is of."""
+    samples: int
+    basis: int
+    """The version of the weights that it was computed on."""
+    version: int
+    """The shard's version when it came."""
+    staleness: int
+    """Updates between the two, when it was used; when it came, as long as it waits."""
+    verdict: str
+    """ "applied", "dropped", "refused", or "waits" for other workers' gradients."""
+    reason: str
+    loss: float | None
+    """The mean loss of its batches."""
+    norm: float
+    """Of the whole gradient, over all shards."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a replay."""
+
+    run: str
+    job: str
+    strategy: str
+    workers: int
+    generation: int
+    same: bool | None
+    """Whether everything was as recorded, to the bit, as far as the replay went."""
+    difference: str | None
+    """The first difference."""
+    stopped: str | None
+    """Where it was told to stop, if it did."""
+    ends: list[str]
+    """Where the records end before the run's end: for each machine what it would take in next."""
+    entries: dict[str, list[int]]
+    """Machine -> [entries taken in, entries recorded]."""
+    rows: int
+    """Rows of metrics that are as in the run."""
+    parameters_sha256: str | None
+    """Of the final weights; None where the replay does not come to the end."""
+    recorded_sha256: str | None
+    errors: dict[str, str]
+    """What ended a worker's life with an error: "worker.life" -> error."""
+    notes: list[str]
+    """What is not as it was when the run was recorded, and may change bits."""
+    pushes: list[PushSeen]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"pushes": [push._asdict() for push in self.pushes]}
+
+
+def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None, data: Path | None = None) -> Replayed:
+    """Re-run the run in the folder `run` in the virtual world, and compare it with what was recorded.
+
+    Each shard and the coordinator take in the same messages in the same order. So the gradients, the weights and the
+    losses come out the same, to the bit, on the same kind of machine. `stop` ends it early; see `Stop`. After a resume
+    the record begins with the snapshot that the run went on from.
+
+    Cost: the run's own arithmetic in one process, and each living worker's memory.
+
+    Errors: ValueError where there is no record, or it is of another job or strategy, or begins after `stop`;
+    RecordError where it is damaged.
+    """
+    recorded = read_run(run)
+    _check(recorded, job, strategy, stop)
+    stage = Rerun(recorded, job, strategy, data, stop)
+    stage.play.check_stop(stage.doors[0].version)
+    stage.perform()
+    ends = [] if stage.play.stopped else [gate.waits_for for gate in stage.gates if gate.waits_for]
+    difference = stage.play.difference
+    whole = not ends and not stage.play.stopped
+    rows, row_difference = _compare_rows(recorded, stage.rows, whole=whole)
+    scores, score_difference = _compare_scores(recorded, stage.scored)
+    if difference is None and ends and recorded.whole and recorded.finals:
+        difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in stage.errors.items())
+    difference = difference or row_difference or score_difference
+    at_end = difference is None and whole
+    if at_end:
+        difference = _compare_finals(recorded.finals, stage.finals)
+    facts = recorded.facts
+    recorded_sha256 = None if recorded.result is None else recorded.result["parameters_sha256"]
+    finals = list(stage.finals.values())
+    return Replayed(
+        run=str(run),
+        job=facts.job,
+        strategy=facts.strategy,
+        workers=facts.workers,
+        generation=facts.generation,
+        same=difference is None,
+        difference=difference,
+        stopped=f"{stop.kind} {stop.number}" if stop is not None and stage.play.stopped else None,
+        ends=ends if difference is None else [],
+        entries={gate.name: [gate.passed, len(gate.entries)] for gate in stage.gates},
+        rows=rows + scores,
+        parameters_sha256=None if not finals else recorded_sha256 if recorded_sha256 in finals else finals[0],
+        recorded_sha256=recorded_sha256,
+        errors=stage.errors,
+        notes=_notes(recorded, job),
+        pushes=[_seen(stage, arrived) for door in stage.doors for arrived in door.pushes],
+    )
+
+
+def _check(recorded: Recorded, job: Job, strategy: Strategy, stop: Stop | None) -> None:
+    facts = recorded.facts
+    for what, saved, given in (("job", facts.job, job.name), ("strategy", facts.strategy, str(strategy))):
+        if saved != given:
+            raise ValueError(f"the run was of {what} {saved!r}, not {given!r}; replay it with its own {what}")
+    if stop is not None and (stop.kind not in STOPS or stop.number < (stop.kind != "ticket")):
+        raise ValueError(
+            "a replay stops at step=K or version=K with K >= 1, or at ticket=T with T >= 0, not at "
+            f"{stop.kind}={stop.number}"
+        )
+
+
+def _compare_rows(recorded: Recorded, rows: Sequence[dict[str, Any]], *, whole: bool) -> tuple[int, str | None]:
+    """How many rows about training are the same, and the first that is not."""
+    before = [row for row in recorded.rows if row["kind"] == "train"]
+    if recorded.facts.generation:  # the rows of earlier starts come first
+        if not whole:
+            return 0, None
+        before = before[max(0, len(before) - len(rows)) :]
+    for number, (was, now) in enumerate(zip(before, rows, strict=False)):
+        if difference := _row_difference(f"row {number + 1} about training", was, now):
+            return number, difference
+    if whole and recorded.finals and len(before) != len(rows):
+        return len(before), f"metrics: {len(before)} rows recorded, {len(rows)} replayed"
+    return min(len(before), len(rows)), None
+
+
+def _compare_scores(recorded: Recorded, rows: Sequence[dict[str, Any]]) -> tuple[int, str | None]:
+    """The same of rows about tests: a run may have missed some, for its evaluator may have been busy."""
+    replayed = {row["step"]: row for row in rows}
+    found = 0
+    for was in recorded.rows:
+        if was["kind"] != "test" or was["step"] not in replayed:  # it is of an earlier start, or behind where this ends
+            continue
+        if difference := _row_difference("a row about a test", was, replayed[was["step"]]):
+            return found, difference
+        found += 1
+    return found, None
+
+
+def _row_difference(which: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    for key in sorted(was.keys() | now.keys()):
+        if key not in _TIMES and was.get(key) != _finite(now.get(key)):
+            where = f"metrics, {which} (step {was['step']})"
+            return f"{where}: {key} recorded as {was.get(key)}, replayed as {now.get(key)}"
+    return None
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _compare_finals(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> str | None:
+    for life, sha256 in recorded.items():
+        if replayed.get(life) != sha256:
+            return f"worker {life}: final weights recorded as {sha256}, replayed as {replayed.get(life)}"
+    return None
+
+
+def _notes(recorded: Recorded, job: Job) -> list[str]:
+    """What may change bits."""
+    facts, now = recorded.facts, bits_now()
+    notes = [
+        f"recorded with {name} {was}, replayed with {now.get(name, 'none')}"
+        for name, was in facts.bits.items()
+        if now.get(name) != was
+    ]
+    if facts.native and not available():
+        notes.append("the shards used the native core, which is not there now; torch's operations stand in for it")
+    if facts.threads > 1:
+        notes.append(f"the workers had {facts.threads} threads each; only with one are sums surely in the same order")
+    if facts.origin_sha256 is not None and sha256_of(job.origin) != facts.origin_sha256:
+        notes.append(f"{facts.origin} has changed since the run")
+    return notes
+
+
+def _seen(stage: Rerun, arrived: Arrived) -> PushSeen:
+    play, entry = stage.play, arrived.entry
+    life = entry.worker, entry.incarnation
+    fate = play.verdicts.get((arrived.shard, life, entry.sequence))
+    losses = dict(zip(play.dealt[life], stage.losses[life], strict=False))
+    known = [losses[ticket] for ticket in entry.tickets if ticket in losses]
+    return PushSeen(
+        shard=arrived.shard,
+        entry=arrived.number,
+        worker=entry.worker,
+        life=entry.incarnation,
+        clock=entry.clock,
+        tickets=entry.tickets,
+        samples=entry.samples,
+        basis=entry.basis,
+        version=arrived.version,
+        staleness=arrived.version - entry.basis if fate is None else fate.staleness,
+        verdict="waits" if fate is None else fate.verdict,
+        reason="" if fate is None else fate.reason,
+        loss=sum(known) / len(known) if known else None,
+        norm=math.sqrt(play.squares[life, entry.clock, entry.tickets]),
+    )

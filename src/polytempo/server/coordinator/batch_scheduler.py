@@ -1,0 +1,395 @@
+"""`BatchScheduler`: who trains on which batch. A pure machine, a part of the coordinator.
+
+    worker ──ask(done)──▶ ┌ scheduler ─────────────────────────────────────────┐
+                          │ again: tickets of the lost, lowest first        │
+           ◀──train t──── │ supply: tickets that nobody has had             │
+           ◀──wait─────── │ held: each worker's tickets that are not done   │
+           ◀──finish───── │ done: tickets that every shard has acknowledged │
+                          └─────────────────────────────────────────────────┘
+
+A *ticket* is the right and the duty to train on one batch; ticket n is batch n mod B of epoch n div B. At any time it
+is done, or one worker holds it, or nobody does. What an order asks of a worker:
+
+    train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
+    wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
+    finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
+
+"wait" goes only to workers that hold something: those whose pushes others wait for (the end of the run, a pause), and
+those that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one
+(`due`).
+
+Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and no worker
+waits there. Scores are taken of snapshots that the shards keep (`server.shard.score_snapshots`).
+
+**Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first
+n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
+staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
+push means that nobody has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
+for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
+worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
+a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
+
+Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the run some workers rest while
+others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until
+they are dealt a ticket again; a rule therefore takes what comes of a worker that rested as if it had just joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+import msgspec
+
+from polytempo.core.ranges import Range, Ranges
+from polytempo.server.coordinator.supply import Evenly, Freely, Supply
+from polytempo.server.message import Deal, Ticket
+
+_VERSION = 2
+_MOST_ABSENT = 10_000_000
+
+Order = Literal["train", "wait", "finish"]
+
+
+class _Worker:
+    """One life of a worker."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.sequence = 0
+        self.answer: Deal | None = None
+        self.held: dict[int, Ticket] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether its newest ask has no answer."""
+        return self.sequence > 0 and self.answer is None
+
+
+class _SavedSchedule(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    batches_per_epoch: int
+    frontier: int
+    """No ticket from this one on was ever dealt."""
+    done: tuple[Range, ...]
+
+
+class BatchScheduler:
+    """Deals the tickets `0 … num_tickets-1` to workers that come and go. Call `due` after every event.
+
+        scheduler = BatchScheduler(batches_per_epoch=8, num_tickets=80, deals="freely", workers=2)
+        scheduler.join(0, incarnation=1)
+        scheduler.ask(0, incarnation=1, sequence=1, done=())     # Deal(…, order="train", tickets=(Ticket(0, 0, 0),))
+
+    `workers`: how many there are at first; "evenly" they have so many places, and a place whose worker is lost (call
+    `lose` for one that never came, too) is served by the others. `warm_start`: only the first worker trains until so
+    many tickets are done. An ask costs O(1) (O(log n) with lost tickets); memory is the tickets held and gaps in those
+    that are done.
+    """
+
+    def __init__(
+        self,
+        batches_per_epoch: int,
+        num_tickets: int,
+        deals: Literal["freely", "evenly"],
+        workers: int,
+        warm_start: int = 0,
+        most_held: int = 2,
+        rests: bool = False,
+    ) -> None:
+        """`most_held`: how many unfinished tickets a worker may have.
+
+        `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`.
+        """
+        if min(batches_per_epoch, num_tickets, workers, most_held) < 1 or warm_start < 0:
+            raise ValueError(
+                "a scheduler needs at least one batch, ticket, worker and ticket to hold, and no negative warm start; got "
+                f"{batches_per_epoch=}, {num_tickets=}, {workers=}, {most_held=}, {warm_start=}"
+            )
+        if deals == "evenly":
+            _check_even(batches_per_epoch, num_tickets, workers, warm_start)
+        self.batches_per_epoch, self.num_tickets, self.deals = batches_per_epoch, num_tickets, deals
+        self._warm_start, self._most_held = warm_start, most_held
+        self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
+        self._workers: dict[int, _Worker] = {}
+        self._lives: dict[int, int] = {}
+        self._again: list[int] = []
+        self._done = Ranges()
+        self._stopped = False
+        self.rests = rests
+        self._holds_back = False
+        self._uneven = False
+        self._changed = False  # whether an ask that waits may have an answer now
+        self._step = workers if deals == "evenly" else 1
+        self._barrier: int | None = None  # no ticket from this one on is dealt for now
+        self._save_at: int | None = None  # nor from this one on, before every shard knows of the snapshot there
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def join(self, worker: int, incarnation: int) -> bool:
+        """`worker` begins its life `incarnation`; an earlier one is lost. False if this life, or a later, is over."""
+        known = self._workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            return True
+        if incarnation <= self._lives.get(worker, -1):
+            return False
+        if known is not None:
+            self.lose(worker)
+        self._lives[worker] = incarnation
+        self._workers[worker] = _Worker(incarnation)
+        self._supply.join(worker)
+        self._uneven |= self._supply.uneven
+        self._changed = True
+        return True
+
+    def lose(self, worker: int) -> None:
+        """`worker` is lost, or never came: what it holds is dealt again, before everything else."""
+        life = self._workers.pop(worker, None)
+        for number in () if life is None else life.held:
+            heappush(self._again, number)
+        self._supply.lose(worker)
+        self._uneven |= self._supply.uneven or (life is not None and bool(life.held))
+        self._changed = True
+
+    def ask(self, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
+        """The answer to ask number `sequence` (1, 2, …), or None: it will come from `due`, or the ask is out of date.
+
+        `done`: tickets that every shard has acknowledged; of those, what the worker does not hold is ignored.
+        """
+        life = self._workers.get(worker)
+        if life is None or life.incarnation != incarnation or sequence < max(1, life.sequence):
+            return None
+        self._note_done(life, done)
+        if sequence > life.sequence:
+            life.sequence, life.answer = sequence, None
+        return life.answer if life.answer is not None else self._answer(worker, life)
+
+    def leave(self, worker: int, done: Sequence[int]) -> None:
+        """`worker` was told to finish, and goes with its last word on what it has `done`."""
+        if (life := self._workers.get(worker)) is not None:
+            self._note_done(life, done)
+            self.lose(worker)
+
+    def due(self) -> list[Deal]:
+        """Answers that have become possible, in the order of workers. Each is given once; a repeated ask has it too."""
+        if not self._changed:
+            return []
+        self._changed = False
+        answers = [self._answer(worker, self._workers[worker]) for worker in self._waiting()]
+        return [deal for deal in answers if deal is not None]
+
+    def stop(self) -> None:
+        """Deal nothing more, and tell workers to finish. "evenly" the step that was begun is dealt to its end.
+
+        A run whose every ticket is done has not been stopped: its weights are those of its last batch.
+        """
+        if self.finished:
+            return
+        self._stopped = self._changed = True
+        if self.deals == "evenly":
+            self.num_tickets = self._whole_steps
+
+    def pause(self, at: int = 0) -> None:
+        """Deal no ticket from `at` on, or from now on if those were dealt already, until `resume`; then comes `quiet`.
+
+        "evenly" the step that was begun is dealt to its end, so that nobody waits for what will not come.
+        """
+        first = max(at, self._supply.frontier)
+        self._barrier = -(-first // self._step) * self._step
+        self._changed = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self._barrier = None
+        self._changed = True
+
+    def save(self) -> int:
+        """How many batches are decided where all shards, dealt evenly, can save the same; dealt freely, 0: at once.
+
+        It is the end of the step after the newest: no ticket behind it is dealt before `saved`, and until then there
+        is a step to do. So no shard can be further when it hears of the snapshot, and workers wait only where shards
+        take longer to answer than a step lasts.
+        """
+        if self.deals == "freely" or self.finished:
+            return 0
+        self._save_at = min(self._whole_steps + self._step, self.num_tickets)
+        return self._save_at
+
+    def saved(self) -> None:
+        """Every shard knows where it is to save."""
+        self._save_at = None
+        self._changed = True
+
+    def hold_back(self, on: bool) -> None:
+        """Whether workers must finish what they hold before they get more."""
+        if on != self._holds_back:
+            self._holds_back, self._changed = on, True
+
+    def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
+        before = self.finished, self._is_warm
+        for number in done:
+            if life.held.pop(number, None) is not None:
+                self._done.add(number)
+        if before != (self.finished, self._is_warm):
+            self._changed = True
+
+    # ------------------------------------------------------------------------------------------------------- answers
+
+    def _answer(self, worker: int, life: _Worker) -> Deal | None:
+        chosen = self._choose(worker, life)
+        if chosen is None:
+            return None
+        order, tickets = chosen
+        life.held.update((ticket.number, ticket) for ticket in tickets)
+        life.answer = Deal(worker, life.incarnation, life.sequence, order, tickets)
+        return life.answer
+
+    def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
+        if self.finished or (self._stopped and self.deals == "freely"):
+            return "finish", ()
+        if self._holds_back and life.held:
+            return "wait", ()
+        if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
+            ticket = self._next_ticket(worker)
+            if ticket is not None:
+                return "train", (ticket,)
+        return ("wait", ()) if life.held else None
+
+    def _next_ticket(self, worker: int) -> Ticket | None:
+        if self._again and self._again[0] < self._limit:
+            return self._ticket(heappop(self._again), again=True)
+        fresh = self._supply.take(worker, self._limit)
+        return None if fresh is None else self._ticket(fresh.number, again=fresh.moved)
+
+    def _ticket(self, number: int, again: bool) -> Ticket:
+        return Ticket(number, *divmod(number, self.batches_per_epoch), again=again)
+
+    @property
+    def _limit(self) -> int:
+        """The first ticket that may not be dealt yet."""
+        return min(at for at in (self.num_tickets, self._barrier, self._save_at) if at is not None)
+
+    @property
+    def _is_warm(self) -> bool:
+        return not self._warm_start or len(self._done) >= self._warm_start
+
+    @property
+    def _first(self) -> int:
+        """The lowest worker that has asked in this life: one that is only about to start holds nobody up."""
+        return min(worker for worker, life in self._workers.items() if life.sequence)
+
+    def _waiting(self) -> list[int]:
+        return sorted(worker for worker, life in self._workers.items() if life.waits)
+
+    # ----------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def finished(self) -> bool:
+        """Whether every ticket is done; of a run that was stopped, every one that was dealt and is not lost."""
+        if self._stopped and self.deals == "freely":
+            return not any(life.held for life in self._workers.values())
+        return self._done.covers(0, self.num_tickets - 1)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was stopped before its end."""
+        return self._stopped
+
+    @property
+    def quiet(self) -> bool:
+        """Whether a pause has come into force: all before it is done, and every worker waits with empty hands."""
+        if self._barrier is None or self.finished or not self._done.covers(0, self._barrier - 1):
+            return False
+        return not any(life.held or life.answer is not None for life in self._workers.values())
+
+    @property
+    def _whole_steps(self) -> int:
+        """How many batches the steps have that are begun."""
+        return min(-(-self._supply.frontier // self._step) * self._step, self.num_tickets)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs all of whose tickets are done, from the first on."""
+        gaps = self._done.missing(0, self.num_tickets - 1)
+        return (gaps[0][0] if gaps else self.num_tickets) // self.batches_per_epoch
+
+    @property
+    def done(self) -> tuple[Range, ...]:
+        """The tickets that are done, as ranges [first, last]."""
+        return self._done.tuples
+
+    @property
+    def resting(self) -> tuple[int, ...]:
+        """Workers that rules must not wait for: they get no ticket unless another is lost. See the module's text.
+
+        Empty where tickets are dealt evenly and nobody was lost, and where they are dealt freely without `rests`.
+        """
+        can_rest = self._uneven if self.deals == "evenly" else self.rests
+        if not can_rest or self._done.covers(0, self._limit - 1):
+            return ()
+        return tuple(self._waiting())
+
+    def holders(self) -> dict[int, int]:
+        """Who holds which ticket: ticket -> worker."""
+        return {number: worker for worker, life in self._workers.items() for number in life.held}
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def dump(self) -> bytes:
+        """What a full restart needs. Workers are not in it: after a restart all of them are new."""
+        return msgspec.msgpack.encode(
+            _SavedSchedule(_VERSION, self.batches_per_epoch, self._supply.frontier, self._done.tuples)
+        )
+
+    def load(self, state: bytes, applied: Sequence[Sequence[Range]] = ()) -> None:
+        """Go on from `state`, in a new scheduler whose workers have not joined. Tickets once dealt are dealt `again`.
+
+        `applied`: for each shard the tickets in the snapshot that it went on from (`Statistics.tickets`). Then those
+        are done that every shard has. Some shards may have more than the others, and drop them when they come again.
+        Where only whole steps are missing, "evenly" deals them to the workers that had them before.
+        The run's end, the kind of dealing and the number of workers may have changed, the batches of an epoch not.
+        """
+        if self._workers or self._supply.frontier:
+            raise ValueError("this scheduler has begun already; load into a new one")
+        saved = _decoded(state)
+        if saved.batches_per_epoch != self.batches_per_epoch:
+            raise ValueError(
+                f"the saved run has {saved.batches_per_epoch} batches an epoch, this one {self.batches_per_epoch}; "
+                "go on with the same data and batch size, or begin anew"
+            )
+        frontier = max([saved.frontier, *(last + 1 for shard in applied for _, last in shard)])
+        absent = Ranges()
+        for shard in applied if applied else [saved.done]:
+            for first, last in Ranges(shard).missing(0, frontier - 1):
+                absent.add(first, last)
+        if (num_absent := sum(last - first + 1 for first, last in absent)) > _MOST_ABSENT:
+            raise ValueError(f"{num_absent} batches before the last one that was dealt are not done; that is no run's")
+        begun = absent.tuples[0][0] // self._step * self._step if absent.tuples else frontier
+        if self.deals == "evenly" and absent.covers(begun, frontier - 1):  # whole steps: they come as they came first
+            absent, frontier = Ranges(), begun
+        self._done = Ranges(absent.missing(0, frontier - 1))
+        self._again = [number for first, last in absent for number in range(first, last + 1)]
+        self._again += self._supply.skip_to(frontier)
+        heapify(self._again)
+        self._uneven = True
+
+
+def _decoded(state: bytes) -> _SavedSchedule:
+    try:
+        saved = msgspec.msgpack.decode(state, type=_SavedSchedule)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no scheduler's state: {error}") from error
+    if saved.version != _VERSION:
+        raise ValueError(f"the scheduler's state has version {saved.version}, this program reads {_VERSION}")
+    return saved
+
+
+def _check_even(batches_per_epoch: int, num_tickets: int, workers: int, warm_start: int) -> None:
+    if batches_per_epoch % workers or num_tickets % workers:
+        raise ValueError(
+            f"dealing evenly needs multiples of {workers} workers, got {batches_per_epoch} batches an epoch and "
+            f"{num_tickets} in all; spread an epoch's last samples over all workers"
+        )
+    if warm_start:
+        raise ValueError(f"dealing evenly cannot warm start with one worker, got warm_start={warm_start}; deal freely")

@@ -1,0 +1,40 @@
+"""`FailureDetector`: who has been heard of when, and who has been silent for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from polytempo.server.timing import Timing
+
+
+class FailureDetector:
+    """The coordinator's ears. A copy, a worker, and one that is only starting have different patience.
+
+    A node is heard of when it sends a message, or when the engine sees its process run: a worker may compute for hours.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._heard_s: dict[int, float] = {}
+        self._looked_s: float | None = None
+
+    def heard(self, now_s: float, node: int) -> None:
+        """`node` has said something, or its process was seen to run."""
+        self._heard_s[node] = now_s
+
+    def forget(self, node: int) -> None:
+        """`node` is gone."""
+        self._heard_s.pop(node, None)
+
+    def look(self, now_s: float, copies: Collection[int], workers: Iterable[int], starting: set[int]) -> list[int]:
+        """Those that have been silent for too long. Where we ourselves stood still, it was not they who were silent."""
+        timing = self._timing
+        gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        if gap_s > 2 * timing.beat_s:
+            self._heard_s = {node: heard_s + gap_s for node, heard_s in self._heard_s.items()}
+        for node in {*copies, *starting}:
+            self._heard_s.setdefault(node, now_s + (timing.starting_s if node in copies else 0.0))
+        limits = dict.fromkeys(starting, timing.starting_s) | dict.fromkeys(copies, timing.lost_s)
+        limits |= dict.fromkeys(workers, timing.worker_lost_s)
+        return [node for node, limit_s in limits.items() if now_s - self._heard_s.get(node, now_s) > limit_s]

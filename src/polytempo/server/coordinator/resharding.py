@@ -1,0 +1,222 @@
+"""`Reshaper`: shards come and go while training goes on. The coordinator's part of it, without I/O.
+
+    pause      no new tickets; workers push what they hold, and wait       (`BatchScheduler.pause`; `quiet` ends it)
+    lend       shards show what others take over                           Lend ──▶ Lent
+    take       those others hold it, every copy of them                    Reshape ──▶ Noted
+    let go     now those that lent hold it no more                         Reshape ──▶ Noted
+    resume     a new view: layout, ranges, chains; whoever is dealt a ticket must know it, and fetches the weights
+
+While elements move, nobody asks the shards for anything else: no worker has a request under way, and the coordinator
+keeps news of members, snapshots and deals to itself. So what was lent is what is taken. At any moment each element is
+held by one shard at least, and pushed to by one at most. Every step is a request to a shard's log, so it is repeated
+until it is answered, applied once, and in every copy before it is answered: a copy may die at any moment. One change
+at a time: a shard gives or takes, never both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from sys import maxsize
+from typing import NamedTuple
+
+from polytempo.server.layout import Parameter, Spans, with_shard_added, with_shard_drained
+from polytempo.server.message import Inquire, Lend, Lent, Outbox, Request, Reshape
+from polytempo.server.requests import Requests
+from polytempo.server.shard.transfer import common, covers
+
+Build = Callable[[int, int, int], Request]
+"""(worker, incarnation, sequence) -> a request with these."""
+Orders = list[tuple[int, Build]]
+"""(shard, what it is asked)."""
+
+
+class Change(NamedTuple):
+    """One shard more, on `nodes`, or shard `drained` no more: then shards hold what `target` says."""
+
+    target: tuple[Spans, ...]
+    nodes: tuple[int, ...] = ()
+    drained: int = -1
+
+
+class Shards(NamedTuple):
+    """The shards as the coordinator sees them, by number: its own lists, which change as shards come and go."""
+
+    chains: list[tuple[int, ...]]
+    """() for one that was drained."""
+    asked: list[Requests]
+    known: list[int]
+    """How many changes of membership each has taken in."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one has not answered yet."""
+        return any(asked.unanswered for asked in self.asked)
+
+    @property
+    def live(self) -> list[tuple[int, Requests]]:
+        """What is asked of those that have not been drained, by number."""
+        return [(shard, self.asked[shard]) for shard, chain in enumerate(self.chains) if chain]
+
+    def ask(self, build: Callable[[int, int, int], Request]) -> set[tuple[int, int]]:
+        """Put `build(worker, incarnation, sequence)` in every live shard's line; the (shard, sequence) of each."""
+        return {(shard, asked.add(build).sequence) for shard, asked in self.live}
+
+    def sendable(self, now_s: float) -> Outbox:
+        """What is to be sent for the first time now."""
+        return [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
+
+    def headed_by(self, node: int) -> int | None:
+        """The shard whose first copy is on `node`; None if none is."""
+        return next((shard for shard, chain in enumerate(self.chains) if chain[:1] == (node,)), None)
+
+    def late(self, now_s: float) -> Outbox:
+        """What is to be sent again."""
+        return [(asked.head, request) for asked in self.asked for request in asked.late(now_s)]
+
+    def redirected(self, now_s: float) -> Outbox:
+        """What is to be sent again because another copy is asked now."""
+        moved = [(self.chains[shard][0], asked) for shard, asked in self.live if asked.head != self.chains[shard][0]]
+        return [(head, request) for head, asked in moved for request in asked.ask(head, now_s)]
+
+
+class Reshaper:
+    """What `Coordinator` knows of layouts: `spans[s]` is what shard s of `parameters` holds, () if it was drained."""
+
+    def __init__(self, parameters: Sequence[Parameter] = (), spans: Sequence[Spans] = ()) -> None:
+        self.parameters, self.spans = tuple(parameters), tuple(spans)
+        self.layout = 0
+        """How often `spans` has changed."""
+        self._wanted: deque[Change] = deque()
+        self._absent: set[int] = set()
+        self._change: Change | None = None
+        self._context: Iterator[Orders] = iter(())
+        self._lent: list[Lent] = []
+
+    # ------------------------------------------------------------------ what is wanted
+
+    def add(self, nodes: Sequence[int]) -> None:
+        """One shard more is wanted, whose copies are on `nodes`; it begins when all of them have been heard of."""
+        if not nodes:
+            raise ValueError("a shard needs a node for its copy")
+        self._check()
+        self._wanted.append(Change(with_shard_added(self.parameters, self.last), nodes=tuple(nodes)))
+        self._absent.update(nodes)
+
+    def drain(self, shard: int) -> None:
+        """Shard `shard` is wanted no more."""
+        self._check()
+        last = self.last
+        if not 0 <= shard < len(last) or not last[shard]:
+            holders = [number for number, spans in enumerate(last) if spans]
+            raise ValueError(f"shard {shard} holds nothing that others could take over; those that do are {holders}")
+        self._wanted.append(Change(with_shard_drained(self.parameters, last, shard), drained=shard))
+
+    def _check(self) -> None:
+        if not self.spans:
+            raise ValueError("this coordinator was not told its shards' ranges; give parameters=… and spans=…")
+        tables = [parameter.name for parameter in self.parameters if parameter.row_width]
+        if tables:
+            raise ValueError(f"tables with sparse gradients do not move, and {tables[0]} is one; use sparse=False")
+
+    @property
+    def last(self) -> tuple[Spans, ...]:
+        """What the shards will hold when all that is wanted is done."""
+        present = self.spans if self._change is None else self._change.target
+        return self._wanted[-1].target if self._wanted else present
+
+    def heard(self, node: int) -> None:
+        """`node` lives."""
+        self._absent.discard(node)
+
+    def lose(self, node: int) -> int | None:
+        """`node` is gone. The shard that this leaves without any copy before it began; None if none."""
+        self._absent.discard(node)
+        for place, change in enumerate(self._wanted):
+            if node in change.nodes:
+                left = tuple(other for other in change.nodes if other != node)
+                self._wanted[place] = change._replace(nodes=left)
+                return None if left else len(self.spans) + place
+        return None
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Nodes of shards to come that have not been heard of."""
+        return frozenset(self._absent)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change is wanted or under way."""
+        return bool(self._wanted) or self.moving
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next change could begin, were it quiet."""
+        return bool(self._wanted) and not self.moving and self._absent.isdisjoint(self._wanted[0].nodes)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a change is under way: then the shards hear of nothing else."""
+        return self._change is not None
+
+    # ------------------------------------------------------------------ what is done
+
+    def take(self, reply: Lent) -> None:
+        """A piece has come."""
+        if self.moving:
+            self._lent.append(reply)
+
+    def go_on(self, is_still: bool, shards: Shards) -> tuple[int, ...] | None:
+        """Begin, go on, or end, as far as that is possible. None, or: the view has changed, and these must hear of it
+        though they are not in it any more."""
+        if self.ready and is_still:
+            change = self._change = self._wanted.popleft()
+            self._context = self._orders(change)
+            if change.nodes:  # known by its chain before anything is asked of it
+                shards.chains.append(change.nodes)
+                shards.asked.append(shards.asked[0].beside(change.nodes[0]))
+                shards.known.append(min(shards.known))
+            return ()
+        while self._change is not None and not shards.busy:
+            orders = next(self._context, None)
+            if orders is None:
+                return self._end(self._change, shards)
+            for shard, build in orders:
+                shards.asked[shard].add(build)
+        return None
+
+    def _end(self, change: Change, shards: Shards) -> tuple[int, ...]:
+        """The change is done: its layout is the present one."""
+        self._change, self._lent = None, []
+        self.spans, self.layout = change.target, self.layout + 1
+        if change.drained < 0:
+            return ()
+        gone, shards.chains[change.drained] = shards.chains[change.drained], ()
+        shards.known[change.drained] = maxsize
+        return gone
+
+    def _orders(self, change: Change) -> Iterator[Orders]:
+        after, drained = change.target, change.drained
+        before = self.spans if drained >= 0 else (*self.spans, ())
+        takers = [shard for shard, spans in enumerate(after) if not covers(before[shard], spans)]
+        givers = [shard for shard, spans in enumerate(before) if not covers(after[shard], spans)]
+        if drained >= 0:
+            yield [(drained, Inquire)]  # it will not be there at the end
+        pairs = [(giver, common(before[giver], after[taker])) for taker in takers for giver in givers]
+        yield [(giver, partial(_lend, spans)) for giver, spans in pairs if spans]
+        pieces = sorted(self._lent, key=lambda lent: (lent.shard, lent.spans))
+        yield [(shard, partial(_reshape, after[shard], _for(after[shard], pieces))) for shard in takers]
+        yield [(shard, partial(_reshape, after[shard], ())) for shard in givers]
+
+
+def _for(spans: Spans, pieces: Sequence[Lent]) -> tuple[Lent, ...]:
+    return tuple(piece for piece in pieces if common(spans, piece.spans))
+
+
+def _lend(spans: Spans, worker: int, life: int, sequence: int) -> Lend:
+    return Lend(worker, life, sequence, spans)
+
+
+def _reshape(spans: Spans, pieces: tuple[Lent, ...], worker: int, life: int, sequence: int) -> Reshape:
+    return Reshape(worker, life, sequence, spans, pieces)

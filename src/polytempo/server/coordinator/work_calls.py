@@ -1,0 +1,59 @@
+"""`Calls`: workers' calls for work as the coordinator keeps them: which wait, and what was said to which."""
+
+from __future__ import annotations
+
+from polytempo.server.message import Ask, Deal
+
+
+class Calls:
+    """The last call of each worker, and its answer."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Ask] = {}
+        """Calls that the scheduler has not heard of."""
+        self.unsaid: dict[int, Deal] = {}
+        """Answers to workers that the shards do not all know yet."""
+        self.finishing: dict[int, int] = {}
+        """Workers that were told to finish, with the number of the call that this answered."""
+        self._said: dict[int, tuple[int, int]] = {}
+        self._heard_of: dict[int, tuple[int, int]] = {}
+
+    def begin(self, ask: Ask) -> None:
+        """The worker begins its life with this call."""
+        self._heard_of[ask.worker] = ask.incarnation, 0
+
+    def is_of_the_past(self, ask: Ask) -> bool:
+        """Whether that life of the worker, or a later one, has been heard of."""
+        return ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]
+
+    def new_rows(self, ask: Ask) -> tuple[bytes, ...]:
+        """The call's rows of metrics, unless they came before: a call may come several times."""
+        if ask.sequence <= self._heard_of.get(ask.worker, (0, 0))[1]:
+            return ()
+        self._heard_of[ask.worker] = ask.incarnation, ask.sequence
+        return ask.rows
+
+    def was_answered(self, ask: Ask) -> bool:
+        """Whether this very call was answered already."""
+        return self._said.get(ask.worker) == (ask.incarnation, ask.sequence)
+
+    def say(self, worker: int) -> Deal:
+        """Take out the answer that goes to the worker now."""
+        deal = self.unsaid.pop(worker)
+        self._said[worker] = deal.incarnation, deal.sequence
+        return deal
+
+    def is_goodbye(self, ask: Ask) -> bool:
+        """Whether a worker that was told to finish has called again: it has what it wants, and goes."""
+        told = self.finishing.get(ask.worker)
+        return told is not None and ask.sequence > told
+
+    def lose(self, worker: int) -> None:
+        """The worker waits for nothing more."""
+        self.waiting.pop(worker, None)
+        self.unsaid.pop(worker, None)
+
+    @property
+    def unknown_tickets(self) -> set[int]:
+        """Tickets whose owners have not been told of them."""
+        return {ticket.number for deal in self.unsaid.values() for ticket in deal.tickets}

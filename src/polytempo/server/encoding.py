@@ -1,0 +1,305 @@
+"""What is pushed and pulled, encoded: for each shard one message, of ranges of parameters.
+
+parameters   [ w1 w1 w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 ]      w1 has rows of 2, b1 is small
+shard 1                     └──────────────────────┘
+ranges                      w1[5:6] | w1[6:8] | b1 | w2[0:2]  whole rows, and what a cut leaves of a row by itself
+message      [ wire | wire | b1 as it is | wire ]             uint8: what travels, and what logs and records hold
+
+A codec's groups (1-bit's columns, scales of rows) are rows, so where shards are cut between rows, or a codec knows no
+groups, the cuts change no bit. What is small as a whole parameter travels as it is, wherever it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.compression.packing import EXACT_BELOW, Packing, whole
+from polytempo.core import Codec, CodecState, NotFinite, PolytempoError
+from polytempo.server.codec_state import Kept, carried, owed
+from polytempo.server.layout import Parameter, Spans, describe
+from polytempo.server.shard.optimizer import can_be_native, first_unfinite
+
+_NOTHING = -0.0
+"""The only number that changes none by being added to it, -0.0 included."""
+_ALIGNED = 8
+
+
+class Undecodable(ValueError):
+    """A message that is no encoding of this shard's ranges."""
+
+
+class Overflown(PolytempoError):
+    """A worker has pulled weights that are no numbers any more, though no gradient was: steps were too large."""
+
+
+class Range(NamedTuple):
+    """Elements of one parameter that one shard holds."""
+
+    name: str
+    """The parameter's, with the elements where they are not all: `w1[6:8]`."""
+    begin: int
+    """Where in the shard's own vector."""
+    start: int
+    """Where in the flat vector of all parameters."""
+    shape: tuple[int, ...]
+    is_small: bool
+    """Whether the whole parameter is."""
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return torch.Size(self.shape).numel()
+
+    def of(self, vector: Tensor, at: int) -> Tensor:
+        """This range of `vector`, where it begins at `at`, in its shape."""
+        return vector[at : at + self.numel].view(self.shape)
+
+
+def ranges(parameters: Sequence[Parameter], spans: Spans) -> tuple[Range, ...]:
+    """A shard's own vector as ranges of parameters, none of which are tables."""
+    found: list[Range] = []
+    at = 0
+    for span in spans:
+        start = 0
+        for parameter in parameters:
+            begin, end = max(span.begin, start), min(span.end, start + parameter.numel)
+            if begin >= end:
+                start += parameter.numel
+                continue
+            for first, last, shape in _cuts(parameter, begin - start, end - start):
+                is_whole = last - first == parameter.numel
+                name = parameter.name if is_whole else f"{parameter.name}[{first}:{last}]"
+                place = at + first - (begin - start)
+                found.append(Range(name, place, start + first, shape, parameter.numel < EXACT_BELOW))
+            at += end - begin
+            start += parameter.numel
+    return tuple(found)
+
+
+def _cuts(parameter: Parameter, begin: int, end: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """The elements begin … end-1 in whole rows, and what is left of a row before and after them: with their shapes."""
+    rest = parameter.shape[1:]
+    width = torch.Size(rest).numel()
+    first = min(-(-begin // width) * width, end)
+    last = max(end // width * width, first)
+    if begin < first:
+        yield begin, first, (first - begin,)
+    if first < last:
+        yield first, last, ((last - first) // width, *rest) if parameter.shape else (last - first,)
+    if last < end:
+        yield last, end, (end - last,)
+
+
+class Coding:
+    """The layout of one shard's messages. `own`: the vectors are the shard's own ones, else those of all parameters."""
+
+    def __init__(
+        self, parameters: Sequence[Parameter], spans: Spans, codec: Codec, dtype: torch.dtype, *, own: bool
+    ) -> None:
+        self.codec = codec
+        self.ranges = ranges(parameters, spans)
+        self._places = [each.begin if own else each.start for each in self.ranges]
+        self.likes = {each.name: torch.empty((), dtype=dtype).expand(each.shape) for each in self.ranges}
+        pieces = [
+            piece
+            for each in self.ranges
+            for piece in whole({each.name: self.likes[each.name]}, codec, each.numel + 1 if each.is_small else 0)
+        ]
+        self.packing = Packing(pieces, self.likes)
+        self.states: dict[str, CodecState] = {piece.name: piece.codec.init(self.likes[piece.name]) for piece in pieces}
+        """What the codec remembers of each range before the first message."""
+
+    def encode(
+        self, vector: Tensor, states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
+    ) -> tuple[Tensor, dict[str, CodecState]]:
+        """The message, in memory of its own, and what the codec remembers now."""
+        message, after = self.packing.encode(self._views(vector), states, step, rank, life)
+        return (message if message.numel() == self.packing.num_bytes else message.clone()), after
+
+    def into_(self, message: Tensor, vector: Tensor) -> None:
+        """vector ← what the message says, on the shard's ranges. Raises Undecodable, whatever the message is.
+
+        No context is needed: `server.codecs` has let in only codecs whose wires say all.
+        """
+        expected = self.packing.num_bytes
+        fits = message.numel() == expected if self.packing.fixed else message.numel() <= expected
+        if message.dtype is not torch.uint8 or message.dim() != 1 or not fits:
+            kind = f"{tuple(message.shape)} of {message.dtype}"
+            most = "" if self.packing.fixed else "up to "
+            raise Undecodable(f"{kind} is no message of {self.codec.name}, which has {most}{expected} bytes here")
+        begins = message.data_ptr(), message.storage_offset()  # torch views bytes as floats only where both are aligned
+        if any(place % _ALIGNED for place in begins) or not message.is_contiguous():
+            message = message.clone(memory_format=torch.contiguous_format)
+        views = self._views(vector)
+        for view in views.values():
+            view.fill_(_NOTHING)
+        try:
+            self.packing.add_(message, views, step=0, rank=0)
+        except Exception as error:  # whatever a codec meets in bytes that no codec made
+            raise Undecodable(f"no message of {self.codec.name}: {error}") from error
+
+    def _views(self, vector: Tensor) -> dict[str, Tensor]:
+        return {each.name: each.of(vector, at) for each, at in zip(self.ranges, self._places, strict=True)}
+
+
+# ---------------------------------------------------------------------------------------------------- at the worker
+
+
+class Encoder:
+    """What worker `worker` pushes to the shards of `shards`, encoded, and what the codec remembers between pushes.
+
+    A worker that comes back counts its pushes anew; `incarnation` (from 1) keeps it from drawing what it drew before.
+
+    Cost: one look through the gradient, then the codec's.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        parameters: Sequence[Parameter],
+        shards: Sequence[Spans],
+        dtype: torch.dtype,
+        worker: int,
+        incarnation: int = 1,
+    ) -> None:
+        self._codec, self._parameters, self._dtype, self._worker = codec, tuple(parameters), dtype, worker
+        self._life = incarnation - 1
+        self._codings = self._codings_of(shards)
+        self._states = [coding.states for coding in self._codings]
+        self._pushes = 0
+
+    @property
+    def flops(self) -> float:
+        """What encoding a push costs: half of what the codec says of there and back."""
+        return sum(coding.packing.flops for coding in self._codings) / 2
+
+    def encode(self, flat: Tensor) -> list[Tensor]:
+        """The message to each shard. Raises NotFinite, before anything is changed, where `flat` has such an element."""
+        bad = first_unfinite(flat, can_be_native(flat.dtype)) if flat.numel() else -1
+        if bad >= 0:
+            where = next(r for coding in self._codings for r in coding.ranges if 0 <= bad - r.start < r.numel)
+            rank = f"{where.name} on rank {self._worker}"
+            raise NotFinite(self._codec.name, bad - where.start, float(flat[bad]), rank)
+        self._pushes += 1
+        messages = []
+        for shard, coding in enumerate(self._codings):
+            message, after = coding.encode(flat, self._states[shard], self._pushes, self._worker, self._life)
+            self._states[shard] = after
+            messages.append(message)
+        return messages
+
+    def move(self, shards: Sequence[Spans]) -> None:
+        """Shards hold other ranges from now on. What is remembered of an element goes with it."""
+        before = [
+            Kept(r.start, r.shape, self._states[s][r.name]) for s, c in enumerate(self._codings) for r in c.ranges
+        ]
+        self._codings = self._codings_of(shards)
+        self._states = [
+            {each.name: carried(before, each.start, each.shape, coding.states[each.name]) for each in coding.ranges}
+            for coding in self._codings
+        ]
+
+    def owed(self) -> Tensor:
+        """What has not been sent yet of each element, flat."""
+        total = torch.zeros(sum(parameter.numel for parameter in self._parameters), dtype=self._dtype)
+        for coding, states in zip(self._codings, self._states, strict=True):
+            for each in coding.ranges:
+                for residual in owed(states[each.name]):
+                    each.of(total, each.start).add_(residual)
+        return total
+
+    def _codings_of(self, shards: Sequence[Spans]) -> list[Coding]:
+        return [Coding(self._parameters, spans, self._codec, self._dtype, own=False) for spans in shards]
+
+
+class Opened:
+    """What a worker pulls from the shards of `shards`, decoded where it belongs in its flat vector."""
+
+    def __init__(
+        self, codec: Codec, parameters: Sequence[Parameter], shards: Sequence[Spans], dtype: torch.dtype
+    ) -> None:
+        self._codec, self._parameters, self._dtype = codec, tuple(parameters), dtype
+        self.move(shards)
+
+    @property
+    def flops(self) -> float:
+        """What decoding a pull costs."""
+        return sum(coding.packing.flops for coding in self._codings) / 2
+
+    def place_(self, flat: Tensor, shard: int, message: Tensor) -> None:
+        """Put what the shard holds into the flat vector. Raises Overflown where that is NaN or infinite."""
+        coding = self._codings[shard]
+        if message.dtype is not self._dtype or message.shape != (sum(each.numel for each in coding.ranges),):
+            coding.into_(message, flat)
+            return
+        bad = first_unfinite(message, can_be_native(message.dtype))
+        for each in coding.ranges:
+            if each.begin <= bad < each.begin + each.numel:
+                where = describe(self._parameters, each.start + bad - each.begin)
+                raise Overflown(
+                    f"shard {shard} holds {float(message[bad])} as {where}, which pull_codec={self._codec.name} cannot "
+                    "encode; a step was too large: lower the learning rate, and go on from an earlier snapshot"
+                )
+            each.of(flat, each.start).copy_(each.of(message, each.begin))
+
+    def move(self, shards: Sequence[Spans]) -> None:
+        """Shards hold other ranges from now on."""
+        self._codings = [Coding(self._parameters, spans, self._codec, self._dtype, own=False) for spans in shards]
+
+
+# ----------------------------------------------------------------------------------------------------- at the shard
+
+
+class Pushes:
+    """What is pushed to a shard, decoded into memory that is used again."""
+
+    def __init__(self, coding: Coding, numel: int, dtype: torch.dtype) -> None:
+        self._coding, self._numel, self._dtype = coding, numel, dtype
+        self._buffers: list[Tensor] = []
+
+    def gradient(self, message: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
+        """The gradient, in memory that is none of `kept`: those that wait still. Raises Undecodable."""
+        free = (buffer for buffer in self._buffers if not any(buffer is other for other in kept))
+        buffer = next(free, None)
+        if buffer is None:
+            buffer = torch.empty(self._numel, dtype=self._dtype)
+            self._buffers.append(buffer)
+        self._coding.into_(message, buffer)
+        return buffer
+
+    def seen(self, message: Tensor) -> Tensor:
+        """The same in new memory, for somebody who looks on."""
+        gradient = torch.empty(self._numel, dtype=self._dtype)
+        self._coding.into_(message, gradient)
+        return gradient
+
+
+class ShownEncoding:
+    """A shard's weights as those who pull see them: encoded once for each version.
+
+    Weights that the codec refuses, because a step has made them infinite, travel as they are: the shard must live, and
+    `Opened` tells whoever pulls them.
+    """
+
+    def __init__(self, coding: Coding) -> None:
+        self._coding = coding
+        self._version = -1
+        self._message: Tensor | None = None
+
+    def message(self, weights: Tensor, version: int) -> Tensor:
+        """`weights`, which are of `version`, as a message; nobody writes to it."""
+        if self._message is None or version != self._version:
+            try:
+                self._message, _ = self._coding.encode(weights, {}, version, 0)
+            except NotFinite:
+                self._message = weights.clone()
+            self._version = version
+        return self._message
+
+    def forget(self) -> None:
+        """The weights of this version may be others now."""
+        self._message = None

@@ -1,0 +1,18 @@
+"""Backup workers by their number: a step waits for all members but so many."""
+
+from __future__ import annotations
+
+from polytempo.core.call_name import call_name
+from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
+from polytempo.server.rules.first_gradients import first
+
+
+def all_but(backups: int) -> Rule:
+    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) waits for everybody."""
+    if backups < 0:
+        raise ValueError(f"all_but needs backups >= 0 workers, got {backups}")
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        return first(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
+
+    return first(1)._replace(name=call_name(all_but, locals()), receive=receive)

@@ -1,0 +1,59 @@
+"""Bounded staleness (SSP): nobody may be more than so many steps ahead of the slowest."""
+
+from __future__ import annotations
+
+from polytempo.core.call_name import call_name
+from polytempo.core.rule import Action, Answer, Arrival, Rule, RuleState, Situation, Staleness
+from polytempo.server.rules.asynchronous import applied
+from polytempo.server.rules.staleness import constant
+
+
+def within(bound: int, scale: Staleness = constant) -> Rule:
+    """Pushes as `on_arrival`; a pull at clock c is answered once every member has pushed c - `bound` steps.
+
+    So who reads at clock c sees every gradient of the steps up to c - bound, and perhaps newer ones; between two pulls
+    a worker runs on. bound = 0: all wait for all, though each gradient is an update of its own.
+
+    Clocks are compared from where a worker began: when it joins it stands where the slowest other member stands,
+    whatever number its first request has. So who joins, or comes back, holds nobody up for the steps that it missed.
+
+    Workers that push every k-th step only need bound >= k - 1; else all wait for gradients that nobody sends.
+
+    Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
+    2013, section 3. There the worker's cache may answer a read; here every pull comes to the shard.
+    """
+    if bound < 0:
+        raise ValueError(f"within needs bound >= 0 steps, got {bound}")
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        worker, actions = arrival.worker, list[Action]()
+        clocks, offsets, pulls = dict(state["clocks"]), state["offsets"], dict(state["pulls"])
+        if arrival.kind == "left":
+            offsets = {m: offset for m, offset in offsets.items() if m != worker}
+            clocks.pop(worker, None)
+            pulls.pop(worker, None)
+        if arrival.kind in ("joined", "left"):
+            slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
+            clocks = {m: clocks.get(m, slowest) for m in situation.members}
+        if arrival.kind in ("pull", "push", "had") and worker not in offsets:
+            finished = arrival.clock - (arrival.kind != "pull")  # a push is of a step that is only now finished
+            offsets = {**offsets, worker: clocks[worker] - finished}
+        if arrival.kind == "pull":
+            pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
+        if arrival.kind in ("push", "had"):
+            clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
+        if arrival.kind == "push":
+            actions += applied(arrival, situation, scale)
+            if worker not in pulls:  # answers keep the order of requests, so none overtakes a pull that waits
+                actions.append(Answer(worker))
+        slowest = min(clocks.values(), default=0)
+        released = sorted(m for m, clock in pulls.items() if clock - bound <= slowest)
+        for m in released:
+            del pulls[m]
+            actions.append(Answer(m))
+        return {"clocks": clocks, "offsets": offsets, "pulls": pulls}, actions
+
+    def init() -> RuleState:
+        return {"clocks": {}, "offsets": {}, "pulls": {}}
+
+    return Rule(call_name(within, locals()), init, receive)

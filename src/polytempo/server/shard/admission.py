@@ -1,0 +1,83 @@
+"""Whether a push may come before the rule: nothing that cannot be used, and nothing that would poison the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from polytempo.server.encoding import Pushes, Undecodable
+from polytempo.server.layout import Parameter, Spans, describe, flat_index
+from polytempo.server.message import Push
+from polytempo.server.shard.optimizer import Optimizer
+from polytempo.server.shard.state import Waiting
+from polytempo.server.shard.tables import Tables
+
+Look = Callable[[Tensor, tuple[float, ...]], int]
+"""`(gradient, learning rates)` -> the index of the first element that is NaN or infinite, -1 if there is none."""
+
+
+class Admission:
+    """The checks of one shard's pushes. Cost: one read of the gradient."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        spans: Spans,
+        weights: Tensor,
+        optimizer: Optimizer,
+        look: Look,
+        *,
+        tables: Tables | None = None,
+        pushes: Pushes | None = None,
+    ) -> None:
+        self._tables, self._pushes = tables, pushes
+        self._parameters, self._spans = parameters, spans
+        self._shape, self._dtype = tuple(weights.shape), weights.dtype
+        self._optimizer, self._look = optimizer, look
+        self._good_lrs: tuple[float, ...] | None = None
+
+    def admit(self, push: Push, version: int, queues: Mapping[int, Sequence[Waiting]]) -> tuple[Push, str]:
+        """`push` with its gradient decoded where it came encoded, and why it is refused; "" if it is not.
+
+        `queues`: the pushes that wait still, whose gradients are not to be written over.
+        """
+        if self._pushes is not None:
+            kept = [waiting.gradient for queue in queues.values() for waiting in queue]
+            try:
+                push = replace(push, gradient=self._pushes.gradient(push.gradient, kept))
+            except Undecodable as error:
+                return push, f"worker {push.worker}, clock {push.clock}: {error}"
+        return push, self.fault(push, version)
+
+    def gradient_of(self, push: Push) -> Tensor:
+        """What `push` carries, decoded into new memory. Raises Undecodable."""
+        return push.gradient if self._pushes is None else self._pushes.seen(push.gradient)
+
+    def fault(self, push: Push, version: int) -> str:
+        """Why `push` is refused by a shard whose weights are of `version`; "" if it is not."""
+        gradient, who = push.gradient, f"worker {push.worker}"
+        if gradient.shape != self._shape or gradient.dtype != self._dtype:
+            return (
+                f"{who} pushes {tuple(gradient.shape)} of {gradient.dtype}, but the shard holds {self._shape} "
+                f"of {self._dtype}"
+            )
+        if self._tables is not None:
+            if fault := self._tables.fault(push):
+                return fault
+        elif push.rows:
+            return f"{who} pushes rows, but this shard holds no tables"
+        if not 0 <= push.basis <= version:
+            return f"{who} pushes a gradient of version {push.basis}, but there are only versions 0 to {version}"
+        if push.lrs != self._good_lrs:
+            lacks = self._optimizer.lacks(push.lrs)
+            if lacks or not all(map(math.isfinite, push.lrs)):
+                return f"{who}: {lacks or f'learning rates {push.lrs} are not all finite'}"
+            self._good_lrs = push.lrs
+        bad = self._look(gradient, push.lrs)
+        if bad < 0:
+            return ""
+        where = describe(self._parameters, flat_index(self._spans, bad))
+        return f"{who}, clock {push.clock}: the gradient of {where} is {float(gradient[bad])}"

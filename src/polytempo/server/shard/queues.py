@@ -1,0 +1,40 @@
+"""`Queues`: what of each worker waits at a shard for its answer, oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from polytempo.core.rule import Add, Drop, Mix
+from polytempo.server.shard.state import Waiting
+
+
+class Queues:
+    """Pushes and pulls that have not been answered, at a shard with that rule. `waiting`: worker -> its queue."""
+
+    def __init__(self, rule: str, waiting: dict[int, list[Waiting]] | None = None) -> None:
+        self._rule = rule
+        self.waiting = {} if waiting is None else waiting
+
+    def add(self, worker: int, one: Waiting) -> None:
+        """It waits from now on."""
+        self.waiting.setdefault(worker, []).append(one)
+
+    def oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
+        """The push of the action's worker whose gradient waits longest, and that gradient."""
+        for one in self.waiting.get(action.worker, ()):
+            if one.gradient is not None:
+                return one, one.gradient
+        raise RuntimeError(f"the rule {self._rule} says {action}, but no gradient of that worker waits")
+
+    def answerable(self, worker: int) -> Iterator[Waiting]:
+        """Take out, oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
+        queue = self.waiting.get(worker)
+        while queue and queue[0].gradient is None:
+            yield queue.pop(0)
+
+    def leave(self, worker: int) -> list[int]:
+        """Nothing of the worker waits any more: the buffers that were held for it."""
+        gone = self.waiting.pop(worker, ())
+        return [number for one in gone for number in (one.read, one.difference) if number >= 0]

@@ -1,0 +1,109 @@
+"""`through`: a worker's program, with its pushes and pulls performed by messages.
+
+    program ──▶ Push, Pull, Take ──▶ through ──▶ Post, Take ──▶ world
+            ──▶ everything else ───────────────────────────────▶ world
+
+The program's own `Take` gets the messages that are not for the client: what the coordinator deals, what peers say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from polytempo.core import Port, Program
+from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
+from polytempo.server.message import Outbox, Reply, View
+from polytempo.server.worker.client import Client, Pending
+
+T = TypeVar("T")
+
+_MOST_MAIL = 4096
+"""So many messages are kept for the program; what is older is lost, as on a network, and asked for again."""
+_INSTANT_S = 1e-6
+"""Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
+
+
+async def through(client: Client, port: Port, program: Program[T]) -> T:
+    """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
+    mail = _Mail(client, port)
+    value: Any = None
+    error: Exception | None = None
+    while True:
+        try:
+            op = program.send(value) if error is None else program.throw(error)
+        except StopIteration as stop:
+            answer: T = stop.value
+            return answer
+        value, error = None, None
+        try:
+            match op:
+                case Push() | Pull():
+                    value = await mail.finished(await mail.begun(op))
+                case Start(Push() | Pull() as what):
+                    value = Work(await mail.begun(what))
+                case Work(Pending() as pending):
+                    value = await mail.finished(pending)
+                case Take(wait_s):
+                    value = await mail.taken(wait_s)
+                case _:
+                    value = await op
+        except Exception as raised:  # at the program's await
+            error = raised
+
+
+class _Mail:
+    """The mailbox of a worker: the client's part, and the rest."""
+
+    def __init__(self, client: Client, port: Port) -> None:
+        self._client, self._port = client, port
+        self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
+
+    async def begun(self, op: Push | Pull) -> Pending:
+        """Send a push or pull on its way."""
+        client = self._client
+        if flops := client.flops(pushes=isinstance(op, Push)):
+            await self._port.compute(lambda: None, flops)  # the time that the codec takes on the virtual clock
+        while not client.idle and (taken := await self._port.take(0.0)) is not None:  # an answer may open the line
+            await self._sort(await self._port.now(), *taken)
+        pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
+        await self._post(client.outbox(await self._port.now()))
+        return pending
+
+    async def finished(self, pending: Pending) -> Any:
+        """Wait for a push or pull."""
+        await self._until(lambda: pending.done, None)
+        return pending.value
+
+    async def taken(self, wait_s: float | None) -> tuple[int, Parcel] | None:
+        """The next message that is not the client's."""
+        await self._until(lambda: bool(self._rest), wait_s)
+        return self._rest.popleft() if self._rest else None
+
+    async def _until(self, condition: Callable[[], bool], wait_s: float | None) -> None:
+        """Take messages until `condition()` holds, at most for `wait_s`."""
+        client, port = self._client, self._port
+        until_s = None if wait_s is None else await port.now() + wait_s
+        while not condition():
+            now_s = await port.now()
+            patience_s = client.wait_s(now_s)
+            if until_s is not None:
+                patience_s = min(patience_s, until_s - now_s)
+            taken = await port.take(patience_s + _INSTANT_S if patience_s > 0 else 0.0)
+            now_s = await port.now()
+            if taken is not None:
+                await self._sort(now_s, *taken)
+            await self._post(client.tick(now_s, all_read=taken is None))
+            if taken is None and until_s is not None and now_s >= until_s:
+                return
+
+    async def _sort(self, now_s: float, source: int, message: Parcel) -> None:
+        if isinstance(message, Reply | View):
+            await self._post(self._client.receive(now_s, source, message))
+        else:
+            self._rest.append((source, message))
+
+    async def _post(self, out: Outbox) -> None:
+        for to, message in out:
+            await self._port.post(message, to)

@@ -1,0 +1,103 @@
+"""What a job asks of its model on one batch: the loss to descend, and which predictions are right.
+
+loss(output, target)          a batch is a pair (input, target), and output = model(input)
+of_batch(loss)(model, batch)  a batch is whatever the loss understands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.spec.job import Job, OfBatch
+from polytempo.spec.job_calls import called, described, who, wrong
+
+_LOSS, _LOSS_OF_BATCH = "loss(output, target)", "loss(model, batch)"
+_CORRECT, _CORRECT_OF_BATCH = "correct(output, target)", "correct(model, batch)"
+
+
+class Judged(NamedTuple):
+    """What a job says of a model's answers to one batch."""
+
+    loss: Tensor
+    """The mean over the batch."""
+    right: Tensor | None
+    """What the job's `correct` answers; None where it has none."""
+
+
+def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
+    """The mean loss of `model` on `batch`, with a gradient where one is wanted.
+
+    Errors: ValueError for a batch or a loss that the job's form cannot be; JobFailed where model or loss raises.
+    """
+    if isinstance(job.loss, OfBatch):
+        return _loss_of_batch(job, job.loss, model, batch)
+    inputs, target = pair_of(job, batch)
+    return _loss_of_pair(job, _output(job, model, inputs), target)
+
+
+def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
+    """Loss and right predictions of `model` on `batch`: one forward pass for both where the batch is a pair."""
+    loss, correct = job.loss, job.correct
+    output = target = None
+    if not (isinstance(loss, OfBatch) and (correct is None or isinstance(correct, OfBatch))):
+        inputs, target = pair_of(job, batch)
+        output = _output(job, model, inputs)
+    if isinstance(loss, OfBatch):  # noqa: SIM108  # one line would be longer than a line may be
+        value = _loss_of_batch(job, loss, model, batch)
+    else:
+        value = _loss_of_pair(job, output, target)
+    if correct is None:
+        return Judged(value, None)
+    if isinstance(correct, OfBatch):
+        right = called(job, _CORRECT_OF_BATCH, correct.function, model, batch, facts=lambda: _facts(batch=batch))
+    else:
+        right = called(job, _CORRECT, correct, output, target, facts=lambda: _facts(output=output, target=target))
+    if not isinstance(right, Tensor) or right.is_complex():
+        form = _CORRECT_OF_BATCH if isinstance(correct, OfBatch) else _CORRECT
+        expected = "a tensor with a boolean, or a number from 0 to 1, for each prediction"
+        raise wrong(job, form, right, expected, getattr(correct, "function", correct))
+    return Judged(value, right)
+
+
+def _output(job: Job, model: nn.Module, inputs: Any) -> Any:
+    return called(job, "model(input)", model, inputs, facts=lambda: _facts(input=inputs))
+
+
+def _loss_of_batch(job: Job, loss: OfBatch, model: nn.Module, batch: Any) -> Tensor:
+    value = called(job, _LOSS_OF_BATCH, loss.function, model, batch, facts=lambda: _facts(batch=batch))
+    return _checked(job, value, _LOSS_OF_BATCH, loss.function)
+
+
+def _loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
+    value = called(job, _LOSS, job.loss, output, target, facts=lambda: _facts(output=output, target=target))
+    return _checked(job, value, _LOSS, job.loss)
+
+
+def _facts(**values: Any) -> str:
+    return ", ".join(f"{name} is {described(value)}" for name, value in values.items())
+
+
+def pair_of(job: Job, batch: Any) -> Sequence[Any]:
+    """The batch as (input, target), which `loss(output, target)` needs. Raises ValueError for anything else."""
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        return batch
+    raise ValueError(
+        f"{who(job)}: loss(output, target) needs batches that are pairs (input, target), but this one is "
+        f"{described(batch)}; let the job have loss=pt.of_batch(lambda model, batch: ...), which is called with the "
+        "whole batch, or give its data a collate function that makes pairs"
+    )
+
+
+def _checked(job: Job, loss: Any, form: str, function: object) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            expected = "one that depends on the model's parameters: leave out .item(), .detach() and torch.no_grad()"
+            raise wrong(job, form, "a tensor without a gradient", expected, function)
+        return loss
+    remedy = "take its mean" if isinstance(loss, Tensor) else "if it has the loss, return that: model(**batch).loss"
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else loss
+    raise wrong(job, form, shown, f"the mean loss, a tensor of one element; {remedy}", function)

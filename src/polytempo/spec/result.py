@@ -1,0 +1,75 @@
+"""`Result`: what a run says of itself at its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import files
+
+
+@dataclass(frozen=True)
+class Result:
+    """The one JSON object that `--json` prints. `seconds` are virtual where `world` is "virtual"."""
+
+    job: str
+    strategy: str
+    world: str
+    workers: int
+    steps: int
+    epochs: float
+    samples: int
+    """Samples trained on, over all workers."""
+    seconds: float
+    """Time spent training, without evaluation and start-up."""
+    samples_per_s: float
+    loss: float | None
+    """Mean loss of the final model on the test set; on the last batches where there is no test set."""
+    accuracy: float | None
+    train_loss: float | None
+    bytes_sent_per_rank: float
+    """For training; what scores and checkpoints send is not counted."""
+    communication_share: float
+    """Part of the time that ranks spent waiting for each other, 0 to 1."""
+    batch_size: int
+    seed: int
+    threads: int
+    parameters_sha256: str | None
+    """Of the final parameters (the ranks' mean where they differ) as float32, in order."""
+    trace_hash: str
+    reached: bool | None = None
+    """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
+    diverged: str | None = None
+    """What was NaN or infinite, where that ended this run of a comparison."""
+    report: str | None = None
+    checkpoint: str | None = None
+    ledger: list[dict[str, Any]] | None = None
+    """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
+    server: dict[str, Any] | None = None
+    """What a parameter server adds (see `training.server_facts`): staleness, and how each worker fared."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""
+        plain = asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+
+    def write(self, folder: Path) -> None:
+        """Leave `result.json`, complete or not at all."""
+        files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
+
+
+def parameters_sha256(parameters: Iterable[Tensor]) -> str:
+    """SHA-256 over the parameters' float32 values in order."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        flat = parameter.detach().to("cpu", torch.float32).contiguous().view(-1)
+        digest.update(flat.numpy().tobytes())
+    return digest.hexdigest()

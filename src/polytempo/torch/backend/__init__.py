@@ -1,5 +1,0 @@
-"""A torch.distributed backend: `dist.init_process_group("polytempo")`. Nothing here needs to be imported for it."""
-
-from polytempo.torch.backend.options import Options
-
-__all__ = ["Options"]

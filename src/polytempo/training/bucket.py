@@ -1,0 +1,222 @@
+"""`Bucket`: some parameters whose gradients are exchanged together, through one flat buffer.
+
+parameters   [ ... layer 1 ... | ... layer 2 ... | ... layer 3 ... ]
+buckets                [        1        ][         0         ]       backward fills bucket 0 first
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core import Bundle, State
+from polytempo.core.state import duplicate, residual_tensors, settled
+
+Empty = Callable[[int, torch.dtype], Tensor]
+"""Makes flat buffers, shape (numel,)."""
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20
+_MAX_BUCKETS = 400
+
+
+class _Exchange(NamedTuple):
+    """What an exchange left that no optimizer step has used yet."""
+
+    state: State
+    answered: bool
+    """Whether the transform did something, so that `.grad` is an answer, and no more what this rank computed."""
+
+
+class Bucket:
+    """Parameters of one dtype and device, the state of their transform, and the memory of their flat buffer.
+
+    state ──▶ exchange ──▶ tentative ──▶ commit (optimizer.step) ──▶ state
+      └─────▶ exchange ──▶ tentative ──▶ nobody steps: the next exchange starts from `state` again
+    """
+
+    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], empty: Empty | None = None) -> None:
+        self.index = index
+        self._empty = empty
+        self.parameters = dict(parameters)
+        self.numel = sum(p.numel() for p in parameters.values())
+        self.state: State = None
+        """As the last optimizer step left it."""
+        self._tentative: _Exchange | None = None
+        self._free: list[Tensor] = []
+        """Memory of residuals that the next exchange may write to."""
+        self.keep_none: frozenset[str] = frozenset()
+        """Parameters that no rank used in this step: `.grad` stays None unless the answer has something for them."""
+        self.withheld = False
+        """Whether the coming step must have no update at all of these parameters."""
+        self.sparse_tables: frozenset[str] = frozenset()
+        """Parameters whose gradient is sparse, though a step that leaves them out does not show it."""
+        self._memory: Bundle | None = None
+        self._placed: tuple[dict[str, Tensor], Tensor, int] | None = None
+        """What was put into `.grad` since the last exchange answered something, its flat buffer, and a version."""
+        self._row_sparse: set[str] = set()
+        self._frozen: set[str] = set()
+
+    def gathered(self, share: float | None) -> Bundle:
+        """The gradients as a bundle, packed when its flat buffer is asked for. Unused parameters count as zero."""
+        gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
+        memory, self._memory = self._memory, None
+        self._placed = None
+        self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
+        if memory is None:
+            return Bundle(gradients, share, into=self._fresh(gradients))
+        places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
+        if all(places):  # accumulated where the last answer lay: nothing to copy
+            memory.share = share
+            return memory
+        taken = any(places) or _most_references(memory.views.values()) > _UNSHARED  # the loop has kept a `.grad`
+        return Bundle(gradients, share, into=self._fresh(gradients) if taken else memory)
+
+    def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
+        """Memory to pack into, where it has to be of a certain kind."""
+        like = next(iter(self.parameters.values()))
+        if self._empty is None or like.device.type != "cpu":
+            return None
+        return Bundle(gradients, flat=self._empty(self.numel, like.dtype))
+
+    # ------------------------------------------------------------------ the state
+
+    def begin(self, state: State) -> None:
+        """Go on from this state."""
+        self.state, self._tentative, self._free = state, None, []
+
+    async def spendable(self) -> State:
+        """The state of the last step, for an exchange to spend. What an exchange since then has left is dropped."""
+        if self._tentative is not None:
+            dropped, self._tentative = await settled(self._tentative.state), None
+            self._free = list(residual_tensors(dropped))
+        free, self._free = iter(self._free), []
+        return duplicate(self.state, free)
+
+    def propose(self, state: State, *, answered: bool) -> None:
+        """The state after the step, if that uses the present exchange."""
+        self._tentative = _Exchange(state, answered)
+
+    def commit(self) -> bool:
+        """An optimizer step was made of the last exchange. Returns whether that did something."""
+        if self._tentative is None:
+            return False
+        self._free = list(residual_tensors(self.state))
+        (self.state, answered), self._tentative = self._tentative, None
+        return answered
+
+    # ------------------------------------------------------------------ gradients
+
+    def place(self, answer: Bundle | None, *, answered: bool) -> None:
+        """Point every parameter's `.grad` at its part of `answer`; None: no gradient in this step.
+
+        A frozen parameter has none, whatever late or owed answer there is for it. `answered`: the transform did
+        something, so that this is no more what the rank computed.
+        """
+        self._placed = None
+        if answer is None:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            return
+        views = answer.views
+        for parameter, view in zip(self.parameters.values(), views.values(), strict=True):
+            parameter.grad = view
+        if self._row_sparse:
+            views = views | {name: _rows(views[name]) for name in self._row_sparse}
+            for name in self._row_sparse:
+                self.parameters[name].grad = views[name]
+        unused = {name for name in self.keep_none if not views[name].any()}  # a late answer may still move it
+        for name in self._frozen | unused:
+            self.parameters[name].grad = None
+        self._memory = answer
+        if answered and len(self._frozen | unused) < len(views):
+            self._placed = views, answer.flat, answer.flat._version
+
+    @property
+    def dropped(self) -> bool:
+        """Whether nothing is left of the last answer: all gradients are None."""
+        return self._placed is not None and all(self.parameters[name].grad is None for name in self._placed[0])
+
+    def holds_answer(self, arrived: Tensor | None) -> bool:
+        """Whether `.grad` still holds the last answer, so that what comes now is added to it.
+
+        To be asked when the first gradient since the exchange has `arrived` (None: none has). Dropped is a gradient
+        that is another tensor or None, or that was set to zero: then all the others, to which nothing has come yet, are
+        zero. Cost: a look at each parameter; one pass over the gradients where they were changed in place.
+        """
+        if self._placed is None:
+            return False
+        placed, flat, version = self._placed
+        still = [p for p, gradient in zip(self.parameters.values(), placed.values(), strict=True) if p.grad is gradient]
+        if not still:
+            return False
+        others = [parameter for parameter in still if parameter is not arrived]
+        if flat._version - version <= len(still) - len(others):
+            return True
+        return any(bool(parameter.grad.any()) for parameter in others if parameter.grad is not None)
+
+    def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            if name in self.sparse_tables:
+                self._row_sparse.add(name)
+            return torch.zeros_like(parameter)
+        if gradient.layout != torch.strided:
+            self._row_sparse.add(name)
+            return gradient.to_dense()
+        return gradient.detach()
+
+
+def _most_references(tensors: Iterable[Tensor]) -> int:
+    return max(map(sys.getrefcount, tensors), default=0)
+
+
+_UNSHARED = _most_references({"view": torch.empty(0)}.values())
+"""How many references there are to a tensor that one dictionary holds, and nothing else."""
+
+
+def _rows(dense: Tensor) -> Tensor:
+    """The non-zero rows of a gradient, as an embedding's sparse gradient."""
+    rows = dense.flatten(1).any(dim=1).nonzero().flatten()
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def buckets(
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None, empty: Empty | None = None
+) -> list[Bucket]:
+    """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
+
+    One bucket of each dtype and device is open at a time. It is closed as soon as it holds `bucket_bytes`, so a
+    large layer does not wait for the small ones below it, and the first much sooner, so communication begins
+    early. They are numbered in the order in which backward completes them. Very large models get larger
+    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype. `empty` makes their memory.
+    """
+    backward_order = list(reversed(list(parameters.items())))
+    total = sum(_num_bytes(p) for _, p in backward_order)
+    full = 2**62 if bucket_bytes is None else max(bucket_bytes, -(-total // _MAX_BUCKETS))
+    first = full if bucket_bytes is None else min(full, _FIRST_BUCKET_BYTES)
+    groups: list[dict[str, nn.Parameter]] = []
+    open_now: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
+    for name, parameter in backward_order:
+        kind = (parameter.dtype, parameter.device)
+        group, room = open_now.get(kind, ({}, 0))
+        if room <= 0:
+            group, room = {}, full if groups else first
+            groups.append(group)
+        group[name] = parameter
+        open_now[kind] = (group, room - _num_bytes(parameter))
+    if bucket_bytes is None and len(groups) > 1:
+        raise ValueError("this strategy looks at the whole gradient at once, so all parameters must share one dtype")
+    reached = {name: position for position, (name, _) in enumerate(backward_order)}
+    groups.sort(key=lambda group: reached[next(reversed(group))])
+    return [Bucket(i, group, empty) for i, group in enumerate(groups)]
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()

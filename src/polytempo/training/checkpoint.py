@@ -1,0 +1,367 @@
+"""Checkpoints: one safetensors file a rank and a manifest of hashes, written aside and moved into place.
+
+    checkpoint/
+      step-00000100/            complete: renamed into place only after everything in it was on the disk
+        rank-0.safetensors      this rank's tensors; its scalars as one JSON string in the metadata
+        rank-1.safetensors
+        manifest.json           every file's size and sha256, and its own sha256
+      .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
+      .step-00000100.replaced/  the old version of a step that is being saved again
+
+Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`;
+rank 0 then calls `commit` with the hashes of all ranks. Nothing is parsed before its size and hash are checked, and
+nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polytempo.core import files
+from polytempo.core.errors import PolytempoError
+from polytempo.core.state import Scalar
+
+FORMAT = "polytempo-checkpoint"
+VERSION = 1
+KEPT = 2
+_TRIES = 100
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+
+_MANIFEST = "manifest.json"
+_FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What comes of reading what no program of ours has written, though its hashes are right."""
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
+_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
+
+
+class CheckpointError(PolytempoError):
+    """A checkpoint cannot be written, or what is on the disk is not what was written."""
+
+
+class ForeignCheckpoint(CheckpointError, ValueError):
+    """A checkpoint is whole, and not of this model, optimizer or strategy."""
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """What one rank saves: tensors of any shape and dtype, and plain values, by name."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Scalar]
+
+
+class PartFile(NamedTuple):
+    """A rank's file as the manifest describes it."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint holds: its step, one file a rank in the order of ranks, and the writer's own notes."""
+
+    step: int
+    parts: tuple[PartFile, ...]
+    about: dict[str, Scalar]
+
+
+def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
+    """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
+
+    Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Whoever calls it
+    has looked for NaN and infinities (`snapshot.written_part`).
+    """
+    _check_names(part)
+    folder = partial_folder(root, step)
+    file = folder / part_name(rank)
+    tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
+    try:
+        _make_partial(folder)
+        files.remove(file)  # a link of that name would be followed
+        save_file(tensors, file, metadata={"scalars": json.dumps(part.scalars)})
+        _sync(file)
+        return _sha256(file)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            file.unlink()
+        raise CheckpointError(
+            f"cannot write {file}: {error}; free space there or choose another folder. {_still_there(root)}"
+        ) from error
+
+
+def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Scalar]) -> Path:
+    """Make the parts of `step` (one hash per rank) the newest checkpoint. Rank 0 calls it when all parts are written.
+
+    Until the rename the previous checkpoint is the newest, from then on this one: there is no state in between.
+    Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
+    parts beyond it stay, because a rank that is ahead may be writing them.
+    """
+    folder, final = partial_folder(root, step), _final(root, step)
+    parts = [_finished_part(folder, rank, sha256) for rank, sha256 in enumerate(hashes)]
+    content = _encoded(Manifest(step, tuple(parts), dict(about)))
+    try:
+        for stray in set(os.listdir(folder)) - {part.name for part in parts}:
+            files.remove(folder / stray)
+        with files.create(folder / _MANIFEST) as stream:
+            stream.write(content)
+        _sync(folder / _MANIFEST)
+        _sync(folder)
+        _move_into_place(folder, final)
+        _sync(root)
+        _sync(root.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {_still_there(root)}") from error
+    _prune(root, step)
+    return final
+
+
+def latest(root: Path) -> Path | None:
+    """The folder of the newest complete checkpoint, or None where there is none."""
+    folders = _complete(root)
+    return folders[max(folders)] if folders else None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in folder `path`, checked against its own hash."""
+    file = path / _MANIFEST
+    try:
+        content = files.read(file, MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise _damaged(path, file, f"is larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        manifest = _decoded(content)
+        encoded = _encoded(manifest)
+    except _FORGED as error:
+        raise _damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
+    if encoded != content:
+        raise _damaged(path, file, "is damaged (it does not match its own sha256)")
+    return manifest
+
+
+def read_part(path: Path, rank: int) -> CheckpointPart:
+    """What `rank` saved in the checkpoint folder `path`, on the CPU. Checks size and sha256 before parsing."""
+    parts = read_manifest(path).parts
+    if not 0 <= rank < len(parts):
+        raise ValueError(f"{path} holds the ranks 0 to {len(parts) - 1}; there is no rank {rank}")
+    expected = parts[rank]
+    file = path / expected.name
+    try:
+        num_bytes = _size(file)
+        if num_bytes != expected.num_bytes:
+            raise _damaged(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
+        if _sha256(file) != expected.sha256:
+            raise _damaged(path, file, "is damaged (its sha256 is not the manifest's)")
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            return CheckpointPart(tensors, _scalars(opened.metadata()))
+    except OSError as error:
+        raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
+    except (SafetensorError, *_FORGED) as error:
+        raise _damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
+
+
+def part_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank}.safetensors"
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where the parts of a checkpoint lie until it is complete."""
+    if step < 0:
+        raise ValueError(f"step {step} is negative; steps count from 0")
+    return root / f".step-{step:08d}.partial"
+
+
+def _final(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def _complete(root: Path) -> dict[int, Path]:
+    """Complete checkpoints by step. An old version counts while its new one is not yet in place."""
+    found: dict[int, Path] = {}
+    for pattern in (_REPLACED, _COMPLETE):
+        for folder in _within(root):
+            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
+                found[int(match[1])] = folder
+    return found
+
+
+def _within(root: Path) -> list[Path]:
+    """What is in `root`, links as links; nothing where there is no `root`."""
+    if root.is_symlink():
+        raise CheckpointError(f"{root} is a link, and nothing in a run's folder is followed; move the folder here")
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def _make_partial(folder: Path) -> None:
+    """Make it, in place of whatever else has its name; all ranks may do so at once."""
+    files.made(folder.parent)
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if files.is_folder(folder):
+            return
+        with suppress(IsADirectoryError):  # another rank has made the folder meanwhile
+            folder.unlink(missing_ok=True)
+    raise FileExistsError(errno.EEXIST, "something makes files of this name again and again", str(folder))
+
+
+def _check_names(part: CheckpointPart) -> None:
+    for name, value in part.scalars.items():
+        if value is not None and not isinstance(value, (int, float, str)):
+            raise ValueError(f"scalar {name!r} is a {type(value).__name__}; put a tensor into `tensors` instead")
+    if "__metadata__" in part.tensors:
+        raise ValueError("a tensor cannot be named '__metadata__': safetensors keeps that name for itself")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _finished_part(folder: Path, rank: int, sha256: str) -> PartFile:
+    file = folder / part_name(rank)
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise ValueError(f"{sha256!r} is no sha256; pass what write_part returned, in the order of ranks")
+    try:
+        num_bytes, declared = _size(file), _declared_bytes(file)
+    except (OSError, *_FORGED) as error:
+        raise CheckpointError(f"{file} is missing or unreadable; all ranks must write to one shared folder") from error
+    if num_bytes != declared:
+        raise CheckpointError(f"{file} has {num_bytes} bytes instead of {declared}; was the disk full?")
+    return PartFile(file.name, num_bytes, sha256)
+
+
+def _declared_bytes(file: Path) -> int:
+    """How long a safetensors file must be: 8 bytes of header length, the header, the data that the header lists."""
+    with files.opened(file) as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {header_bytes} bytes")
+        header = json.loads(stream.read(header_bytes))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + header_bytes + max(ends, default=0)
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    """The manifest as the one JSON text that stands for it, its own sha256 last."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "parts": [part._asdict() for part in manifest.parts],
+        "about": manifest.about,
+    }
+    sha256 = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    content = json.dumps({**body, "sha256": sha256}, indent=1).encode() + b"\n"
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"the manifest has {len(content)} bytes, the most is {MAX_MANIFEST_BYTES}; shorten `about`")
+    return content
+
+
+def _decoded(content: bytes) -> Manifest:
+    document: dict[str, Any] = json.loads(content)
+    if (document["format"], document["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {document['format']!r} version {document['version']!r}, not {FORMAT!r} {VERSION}")
+    parts = tuple(PartFile(**entry) for entry in document["parts"])
+    if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
+        raise ValueError("a step, a size or a hash that is none")
+    if not parts:
+        raise ValueError("no part of any rank")
+    if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
+        raise ValueError("the parts are not one a rank, in order")
+    return Manifest(document["step"], parts, _checked_scalars(document["about"]))
+
+
+def _move_into_place(folder: Path, final: Path) -> None:
+    replaced = final.with_name(f".{final.name}.replaced")
+    if os.path.lexists(final):
+        files.remove(replaced)
+        os.rename(final, replaced)
+    os.rename(folder, final)
+
+
+def _prune(root: Path, step: int) -> None:
+    """Leftovers go first, then what is out of date; a complete folder loses its name before its files.
+
+    What cannot be removed does no harm: the next save tries again.
+    """
+    complete = _complete(root)
+    for folder in _within(root):
+        match = _LEFTOVER.fullmatch(folder.name)
+        if match and folder not in complete.values() and (match[2] != "partial" or int(match[1]) <= step):
+            with suppress(OSError):
+                files.remove(folder)
+    kept = sorted((other for other in complete if other <= step), reverse=True)[:KEPT]
+    for other in complete.keys() - kept:
+        removed = root / f".step-{other:08d}.removed"
+        with suppress(OSError):
+            os.rename(complete[other], removed)
+            files.remove(removed)
+    for other in kept:
+        if complete[other] != _final(root, other):  # an old version whose new one never came
+            with suppress(OSError):
+                os.rename(complete[other], _final(root, other))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(file: Path) -> int:
+    with files.opened(file) as stream:
+        return os.fstat(stream.fileno()).st_size
+
+
+def _scalars(metadata: Mapping[str, str]) -> dict[str, Scalar]:
+    return _checked_scalars(json.loads(metadata["scalars"]))
+
+
+def _checked_scalars(found: Any) -> dict[str, Scalar]:
+    if not isinstance(found, dict) or any(isinstance(value, list | dict) for value in found.values()):
+        raise ValueError("no scalars by name")
+    return found
+
+
+def _sha256(file: Path) -> str:
+    with files.opened(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _still_there(root: Path) -> str:
+    previous = latest(root)
+    return f"The checkpoint {previous} is untouched." if previous else "There is no earlier checkpoint."
+
+
+def _damaged(path: Path, file: Path, problem: str) -> CheckpointError:
+    match = _COMPLETE.fullmatch(path.name)
+    step = int(match[1]) if match else 0
+    earlier = {other: folder for other, folder in _complete(path.parent).items() if other < step}
+    if earlier:
+        remedy = f"delete {path} to fall back to {earlier[max(earlier)]}"
+    else:
+        remedy = f"there is no earlier checkpoint; delete {path} and start again"
+    return CheckpointError(f"{file} {problem}; {remedy}")

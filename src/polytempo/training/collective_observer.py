@@ -1,0 +1,91 @@
+"""Ranks that work in step score and save in step, too: all stop, each does its part, all go on.
+
+rank 0   step │ its part of the test set │ step          the clock of training stands still meanwhile; what is
+rank 1   step │ its part of the test set │ step          drawn at random or sent for it counts nowhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.core import Port, Program
+from polytempo.training.evaluate import Evaluation, Score, evaluate, tensors_of
+from polytempo.training.program import Moment, TrainingContext, meets
+from polytempo.training.randomness import kept_random_states
+from polytempo.training.snapshot import save
+from polytempo.worlds import ProcessWorld
+
+
+class CollectiveObserver:
+    """The observer of real ranks whose strategy lets them wait for each other. See `training.Observer`.
+
+    Cost of a score: 1/N of the test set on each of N ranks; and the mean of the models where they differ.
+    """
+
+    def __init__(self, world: ProcessWorld, evaluation: Evaluation | None) -> None:
+        self._world, self._evaluation = world, evaluation
+        self.off_s = 0.0
+        self.off_bytes = 0
+        """Bytes that this rank has sent meanwhile."""
+        self._reached: bool | None = None
+        self._newest: tuple[int, Score] | None = None
+
+    def begins(self, rank: int, step: int) -> None:
+        """All ranks go step by step, so there is nothing to remember."""
+
+    def over(self, step: int) -> bool:
+        """As the last score says, which all ranks have."""
+        return bool(self._reached)
+
+    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Score the ranks' mean, now."""
+        await self._outside(port, self._score(port, context, moment, None))
+
+    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Write a checkpoint, now. What is under way lands first, on the clock: training would have waited for it."""
+        out = context.options.out
+        assert out is not None
+        await context.replica.settle()
+        if context.replica.drift is not None:  # what has drifted never replaces a good checkpoint
+            context.replica.drift.check(buffers=True)
+        await self._outside(port, save(port, context, out / "checkpoint"))
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Score the final model, unless that has been done."""
+        if context.replica.drift is not None:
+            context.replica.drift.check(buffers=False)
+        if self._evaluation is None:
+            return None, None
+        if self._newest is None or self._newest[0] != moment.step:
+            await self._outside(port, self._score(port, context, moment, final))
+        assert self._newest is not None
+        return self._newest[1], self._reached
+
+    async def _score(
+        self, port: Port, context: TrainingContext, moment: Moment, given: Mapping[str, Tensor] | None
+    ) -> None:
+        assert self._evaluation is not None
+        replica = context.replica
+        if given is None:
+            given = {}
+            if port.size > 1 and not replica.strategy.synchronized:
+                given = await replica.consensus(port) | await replica.consensus_buffers(port)
+        score = await evaluate(port, self._evaluation, {**tensors_of(replica.model), **given})
+        self._newest, self._reached = (moment.step, score), meets(score, context.options)
+        if port.rank == 0:
+            context.record(moment.row("test") | score._asdict())
+
+    async def _outside(self, port: Port, what: Program[Any]) -> None:
+        """Do `what` off the clock. It begins when all ranks are here: waiting for the slowest is training time."""
+        world = self._world
+        await port.barrier()
+        before_s, before_bytes = await port.now(), world.trace.bytes_sent[world.rank]
+        with kept_random_states():
+            await what
+        self.off_s += await port.now() - before_s
+        self.off_bytes += world.trace.bytes_sent[world.rank] - before_bytes

@@ -1,0 +1,130 @@
+"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it.
+
+A model is scored in a copy that only scoring uses: its modes, its buffers and what its modules remember are its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.spec.job import Data, Job
+from polytempo.spec.objective import judged
+
+_BATCH = 512
+_FEWEST = 8
+"""Samples that are worth a rank's while: many ranks leave a small test set to the first few."""
+
+
+class Score(NamedTuple):
+    """Means over the test set."""
+
+    loss: float
+    accuracy: float | None
+
+
+class Evaluation:
+    """A job's test set, and a model to score with. Raises ValueError for a test set without a length.
+
+    Memory: the model's modules once more; parameters are lent for the time of a score, buffers copied. So a module
+    must allow `copy.deepcopy`; attributes that are neither parameters nor buffers stay as they are when this is made.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, data: Data) -> None:
+        test: Any = data.test
+        assert test is not None
+        self._job = job
+        self._collate: Any = data.collate or default_collate
+        if isinstance(test, DataLoader):
+            self._collate = data.collate or test.collate_fn
+            test = test.dataset
+        if not hasattr(test, "__len__"):
+            raise ValueError(f"a test set needs a length, and {type(test).__name__} has none; make it a map-style one")
+        self._test: Dataset[Any] = test
+        self.length = len(test)
+        self._model = _copied(model).eval()
+
+    def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
+        """[samples, summed loss, summed accuracy, predictions] of `rank`'s part of the test set, float64.
+
+        `tensors`: the parameters and buffers to score, by name. They are not written to.
+        """
+        with self._lent(tensors):
+            return self._sums(rank, size)
+
+    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
+        """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
+        with self._lent(tensors):
+            return means(torch.stack([self._sums(part, parts) for part in range(parts)]).sum(0))
+
+    def _sums(self, rank: int, size: int) -> Tensor:
+        scorers = min(size, -(-self.length // _FEWEST))
+        sums = torch.zeros(4, dtype=torch.float64)
+        if rank >= scorers:
+            return sums
+        start, stop = (self.length * r // scorers for r in (rank, rank + 1))
+        with torch.no_grad():
+            for batch, samples in self._batches(start, stop):
+                loss, right = judged(self._job, self._model, batch)
+                counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
+                sums += torch.tensor([samples, float(loss) * samples, *counts], dtype=torch.float64)
+        return sums
+
+    @contextmanager
+    def _lent(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the model has these parameters, and copies of the buffers, which it may write to."""
+        own = [*self._model.named_parameters(), *self._model.named_buffers()]
+        for name, tensor in own:
+            lent = tensors[name].detach()
+            tensor.data = lent if isinstance(tensor, nn.Parameter) else lent.clone()
+        try:
+            yield
+        finally:
+            for _, tensor in own:
+                tensor.data = tensor.new_empty(0)
+
+    def _batches(self, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        for first in range(start, stop, _BATCH):
+            last = min(first + _BATCH, stop)
+            if isinstance(self._test, TensorDataset) and self._collate is default_collate:
+                yield [tensor[first:last] for tensor in self._test.tensors], last - first
+            else:
+                yield self._collate([self._test[i] for i in range(first, last)]), last - first
+
+
+async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
+    """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
+    return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+
+
+def means(sums: Tensor) -> Score:
+    """What `Evaluation.sums`, added up over all parts, says."""
+    samples, total_loss, num_correct, num_predictions = sums.tolist()
+    accuracy = num_correct / num_predictions if num_predictions else None
+    return Score(total_loss / max(samples, 1), accuracy)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they lie in the model."""
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The model's modules once more, around the same memory of parameters and buffers."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"a model is scored in a copy of its own, and {type(model).__name__} cannot be copied: {error}; give the "
+            "module that holds this a __deepcopy__, or make it when forward needs it"
+        ) from error

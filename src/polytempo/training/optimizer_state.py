@@ -1,0 +1,105 @@
+"""An optimizer's state as tensors and plain numbers, to send and to save without pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polytempo.core import Port
+from polytempo.core.state import Saved
+from polytempo.spec.plain_values import plain, typed
+
+
+def optimizer_saved(optimizer: Optimizer, path: str = "optimizer") -> Saved:
+    """The state's tensors as `path/<parameter>/<key>`, and everything else as one JSON text at `path`.
+
+    Raises ValueError that names a hyper-parameter or state which JSON cannot hold.
+    """
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        if not isinstance(index, int):
+            raise ValueError(f"{_named(optimizer)} keeps state under {index!r}; only state of parameters can be saved")
+        numbers[str(index)] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{path}/{index}/{key}"] = value
+            else:
+                numbers[str(index)][key] = plain(value, f"{_named(optimizer)}: state {key!r} of parameter {index}")
+    groups = [
+        {key: plain(value, f"{_named(optimizer)}: {key!r} of parameter group {i}") for key, value in group.items()}
+        for i, group in enumerate(state["param_groups"])
+    ]
+    return Saved(tensors, {path: json.dumps({"groups": groups, "numbers": numbers})})
+
+
+def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimizer") -> None:
+    """Load what `optimizer_saved` returned. Hyper-parameters that are tuples or tensors now stay tuples or tensors."""
+    text = source.scalars.get(path)
+    if not isinstance(text, str):
+        raise ValueError(f"no optimizer state under {path!r}")
+    described = json.loads(text)
+    now = optimizer.state_dict()
+    if [len(g["params"]) for g in described["groups"]] != [len(g["params"]) for g in now["param_groups"]]:
+        raise ValueError("the saved optimizer has other parameter groups than this one")
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in described["numbers"].items()}
+    for name, tensor in source.tensors.items():
+        if name.startswith(f"{path}/"):
+            _, index, key = name.rsplit("/", 2)
+            state.setdefault(int(index), {})[key] = tensor
+    groups = [
+        {key: typed(value, old.get(key)) for key, value in group.items()}
+        for group, old in zip(described["groups"], now["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+async def broadcast_optimizer(
+    port: Port, optimizer: Optimizer, *, source: int = 0, into: frozenset[int] | None = None
+) -> None:
+    """Give the optimizer state of `source` to the ranks in `into` (None: to all); they may not have any yet.
+
+    Hyper-parameters too.
+    """
+    mine = optimizer_saved(optimizer)
+    layout = {
+        name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type] for name, t in mine.tensors.items()
+    }
+    about = json.dumps({"text": mine.scalars["optimizer"], "layout": layout}).encode()
+    length = int(await port.broadcast(torch.tensor([len(about)]), source))
+    text = torch.zeros(length, dtype=torch.uint8)
+    if port.rank == source:
+        text = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+    described = json.loads(bytes((await port.broadcast(text, source)).tolist()))
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype, device_type) in described["layout"].items():
+        if port.rank == source:
+            # Transports send raw memory: strides other than a fresh tensor's would arrive as a permutation.
+            given = mine.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        else:
+            device = state_device(optimizer, name, device_type)
+            given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        tensors[name] = await port.broadcast(given, source)
+    if port.rank != source and (into is None or port.rank in into):
+        optimizer_restore(optimizer, Saved(tensors, {"optimizer": described["text"]}))
+
+
+def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.device:
+    """Where state `name` (`path/<parameter>/<key>`) belongs on this rank if it is on a `device_type` elsewhere.
+
+    State on the CPU, as some optimizers' step counters, stays there; other state goes where the parameter is.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    place: torch.device = parameters[int(name.rsplit("/", 2)[1])].device
+    return place
+
+
+def _named(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

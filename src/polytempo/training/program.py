@@ -1,0 +1,326 @@
+"""The training program: one coroutine that runs a job in either world.
+
+for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
+at the end of an epoch:          the observer scores and saves   (not after fewer than four steps)
+
+An `Observer` scores and saves. The program says when; the engine chooses an observer that changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.core import Port, Program
+from polytempo.data.shard import DataShard
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import next_batch
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.evaluate import Score
+from polytempo.training.guard import check_final, check_score
+from polytempo.training.replica import Replica
+
+TakeStep = Callable[[Port, Any, int], Program[Tensor]]
+"""One optimizer step on one batch of so many samples; answers the batch's mean loss."""
+
+ROWS_PER_EPOCH = 10
+"""How many rows of metrics an epoch leaves."""
+_STEPS_BETWEEN_SCORES = 4
+
+
+class Moment(NamedTuple):
+    """A moment of a run: steps, epochs and samples over all ranks and earlier runs, and the training time."""
+
+    step: int
+    epoch: float
+    samples: int
+    seconds: float
+
+    def row(self, kind: str) -> dict[str, Any]:
+        """The beginning of a row of metrics."""
+        return {"kind": kind, **self._asdict()}
+
+
+class Observer(Protocol):
+    """Scores and saves a run without changing what it computes.
+
+    `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
+    """
+
+    @property
+    def off_s(self) -> float:
+        """Seconds for which training has stood still while it scored and saved."""
+
+    @property
+    def off_bytes(self) -> int:
+        """Bytes that this rank has sent meanwhile."""
+
+    def begins(self, rank: int, step: int) -> None:
+        """`rank` begins `step` now."""
+
+    def over(self, step: int) -> bool:
+        """Whether the run ends before `step`, because a score has reached what `until` asks for."""
+
+    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Score the model as it is now; perhaps later. Called only where there is a test set."""
+
+    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Write a checkpoint of the training state as it is now; perhaps later."""
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Training is over: finish what is under way. Returns the score of the `final` model, and whether `until`
+        was reached (None: nothing was asked for)."""
+
+
+@dataclass
+class TrainingContext:
+    """Everything that one rank needs for a run."""
+
+    spec: RunSpec
+    replica: Replica
+    shard: DataShard
+    data: Data
+    take_step: TakeStep
+    observer: Observer
+    scheduler: LRScheduler | None = None
+    seconds: float = 0.0
+    """Training time so far, over all runs; a checkpoint carries it."""
+    unchecked: frozenset[str] = frozenset()
+    """Tensors of the model that were not finite at the beginning, so may stay so."""
+    record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
+    """Takes rows of metrics; only rank 0 calls it."""
+
+    @property
+    def job(self) -> Job:
+        """The run's."""
+        return self.spec.job
+
+    @property
+    def options(self) -> RunOptions:
+        """The run's, as they were given."""
+        return self.spec.options
+
+
+class TrainingSummary(NamedTuple):
+    """How a run ended on this rank."""
+
+    steps: int
+    epochs: float
+    samples: int
+    """Samples behind us, over all ranks and, after a resume, earlier runs."""
+    trained: int
+    """Samples of this run alone."""
+    seconds: float
+    """Training time until all ranks were done, with that of earlier runs."""
+    trained_s: float
+    """Training time of this run alone."""
+    score: Score | None
+    """Of the final model; in a virtual world rank 0 has it."""
+    train_loss: float | None
+    reached: bool | None
+    parameters: dict[str, Tensor]
+    """The final model: the ranks' mean where they differ."""
+    buffers: dict[str, Tensor]
+    """The ranks' mean of running statistics, where they differ."""
+
+
+async def train(port: Port, context: TrainingContext) -> TrainingSummary:
+    """Train until the options' end: steps, epochs, or what `until` asks for."""
+    _check(context)
+    clock = _Clock(await port.now(), context.seconds, context.observer)
+    samples_before, seconds_before = _position(context)[1], context.seconds
+    meter = Meter(samples_before, seconds_before)
+    scored_step = context.replica.step
+    while not _over(context):
+        if not await _rest_of_epoch(port, context, meter, clock):
+            continue  # resumed at the end of an epoch: nothing was left of it
+        over, step = _over(context), context.replica.step
+        if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
+            continue  # many workers make short epochs
+        scored_step = step
+        if context.data.test is not None and not over:
+            await context.observer.score(port, context, await _moment(port, context, clock))
+        if not _saves_at(context, step):
+            await _save(port, context, clock)
+    await port.barrier()  # waiting for the slowest is training time
+    moment = await _moment(port, context, clock)
+    context.seconds = moment.seconds
+    await context.replica.settle()
+    parameters, buffers = await context.replica.consensus(port), await context.replica.consensus_buffers(port)
+    guard = context.replica.guard
+    if guard is not None:
+        guard.catch_up(port.rank)
+        check_final(parameters, context.unchecked, moment.step)
+    score, reached = await context.observer.finish(port, context, moment, parameters | buffers)
+    if guard is not None and score is not None:
+        check_score(score.loss, moment.step)
+    return TrainingSummary(
+        steps=moment.step,
+        epochs=moment.epoch,
+        samples=moment.samples,
+        trained=moment.samples - samples_before,
+        seconds=moment.seconds,
+        trained_s=moment.seconds - seconds_before,
+        score=score,
+        train_loss=meter.loss,
+        reached=reached,
+        parameters=parameters,
+        buffers=buffers,
+    )
+
+
+async def _rest_of_epoch(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
+    """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
+    batches = iter(context.shard)
+    first_step = context.replica.step
+    while not context.observer.over(context.replica.step):
+        step = context.replica.step
+        seed_step(context.spec.seed, port.rank, step, "data")
+        batch = next_batch(context.job, batches)
+        if batch is None:
+            break
+        context.observer.begins(port.rank, step)
+        await port.mark(step)
+        seed_step(context.spec.seed, port.rank, step, "model")
+        context.replica.share = context.shard.share
+        meter.add(await context.take_step(port, batch, context.shard.batch_samples))
+        if context.scheduler is not None:
+            context.scheduler.step()
+        if (step + 1) % a_row_every == 0:
+            await _train_row(port, context, meter, clock)
+        if _saves_at(context, step + 1):
+            await _save(port, context, clock)
+        if _finished(context):
+            break
+    return context.replica.step > first_step
+
+
+def _saves_at(context: TrainingContext, step: int) -> bool:
+    every = context.options.checkpoint_every
+    return every is not None and step % every == 0
+
+
+async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
+    if context.options.out is not None:
+        if context.replica.guard is not None:
+            context.replica.guard.catch_up(port.rank)
+        moment = await _moment(port, context, clock)
+        context.seconds = moment.seconds
+        await context.observer.save(port, context, moment)
+
+
+async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment:
+    epoch, samples = _position(context)
+    return Moment(context.replica.step, epoch, samples, clock.training_s(await port.now()))
+
+
+async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> None:
+    if port.rank:
+        return
+    moment = await _moment(port, context, clock)
+    loss, rate = meter.since_last(moment.samples, moment.seconds)
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate})
+
+
+def _position(context: TrainingContext) -> tuple[float, int]:
+    """Epochs and samples behind us, over all ranks and earlier runs."""
+    shard, length = context.shard, check_length(context.shard)
+    return shard.epoch + shard.consumed / length, shard.epoch * length + shard.consumed
+
+
+def _over(context: TrainingContext) -> bool:
+    return _finished(context) or context.observer.over(context.replica.step)
+
+
+def _finished(context: TrainingContext) -> bool:
+    steps, epochs = context.options.steps, context.spec.epochs
+    if steps is not None and context.replica.step >= steps:
+        return True
+    return epochs is not None and _position(context)[0] >= epochs - 1e-9
+
+
+def _check(context: TrainingContext) -> None:
+    """Refuse before the first step what could only fail later."""
+    check_length(context.shard)
+    check_goals(context.job, context.options, has_test=context.data.test is not None)
+
+
+def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
+    """Raises ValueError where `until` asks for what the job does not measure."""
+    if options.until and not has_test:
+        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
+    if "accuracy" in options.until and job.correct is None:
+        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
+
+
+def check_length(shard: DataShard) -> int:
+    """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
+    if shard.num_samples is None:
+        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
+    return shard.num_samples
+
+
+def meets(score: Score | None, options: RunOptions) -> bool | None:
+    """Whether a score is what `until` asks for; None where it asks for nothing."""
+    if not options.until:
+        return None
+    assert score is not None
+    measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
+    return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
+
+
+def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
+    """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
+    digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+
+
+class _Clock:
+    """Training time: the world's time without that of standing still, on top of earlier runs' time."""
+
+    def __init__(self, begin_s: float, earlier_s: float, observer: Observer) -> None:
+        self._zero_s, self._observer = begin_s - earlier_s, observer
+
+    def training_s(self, now_s: float) -> float:
+        """Seconds of training until `now_s`."""
+        return now_s - self._zero_s - self._observer.off_s
+
+
+class Meter:
+    """The mean loss and the rate since the last row."""
+
+    def __init__(self, samples: int, seconds: float) -> None:
+        self._last_loss: float | None = None
+        self._sum: Tensor | None = None
+        self._count = 0
+        self._samples = samples
+        self._seconds = seconds
+
+    def add(self, loss: Tensor) -> None:
+        """One more step's loss."""
+        detached = loss.detach()
+        self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
+        self._count += 1
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss since the last row, or of the last row; None before the first step."""
+        return self._last_loss if self._sum is None else float(self._sum) / self._count
+
+    def since_last(self, samples: int, seconds: float) -> tuple[float | None, float]:
+        """Mean loss and samples a second up to here; what comes next counts from here."""
+        loss = self.loss
+        rate = (samples - self._samples) / max(seconds - self._seconds, 1e-9)
+        self._sum, self._count, self._samples, self._seconds = None, 0, samples, seconds
+        self._last_loss = loss
+        return loss, rate

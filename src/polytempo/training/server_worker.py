@@ -1,0 +1,360 @@
+"""The program of a worker that has a parameter server. It meets no other worker: any of them may die at any time.
+
+    Ask ──▶ Deal ──▶ batch ──▶ gradient ──▶ strategy.gradients ──▶ local step ──▶ strategy.parameters ──▶ next ticket
+     ▲ posted before the batch before is computed, so the answer is there when it is needed
+
+Pushes and pulls happen inside the strategy's transforms; `server.worker.server_calls` performs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Bundle, Port, Program, State, Strategy, is_idle
+from polytempo.core.state import settled
+from polytempo.data.batches import Batches
+from polytempo.server.message import Ticket
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.work_client import WorkClient
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import BATCH, ON_BATCH, called
+from polytempo.spec.objective import loss_of
+from polytempo.training.guard import Guard, check_final
+from polytempo.training.local_decay import LocalDecay
+from polytempo.training.program import ROWS_PER_EPOCH, Meter, seed_step
+from polytempo.training.rate_schedule import RateSchedule
+from polytempo.training.running_statistics import Running
+from polytempo.training.shard_rule import parameters_of, rates_of
+from polytempo.training.slices import Reassigned
+from polytempo.training.table_rows import ModelTables
+from polytempo.training.trainable_parameters import trainable
+
+ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
+"""Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
+
+_UPDATE_FLOPS = 4.0
+_MOST_EMPTY_STEPS = 10_000
+"""No strategy holds gradients back for longer."""
+
+
+@dataclass
+class ServedContext:
+    """Everything that one worker needs for its part of a run."""
+
+    job: Job
+    strategy: Strategy
+    model: nn.Module
+    optimizer: Optimizer
+    data: Data
+    batches: Batches
+    compute_gradients: ComputeGradients
+    seed: int = 0
+    schedule: RateSchedule | None = None
+    decay: LocalDecay | None = None
+    guard: Guard | None = None
+    """Looks for what is not finite; None: it may be."""
+
+
+class Attendance(NamedTuple):
+    """How one worker fared."""
+
+    worker: int
+    steps: int
+    samples: int
+    begin_s: float
+    """When it got its first ticket, on the world's clock."""
+    end_s: float
+    """When its last step was done."""
+    idle_s: float
+    """Of that, the time that it waited for the server or for work."""
+    helped: int = 0
+    """Slices of others' batches that it did."""
+    given: int = 0
+    """Slices of its own batches that others did."""
+
+
+async def work(port: Port, context: ServedContext, client: Client) -> Attendance:
+    """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
+
+    `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed, ticket), so a
+    ticket that is dealt again is computed alike.
+    """
+    work_client = WorkClient(client)
+    worker = _Worker(port, context, client, work_client)
+    await work_client.ask(port)
+    while True:
+        deal = await worker.waited(work_client.deal(port))
+        if deal is None:
+            return worker.attendance
+        match deal.order:
+            case "train":
+                await worker.begin()
+                for number, ticket in enumerate(deal.tickets, start=1):
+                    if number == len(deal.tickets):
+                        await work_client.ask(port, worker.taken_rows())
+                    await worker.train(ticket)
+            case "wait":
+                await worker.push_all()
+            case "finish":
+                await worker.push_all()
+                await worker.fetch()
+                worker.look_at_final()
+                await work_client.ask(port, worker.taken_rows())  # which says goodbye
+                return worker.attendance
+        if not work_client.is_open:
+            await work_client.ask(port, worker.taken_rows())
+
+
+def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> ComputeGradients:
+    """Forward and backward for real; a virtual world charges `flops_per_sample` for each sample."""
+
+    def compute(batch: Any) -> Tensor:
+        loss = loss_of(job, model, batch)
+        loss.backward()
+        return loss.detach()
+
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        return await port.compute(lambda: compute(batch), flops_per_sample * samples)
+
+    return compute_gradients
+
+
+def step_of(context: ServedContext, ticket: Ticket) -> int:
+    """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
+    return ticket.number // context.batches.size
+
+
+class _Worker:
+    """What `work` does for one ticket, and what it remembers between tickets."""
+
+    def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkClient) -> None:
+        self._port, self._context, self._client = port, context, client
+        server = context.strategy.server
+        helps = server is not None and server.reassigns is not None
+        self._reassigned = Reassigned(port, context, client, work_client) if helps else None
+        found = parameters_of(context.model, context.optimizer, context.strategy)  # refuses what cannot be pushed
+        trained = trainable(context.model, context.optimizer)
+        self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
+        self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
+        self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self._running = Running(context.model)
+        client.running = self._running.vector
+        self._gradients: State = None
+        self._states: State = None
+        self._steps = 0
+        self._samples = 0
+        self._idle_s = self._idle_at_end_s = 0.0
+        self._begin_s: float | None = None
+        self._end_s = 0.0
+        self._meter = Meter(0, 0.0)
+        self._rows: list[bytes] = []
+        self._layout = client.layout
+        self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
+        batches = context.batches
+        self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
+
+    @property
+    def attendance(self) -> Attendance:
+        """How this worker has fared so far."""
+        begin_s = self._end_s if self._begin_s is None else self._begin_s
+        fared = Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
+        helps = self._reassigned
+        return fared if helps is None else fared._replace(helped=helps.helped, given=helps.given)
+
+    async def begin(self) -> None:
+        """With the first work: fetch the weights. Before that others may have trained them.
+
+        And when shards have come or gone: gradients count from versions that those know.
+        """
+        if self._begin_s is not None:
+            if self._layout != self._client.layout:
+                await self.waited(self._renew())
+            return
+        self._begin_s = self._end_s = await self._port.now()
+        await self.waited(self.fetch())
+        layout = Bundle(self._values)
+        self._gradients = self._context.strategy.gradients.init(layout)
+        self._states = self._context.strategy.parameters.init(layout)
+
+    async def fetch(self) -> None:
+        """Take over the server's weights."""
+        self._layout = self._client.layout
+        self._place(Bundle(self._values).with_flat(await self._port.pull(self._steps)))
+
+    def look_at_final(self) -> None:
+        """Refuse final weights that are not finite."""
+        if self._context.guard is not None:
+            self._context.guard.catch_up(self._client.worker)
+            check_final(self._values, (), max(1, int(self._position["step"])))
+
+    async def _renew(self) -> None:
+        """Fetch the weights, but leave parameters as they are that are the worker's own."""
+        if not self._is_apart:
+            await self.fetch()
+            return
+        own, running = {name: value.clone() for name, value in self._values.items()}, self._running.vector()
+        await self.fetch()
+        self._place(Bundle(own))
+        self._running.place(running)
+
+    async def train(self, ticket: Ticket) -> None:
+        """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
+        if ticket.again:
+            await self.push_all()
+        await self._step(ticket)
+        if ticket.again:
+            await self.push_all()
+
+    async def _step(self, ticket: Ticket) -> None:
+        port = self._port
+        await port.mark(self._steps)
+        samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
+        await self._exchange(empty=False)
+        if self._context.guard is not None and self._is_apart:
+            self._context.guard.parameters(step_of(self._context, ticket), self._client.worker)
+        self._steps += 1
+        self._samples += samples
+        self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
+        self._remember(ticket)
+
+    async def _alone(self, ticket: Ticket) -> int:
+        """The gradient of the ticket's batch; how many samples it is of."""
+        context = self._context
+        seed_step(context.seed, 0, ticket.number, "data")
+        batch = called(context.job, BATCH, context.batches.at, ticket.epoch, ticket.batch, facts=lambda: ON_BATCH)
+        seed_step(context.seed, 0, ticket.number, "model")
+        samples = context.batches.pick(ticket.batch).num_samples
+        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
+        loss = await context.compute_gradients(self._port, batch, samples)
+        if context.guard is not None:
+            context.guard.loss(loss, step_of(context, ticket), self._client.worker)
+            context.guard.gradients(step_of(context, ticket), self._client.worker)
+        self._meter.add(loss)
+        return samples
+
+    async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
+        """The same with the help of others, and with help for them; how many samples this worker did."""
+        before_s = await self._port.now()
+        done = await reassigned.gradients(ticket, self._rates_at, self._steps + 1)
+        self._idle_s += await self._port.now() - before_s - done.busy_s
+        if done.loss is not None:
+            self._meter.add(done.loss)
+        return done.samples
+
+    async def push_all(self) -> None:
+        """Let the strategy push the gradients that it holds back, by steps without a gradient."""
+        for _ in range(_MOST_EMPTY_STEPS):
+            if not self._client.held:
+                break
+            await self._exchange(empty=True)
+        else:
+            raise ValueError(
+                f"{self._context.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push more often"
+            )
+        if self._begin_s is not None:
+            self._gradients = await self.waited(settled(self._gradients))
+            self._states = await self.waited(settled(self._states))
+
+    async def _exchange(self, *, empty: bool) -> None:
+        """The strategy's two transforms with the local step between them, which an empty step leaves out."""
+        strategy, optimizer = self._context.strategy, self._context.optimizer
+        if self._context.decay is not None and not empty:
+            self._context.decay.add_()
+        gradients = {
+            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
+        }
+        bundle = Bundle(gradients)
+        rows = [] if empty else self._tables.gradients()
+        for one in rows:
+            self._client.accrue(one)
+        applied = strategy.gradients.apply(self._port, bundle, self._gradients)
+        answer, self._gradients = await self.waited(applied)
+        if not empty:
+            self._point_at(answer, bundle)
+            if answer is None:
+                self._tables.forget()
+            else:
+                self._tables.remember(rows)
+                await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._numel)
+            optimizer.zero_grad()
+        values = Bundle(self._values)
+        changed, self._states = await self.waited(strategy.parameters.apply(self._port, values, self._states))
+        if changed is not None and changed is not values:
+            self._place(changed)
+
+    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
+        """Let the optimizer see the answer, if there is one."""
+        if answer is given and not given.packed:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if answer is None else answer.views[name]
+
+    @torch.no_grad()
+    def _place(self, bundle: Bundle) -> None:
+        if self._values:
+            torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
+        self._tables.place(self._client.pulled_rows())
+        self._running.place(self._client.pulled_running())
+
+    def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
+        """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
+        service, schedule = self._context.strategy.server, self._context.schedule
+        if schedule is not None:
+            schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
+        rates = rates_of(self._context.optimizer)
+        if service is None or service.rate is None:
+            return rates
+        factor = service.rate(self._port.size)
+        return tuple(factor * rate for rate in rates)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
+        the shards must leave them as they are. A copy may as well become a newer one."""
+        return is_idle(self._context.strategy.gradients, self._port.size + 1)
+
+    @property
+    def _numel(self) -> int:
+        return sum(value.numel() for value in self._values.values())
+
+    # ------------------------------------------------------------------ waiting, and what is told of it
+
+    async def waited(self, what: Program[Any]) -> Any:
+        """Await `what`; the time counts as idle once training has begun."""
+        before_s = await self._port.now()
+        answer = await what
+        if self._begin_s is not None:
+            self._idle_s += await self._port.now() - before_s
+        return answer
+
+    def taken_rows(self) -> list[bytes]:
+        """The rows of metrics that nobody has taken yet."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Where the run is, as far as this worker knows, and now and then a row about it."""
+        batches = self._context.batches
+        stop = batches.pick(ticket.batch).stop
+        self._position = {
+            "step": step_of(self._context, ticket) + 1,
+            "epoch": ticket.epoch + stop / batches.num_samples,
+            "samples": ticket.epoch * batches.num_samples + stop,
+        }
+        if self._steps % self._a_row_every:
+            return
+        lived_s = self._end_s - (self._begin_s or 0.0)
+        loss, rate = self._meter.since_last(self._samples, lived_s)
+        # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
+        facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9)})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

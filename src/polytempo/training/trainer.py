@@ -1,0 +1,236 @@
+"""`Trainer`: a job trained on real processes without a loop of your own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core import Port, Strategy
+from polytempo.core.files import run_folder
+from polytempo.data.shard import DataShard
+from polytempo.data.usage import in_order
+from polytempo.one_host.hogwild import is_hogwild
+from polytempo.report.metrics import MetricsWriter
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, replica_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result, parameters_sha256
+from polytempo.strategies import sync_sgd
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.agree import agree, gather_json
+from polytempo.training.attach import attach
+from polytempo.training.background_observer import BackgroundObserver
+from polytempo.training.collective_observer import CollectiveObserver
+from polytempo.training.evaluate import Evaluation
+from polytempo.training.guard import unfinite_names
+from polytempo.training.handle import Handle
+from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.snapshot import load
+from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
+
+_TOKEN_BYTES = 8
+_MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
+
+
+class Trainer:
+    """Trains `job` by `strategy` in the world that `pt.init()` joined, or alone.
+
+        pt.init()
+        result = pt.Trainer(job, pt.strategies.local_sgd(period=8), epochs=3).fit()
+
+    Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
+    leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
+    Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy | None = None,
+        options: RunOptions | None = None,
+        *,
+        world: ProcessWorld | None = None,
+        **more: Unpack[OptionKeywords],
+    ) -> None:
+        self.job = job
+        self.options = with_keywords(options, more)
+        self.world = world or current()
+        options = self.options
+        spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
+        self.model, optimizer = replica_of(spec)
+        self.data = data_of(job, options.data)
+        self.batch_size = spec.batch_size
+        facts = {name: getattr(options, name) for name in _MUST_AGREE}
+        facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
+        facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
+        self.world.drive(agree(self.world.port, facts))
+        self.handle: Handle = attach(
+            *(self.model, optimizer, spec.strategy),
+            world=self.world,
+            seed=spec.seed,
+            on_drift=options.on_drift,
+            allow_nan=options.allow_nan,
+        )
+        shard = DataShard(
+            self.data.training(),
+            rank=self.world.rank,
+            size=self.world.size,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+        )
+        self.context = TrainingContext(
+            spec=spec,
+            replica=self.handle.replica,
+            shard=shard,
+            data=self.data,
+            take_step=attached_step(self.handle, job),
+            observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
+            scheduler=schedule_of(job, optimizer, len(shard)),
+            unchecked=unfinite_names(self.model),
+        )
+
+    def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
+        """Train to the end of the options, and say how it went. `on_row` sees rank 0's metrics as they come."""
+        out, world, context = self.options.out, self.world, self.context
+        resumed_at = None
+        if out is not None:
+            run_folder(out)
+            if self.options.resume:
+                resumed_at = world.drive(load(world.port, context, out / "checkpoint"))
+        with ExitStack() as files:
+            writer = None
+            if out is not None and world.rank == 0:
+                writer = files.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
+            context.record = recorder(writer, on_row)
+            world.begin()
+            summary = world.drive(train(world.port, context))
+            elapsed_s = world.now_s()
+            world.share = None
+        final = summary.parameters | summary.buffers
+        with torch.no_grad():
+            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                if name in final:
+                    tensor.copy_(final[name])
+        return self._finish(summary, world.waited_s / max(elapsed_s, 1e-9))
+
+    def _finish(self, summary: TrainingSummary, communication_share: float) -> Result:
+        """Bring all ranks' traces together, and leave them in the run's folder."""
+        world, out = self.world, self.options.out
+        mine = {
+            **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
+            "bytes": world.trace.bytes_sent[world.rank] - self.context.observer.off_bytes,
+            "share": communication_share,
+        }
+        ranks = world.drive(gather_json(world.port, mine))
+        trace_hash = combined_hash(rank["hash"] for rank in ranks)
+        result = result_of(
+            self.context,
+            summary,
+            world="process",
+            num_ranks=world.size,
+            num_bytes=sum(rank["bytes"] for rank in ranks),
+            communication_share=sum(rank["share"] for rank in ranks) / world.size,
+            trace_hash=trace_hash,
+        )
+        if out is not None:
+            result = replace(result, checkpoint=str(out / "checkpoint"))
+            if world.rank == 0:
+                events, dropped = joined(ranks)
+                write_chrome_trace(
+                    out / "trace.json", events, title=f"{result.job}, {result.strategy}", dropped=dropped
+                )
+                result.write(out)
+        return result
+
+
+def attached_step(handle: Handle, job: Job) -> TakeStep:
+    """One step of the plain loop; the hooks that `attach` set do the rest."""
+    model, optimizer, world = handle.replica.model, handle.replica.optimizer, handle.world
+    replica = handle.replica
+
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        world.share = replica.share
+        optimizer.zero_grad()
+        loss = loss_of(job, model, batch)
+        if replica.guard is not None:
+            replica.guard.loss(loss, replica.step, port.rank)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return take_step
+
+
+def result_of(
+    context: TrainingContext,
+    summary: TrainingSummary,
+    *,
+    world: str,
+    num_ranks: int,
+    num_bytes: float,
+    communication_share: float,
+    trace_hash: str,
+) -> Result:
+    """The result of a run from its summary and its totals over all ranks."""
+    score, shard = summary.score, context.shard
+    learned = bool(summary.parameters)
+    return Result(
+        job=context.job.name,
+        strategy=str(context.replica.strategy),
+        world=world,
+        workers=num_ranks,
+        steps=summary.steps,
+        epochs=summary.epochs,
+        samples=summary.samples,
+        seconds=summary.seconds,
+        samples_per_s=summary.trained / summary.trained_s if summary.trained_s else 0.0,
+        loss=summary.train_loss if score is None else score.loss,
+        accuracy=None if score is None else score.accuracy,
+        train_loss=summary.train_loss,
+        bytes_sent_per_rank=num_bytes / num_ranks,
+        communication_share=communication_share,
+        batch_size=context.spec.batch_size,
+        seed=context.spec.seed,
+        threads=torch.get_num_threads(),
+        parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
+        trace_hash=trace_hash,
+        reached=summary.reached,
+        ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned else None,
+    )
+
+
+def _observer(
+    world: ProcessWorld, job: Job, model: nn.Module, data: Data, options: RunOptions, strategy: Strategy
+) -> Observer:
+    """What scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
+    evaluation = None if data.test is None else Evaluation(job, model, data)
+    if is_hogwild(strategy) and world.size > 1:
+        return BackgroundObserver(world, evaluation, world.drive(_token(world.port)))
+    return CollectiveObserver(world, evaluation)
+
+
+async def _token(port: Port) -> str:
+    """A text that no other run has, the same on all ranks."""
+    drawn = torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+    return bytes((await port.broadcast(drawn)).tolist()).hex()
+
+
+def recorder(
+    writer: MetricsWriter | None, on_row: Callable[[dict[str, Any]], None] | None
+) -> Callable[[dict[str, Any]], None]:
+    """A function that writes a row of metrics and hands it on, as far as there is someone to take it."""
+
+    def record(row: dict[str, Any]) -> None:
+        if writer is not None:
+            writer.write(row)
+        if on_row is not None:
+            on_row(row)
+
+    return record

@@ -1,0 +1,141 @@
+"""Scores and checkpoints of a virtual world: they take none of its time and send nothing in it.
+
+rank 0  ── step k ── k + 1 ──▶        a rank that has finished step k adds its tensors to a sum and goes on; the
+rank 1  ───── step k ───── k + 1 ──▶  last one completes the mean, which is scored at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port, Work
+from polytempo.one_host.hogwild import is_hogwild
+from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.program import Moment, TrainingContext, meets
+from polytempo.training.randomness import kept_random_states
+from polytempo.training.snapshot import about, complete, write_when_landed
+
+
+@dataclass
+class _Mean:
+    """The ranks' mean, as far as they have come, added up in float64. What cannot be averaged is rank 0's."""
+
+    count: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def add(self, rank: int, averaged: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        """One rank's tensors."""
+        self.count += 1
+        for name, tensor in averaged.items():
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+            self.tensors[name] = self.tensors[name].add_(wide) if name in self.tensors else wide
+            self.dtypes[name] = tensor.dtype
+        if rank == 0:
+            self.tensors |= {name: tensor.clone() for name, tensor in others.items()}
+
+    def taken(self) -> dict[str, Tensor]:
+        """The mean, in the tensors' own dtypes."""
+        dtypes = self.dtypes
+        return {n: (t / self.count).to(dtypes[n]) if n in dtypes else t for n, t in self.tensors.items()}
+
+
+class VirtualObserver:
+    """The one observer of all virtual ranks. See `training.Observer`.
+
+    Scored is the mean of what the ranks have when each has finished the step; where they are in step, what the first
+    one has; where they share one copy of the parameters, that copy when rank 0 is there. So a score may come late:
+    then `until` ends the run before the first step that no rank has begun.
+
+    Memory: the sums of the scores under way, each in float64.
+    """
+
+    off_s, off_bytes = 0.0, 0
+
+    def __init__(
+        self, size: int, evaluation: Evaluation | None, record: Callable[[dict[str, Any]], None] = lambda row: None
+    ) -> None:
+        self.record = record
+        """Takes the rows of scores."""
+        self.size, self._evaluation = size, evaluation
+        self._means: dict[int, _Mean] = {}
+        self._begun: dict[int, int] = {}
+        self._stop: int | None = None
+        self._newest: tuple[int, Score] | None = None
+        self._saves: list[Work[None]] = []
+        self._hashes: dict[int, dict[int, str]] = {}
+
+    def begins(self, rank: int, step: int) -> None:
+        """Remember it: a run does not end before a step that a rank has begun."""
+        self._begun[rank] = step
+
+    def over(self, step: int) -> bool:
+        """As soon as a score has reached what was asked for, and no rank has begun `step`."""
+        return self._stop is not None and step >= self._stop
+
+    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
+        replica = context.replica
+        if replica.strategy.synchronized or self.size == 1:
+            if self._newest is None or self._newest[0] < moment.step:
+                self._complete(context, moment, tensors_of(replica.model))
+        elif is_hogwild(replica.strategy):
+            if port.rank == 0:
+                self._complete(context, moment, tensors_of(replica.model))
+        else:
+            mean = self._means.setdefault(moment.step, _Mean())
+            averaged, others = replica.averaged_tensors()
+            mean.add(port.rank, averaged, others)
+            if mean.count == self.size:
+                self._complete(context, moment, self._means.pop(moment.step).taken())
+
+    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
+        if context.options.checkpoint_every is None:
+            return
+        assert context.options.out is not None
+        root, notes = context.options.out / "checkpoint", about(port, context)
+
+        def written(sha256: str) -> None:
+            self._written(root, moment.step, port.rank, sha256, notes)
+
+        self._saves.append(await write_when_landed(port, context, root, written))
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Score the final model, which all ranks have, on rank 0."""
+        for work in self._saves:
+            await work
+        if port.rank or self._evaluation is None:
+            return None, None
+        if self._newest is None or self._newest[0] != moment.step:
+            self._complete(context, moment, tensors_of(context.replica.model) | dict(final))
+        assert self._newest is not None
+        reached = self._stop is not None if context.options.until else None
+        return self._newest[1], reached
+
+    def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor]) -> None:
+        assert self._evaluation is not None
+        with kept_random_states():
+            score = self._evaluation.score(tensors, parts=self.size)
+        self._newest = moment.step, score
+        self.record(moment.row("test") | score._asdict())
+        if meets(score, context.options) and self._stop is None:
+            self._stop = max(self._begun.values(), default=moment.step - 1) + 1
+
+    def _written(self, root: Path, step: int, rank: int, sha256: str, notes: Mapping[str, Any]) -> None:
+        hashes = self._hashes.setdefault(step, {})
+        hashes[rank] = sha256
+        if len(hashes) == self.size:
+            complete(root, step, _in_order(self._hashes.pop(step)), notes)
+
+
+def _in_order(hashes: Mapping[int, str]) -> Sequence[str]:
+    return [hashes[rank] for rank in sorted(hashes)]
