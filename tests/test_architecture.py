@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
+BELOW_TRAINING = {"core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -31,54 +32,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds"},
-    "torch": {
+    "one_host": {"core", "native", "data", "strategies", "worlds"},
+    "training": {*BELOW_TRAINING, "one_host", "report.metrics"},
+    "interop": {*BELOW_TRAINING, "training"},
+    "jobs": {"spec.job", "data"},
+    "engines": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs"},
+    "replay": {*BELOW_TRAINING, "training", "report", "engines"},
+    "bench": {
         "core",
         "native",
         "cluster",
-        "data",
-        *AXES,
-        "flexrr",
+        "compression",
         "strategies",
-        "spec",
         "worlds",
-        "wire",
-        "report.metrics",
-    },
-    "jobs": {"torch.job", "data"},
-    "engines": {
-        "core",
-        "native",
-        "cluster",
-        "data",
-        *AXES,
-        "flexrr",
-        "strategies",
-        "spec",
-        "worlds",
-        "wire",
         "report",
-        "torch",
-        "jobs",
-    },
-    "bench": {"core", "native", "cluster", "compression", "strategies", "worlds", "report", "torch", "engines"},
-    "cli": {
-        "core",
-        "native",
-        "cluster",
-        "data",
-        *AXES,
-        "flexrr",
-        "strategies",
-        "spec",
-        "worlds",
-        "wire",
-        "chaos",
-        "report",
-        "torch",
+        "training",
+        "interop",
         "engines",
-        "jobs",
-        "bench",
     },
+    "cli": {*BELOW_TRAINING, "chaos", "report", "training", "interop", "engines", "replay", "jobs", "bench"},
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 

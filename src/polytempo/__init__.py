@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         jobs,
         strategies,
         synchronization,
-        torch,
         worlds,
     )
     from polytempo.core import (
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.engines.worker_processes import WorkerDied
+    from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
     from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.catalogue import parse_strategy
@@ -65,7 +65,6 @@ _FOLDERS = (
     "jobs",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 )
 _HOMES = {
@@ -88,6 +87,7 @@ _HOMES = {
     "polytempo.engines.local": ("RunTimedOut", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
+    "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
@@ -130,6 +130,7 @@ __all__ = [
     "attach",
     "cluster",
     "collectives",
+    "comm_hook",
     "compare",
     "compression",
     "core",
@@ -146,7 +147,6 @@ __all__ = [
     "simulate",
     "strategies",
     "synchronization",
-    "torch",
     "worlds",
 ]
 

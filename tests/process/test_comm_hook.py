@@ -1,4 +1,4 @@
-"""`pt.torch.comm_hook` in torch's own DistributedDataParallel: on gloo and on "polytempo", two real processes."""
+"""`pt.comm_hook` in torch's own DistributedDataParallel: on gloo and on "polytempo", two real processes."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ def test_what_cannot_work_is_refused_when_it_is_built() -> None:
     with pytest.raises(ValueError, match="cannot be summed, so route=ring is impossible"):
         comm_hook(natural(), route=pt.collectives.ring)
     assert comm_hook(feedback(bf16()), route=all_gather).__name__ == "comm_hook(feedback(bf16()), route=all_gather)"
-    assert pt.torch.comm_hook is comm_hook
+    assert pt.comm_hook is comm_hook
 
 
 def test_what_a_hook_is_not_for_is_said() -> None:

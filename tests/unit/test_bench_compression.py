@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polytempo import aggregation, compression
-from polytempo.bench.compression import Costs, Plan, codec_seconds, costs, gradient_of, wins_below
+from polytempo.bench.compression import CompressionPlan, Costs, codec_seconds, costs, gradient_of, wins_below
 from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
 from polytempo.cli.bench_compression import candidate, parse_link, parse_model, plan_of
@@ -207,7 +207,7 @@ def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str)
 
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(ValueError, match="--codecs: name at least one"):
-        measure(Plan(SIZES, GIBIT, 2, [], 1))
+        measure(CompressionPlan(SIZES, GIBIT, 2, [], 1))
 
 
 def test_candidates_are_codecs_and_low_rank() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polytempo import aggregation
-from polytempo.bench.compression import Candidate, Plan
+from polytempo.bench.compression import Candidate, CompressionPlan
 from polytempo.bench.compression import compression as measure_compression
 from polytempo.cli.bench import perform
 from polytempo.cluster import Link
@@ -36,7 +36,7 @@ def compression(given: Mapping[str, Any]) -> None:
     perform("compression", lambda: measure_compression(plan), given)
 
 
-def plan_of(given: Mapping[str, Any]) -> Plan:
+def plan_of(given: Mapping[str, Any]) -> CompressionPlan:
     """The plan that the options spell. `ValueError` for what they cannot mean."""
     quick = bool(given["quick"])
     latency_us = 50.0 if given["latency_us"] is None else given["latency_us"]
@@ -48,7 +48,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     codecs = MEASURED if given["codecs"] is None else given["codecs"]
     if not codecs.strip():
         raise ValueError(f"--codecs {codecs!r}: names nothing; write some, such as 'int8, top_k', or leave it out")
-    return Plan(
+    return CompressionPlan(
         sizes=parse_model(MODEL if given["model"] is None else given["model"]),
         link=Link(latency_us * 1e-6, parse_link(LINK if given["link"] is None else given["link"])),
         workers=4 if given["workers"] is None else given["workers"],

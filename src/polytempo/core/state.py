@@ -2,8 +2,8 @@
 
 State is a tree of tuples, NamedTuples and dicts. Its leaves are `Bundle`s (saved one tensor per
 parameter, so the layout of buckets may change between runs), tensors, numbers, strings and None.
-A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Residual`: what a rank
-has not given yet, of which nothing may be lost when the number of ranks changes.
+A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Residual`: what
+a rank has not given yet, of which nothing may be lost when the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def residual_tensors(state: Any) -> Iterator[Tensor]:
 def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
     """`state` with residuals in memory of their own, so that who applies from it spends only the duplicate.
 
-    `free`: memory that nobody needs, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of what is
-    owed, and nothing for a state without.
+    `free`: memory that nobody needs, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of
+    the residuals, and nothing for a state without.
     """
     if isinstance(state, Residual):
         room = None if free is None else next(free, None)

@@ -2,7 +2,7 @@
 
     out/checkpoint/
       snapshot-00000012-shard-0.safetensors, .json      what the shards write (see `server.shard.snapshot`)
-      snapshot-00000012-run.json                        the scheduler, and what the run must have in common with its resume
+      snapshot-00000012-run.json                        the scheduler, and what a resume has in common with the run
 
 The launcher's part is on the disk before the shards are told to write theirs, so whoever finds all of theirs finds it.
 The shards write at a moment of their own each; what some of them have and others have not is dealt again after a

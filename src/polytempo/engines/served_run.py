@@ -145,8 +145,8 @@ class ServedRun:
         )
         if self.scheduler.finished and not lacks_score:
             raise ValueError(
-                f"the run in {options.out} has done its {self.scheduler.num_tickets} batches already; resume it with more "
-                "epochs or steps"
+                f"the run in {options.out} has done its {self.scheduler.num_tickets} batches already; resume it with "
+                "more epochs or steps"
             )
 
     @contextmanager

@@ -1,0 +1,1 @@
+"""Other libraries on Polytempo: a backend of torch.distributed, and hooks for DDP."""

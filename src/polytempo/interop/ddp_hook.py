@@ -281,7 +281,7 @@ def comm_hook(
     """A communication hook for torch's DistributedDataParallel that exchanges gradients by a codec.
 
         ddp = DistributedDataParallel(net)
-        ddp.register_comm_hook(None, pt.torch.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
+        ddp.register_comm_hook(None, pt.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
 
     `codec`, `merge`, `route` and `exact_below` are those of `compression.through`; a transform of gradients goes as it
     is: `pt.aggregation.low_rank(2)` makes PowerSGD of it. `.grad` is what the transform answers: the mean over the

@@ -1,0 +1,1 @@
+"""A recorded run with a parameter server once more, to the same bits."""

@@ -1,6 +1,6 @@
 """`Rerun`: a recorded run with a parameter server once more, in the virtual world.
 
-    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order (`replay.message_order`)
+    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order
                             ▲        │
                             └── lives of workers   the programs of the run; one that was killed is not heard to its end
 

@@ -31,7 +31,7 @@ class Timing:
             raise ValueError(f"needs 0 < retry_s <= longest_retry_s and 0 < beat_s < lost_s, got {self}")
 
     def of_processes(self, busy_s: float) -> Timing:
-        """The same for an engine that sees which processes run (see `FailureDetector`): only one that is stopped is silent.
+        """The same for an engine that sees which processes run (see `FailureDetector`): only a stopped one is silent.
 
         It is replaced before those that wait for it give up. `busy_s`: how long a copy may take to apply an update.
         """

@@ -27,7 +27,7 @@ from polytempo.spec.run_spec import RunSpec
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
-_CALLERS = (__file__, os.path.join(_OURS, "torch", "objective.py"))
+_CALLERS = (__file__, os.path.join(_OURS, "spec", "objective.py"))
 _OTHERS = (str(Path(torch.__file__).parent), os.path.dirname(os.__file__), "<frozen ")
 BATCH = "making a batch of its data"
 ON_BATCH = "pt.Data(train, test, collate=…) takes the function that makes a batch of a list of samples"

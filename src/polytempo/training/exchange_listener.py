@@ -1,4 +1,4 @@
-"""`ExchangeListener`: who is to hear of a replica's exchanges, steps and checkpoints. `drift_watch` has the one there is."""
+"""`ExchangeListener`: hears of a replica's exchanges, steps and checkpoints. `drift_watch` has the one there is."""
 
 from __future__ import annotations
 

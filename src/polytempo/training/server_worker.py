@@ -83,8 +83,8 @@ class Attendance(NamedTuple):
 async def work(port: Port, context: ServedContext, client: Client) -> Attendance:
     """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
 
-    `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed, ticket), so a
-    ticket that is dealt again is computed alike.
+    `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed,
+    ticket), so a ticket that is dealt again is computed alike.
     """
     work_client = WorkClient(client)
     worker = _Worker(port, context, client, work_client)
@@ -256,7 +256,8 @@ class _Worker:
             await self._exchange(empty=True)
         else:
             raise ValueError(
-                f"{self._context.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push more often"
+                f"{self._context.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push "
+                "more often"
             )
         if self._begin_s is not None:
             self._gradients = await self.waited(settled(self._gradients))

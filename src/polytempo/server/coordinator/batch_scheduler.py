@@ -104,8 +104,8 @@ class BatchScheduler:
         """
         if min(batches_per_epoch, num_tickets, workers, most_held) < 1 or warm_start < 0:
             raise ValueError(
-                "a scheduler needs at least one batch, ticket, worker and ticket to hold, and no negative warm start; got "
-                f"{batches_per_epoch=}, {num_tickets=}, {workers=}, {most_held=}, {warm_start=}"
+                "a scheduler needs at least one batch, ticket, worker and ticket to hold, and no negative warm start; "
+                f"got {batches_per_epoch=}, {num_tickets=}, {workers=}, {most_held=}, {warm_start=}"
             )
         if deals == "evenly":
             _check_even(batches_per_epoch, num_tickets, workers, warm_start)

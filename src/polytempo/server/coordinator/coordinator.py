@@ -373,7 +373,7 @@ class Coordinator:
                 self._on_event(("saved", reply.shard))
         return self._shards.sendable(now_s) + self._deals(now_s) + self._end(now_s)
 
-    # ------------------------------------------------------------------ shards that come and go: see `server.coordinator.resharding`
+    # ----------------------------------------- shards that come and go: see `server.coordinator.resharding`
 
     def _reshape(self, now_s: float) -> Outbox:
         """Go on with what is wanted, as far as that is possible now."""

@@ -1,0 +1,1 @@
+"""When a shard applies gradients, and how far they move the weights."""

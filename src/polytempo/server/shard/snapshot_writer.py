@@ -28,7 +28,7 @@ class Snapshots:
     """One shard's writer. At most one snapshot is under way; the process that asks never waits for the disk.
 
         if snapshots.begin(12, *shard.dump()): …      # later, now and then:
-        saved = snapshots.poll()                      # None, WrittenSnapshot(12), or WrittenSnapshot(12, "cannot write …")
+        saved = snapshots.poll()                      # None, WrittenSnapshot(12), or with an error
 
     A snapshot that is begun while another is under way is refused (False): the coordinator asks again when it has heard
     of the first. The thread dies with the process; what it leaves is a partial file, never half a snapshot.
