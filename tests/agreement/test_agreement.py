@@ -11,7 +11,7 @@ from polytempo import collectives, run, strategies
 from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.engines.worker import RankInfo

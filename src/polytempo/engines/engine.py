@@ -4,8 +4,8 @@ program ── start(role, host) ─▶ ┌ engine ┐ ─▶ processes     fork
         ◀─ poll(wait_s) ──────  │        │ ◀─ how they end, what they leave
         ── stop(process) ─────▶ └────────┘                  address: where processes find the program
 
-Whatever decides (who is started again, when a run is over) stands above, and knows processes by their roles. It does not
-assume that functions travel to them, that they share folders with it, or that they are on its host.
+Whatever decides (who is started again, when a run is over) stands above, and knows processes by their roles. It does
+not assume that functions travel to them, that they share folders with it, or that they are on its host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The local engine: processes forked from this one. They start in milliseconds, and have its functions and its memory."""
+"""The local engine: processes forked from this one, which start in milliseconds and have its functions and memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 
 from polytempo.core.files import made
 from polytempo.engines import janitor
-from polytempo.engines.children import Child, end, look
 from polytempo.engines.engine import Address, Launch, Process, Result, Role
 from polytempo.engines.fork import fork, held_signals
 from polytempo.engines.threads import threads_per_worker
 from polytempo.engines.worker import RankInfo, failure_of, result_path, serve
+from polytempo.engines.worker_processes import Child, Children
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class LocalEngine:
         assert address.home is not None
         self._work, self._address, self._home, self._notes = work, address, address.home, notes
         self._logs, self._size = logs, size
-        self._running: list[Child] = []
+        self._children = Children(self._read)
 
     @property
     def address(self) -> Address:
@@ -62,34 +61,20 @@ class LocalEngine:
         log, launcher = self._logs / f"{role}.log", os.getpid()
         with held_signals():  # a process that has been started is known here, too
             pid = fork(lambda: serve(lambda _: self._work(role), rank_info, log, launcher, self._notes))
-            self._running.append(child := Child(role, log, pid=pid, notes=self._notes))
+            child = self._children.add(Child(role, log, pid=pid, notes=self._notes))
         return child
 
     def poll(self, wait_s: float = 0.0) -> list[Process]:
         """See `Engine`."""
-        look(self._running, monotonic() + wait_s)
-        gone = [child for child in self._running if child.exit_code is not None]
-        self._running = [child for child in self._running if child.exit_code is None]
-        for child in gone:
-            self._read(child)
-        return list[Process](gone)
+        return self._children.poll(wait_s)
 
     def stop(self, process: Process | None = None) -> None:
         """See `Engine`."""
-        if process is not None:
-            self._signal([child for child in self._running if child is process], signal.SIGKILL)
-            return
-        self._signal(self._running, signal.SIGCONT)
-        end(self._running)
+        self._children.stop(process)
 
     def ask_where(self, processes: Sequence[Process]) -> None:
         """Let processes write where they are into their logs."""
-        self._signal([child for child in self._running if child in processes], signal.SIGUSR1)
-
-    def _signal(self, children: Sequence[Child], number: signal.Signals) -> None:
-        for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, number)
+        self._children.signal(processes, signal.SIGUSR1)
 
     def _read(self, child: Child) -> None:
         path = result_path(self._home, child.role.life)

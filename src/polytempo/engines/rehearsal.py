@@ -16,9 +16,10 @@ import torch
 
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
-from polytempo.engines.local import RunTimedOut, launch
+from polytempo.engines.collective import RunTimedOut
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
-from polytempo.engines.worker_processes import WorkerDied
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of

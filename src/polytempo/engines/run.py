@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
 from polytempo.engines.arguments import check_strategy
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
+from polytempo.engines.engine import EngineSetup
 from polytempo.engines.folder import began
 from polytempo.engines.folder_names import slug
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.local_engine import Local
 from polytempo.engines.rehearsal import rehearse
+from polytempo.engines.run_collective import run_collective
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.run_served import num_processes, run_served
-from polytempo.engines.worker import RankInfo
-from polytempo.engines.worker_processes import diverged
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
@@ -42,12 +41,16 @@ def run(
     workers: int = 2,
     options: RunOptions | None = None,
     *,
+    engine: EngineSetup | None = None,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
 ) -> Result:
-    """Train `job` by `strategy` with `workers` processes of this host.
+    """Train `job` by `strategy` with `workers` processes.
 
         result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
+
+    `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
+    starts new interpreters, which find the job by its name (`pt.jobs.find`).
 
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
@@ -59,7 +62,7 @@ def run(
     check_strategy(strategy)
     spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
     _prepare([spec])
-    return _performed(spec, progress)
+    return _performed(spec, engine or Local(), progress)
 
 
 def _prepare(specs: Sequence[RunSpec]) -> None:
@@ -79,34 +82,12 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _performed(spec: RunSpec, progress: Progress | None) -> Result:
+def _performed(spec: RunSpec, engine: EngineSetup, progress: Progress | None) -> Result:
     """The run itself."""
-    options, workers = spec.options, spec.workers
-    with began(options.out):
+    with began(spec.options.out):
         if spec.strategy.server is not None:
-            return run_served(spec, progress)
-        out = options.out and options.out.resolve()
-        given = replace(options, out=out)
-
-        def work(rank_info: RankInfo) -> dict[str, Any] | None:
-            world = init(timeout_s=options.timeout_s, quiet=True)
-            result = Trainer(spec.job, spec.strategy, given, world=world).fit()
-            return result.as_json() if rank_info.rank == 0 else None
-
-        with diverged(), show_rows(progress, spec) as show:
-            if out is None:
-                [answer, *_] = launch(work, workers, threads=options.threads)
-            else:
-                files.run_folder(out)
-                metrics = out / "metrics.jsonl"
-                if not options.resume:
-                    metrics.unlink(missing_ok=True)
-                follower = _Follower(metrics, show)
-                [answer, *_] = launch(work, workers, threads=options.threads, logs=out / "logs", tick=follower.look)
-                follower.look()
-        assert isinstance(answer, dict)
-        result = Result(**answer)
-        return result if options.out is None else reported(result, options.out)
+            return run_served(spec, engine, progress)
+        return run_collective(spec, engine, progress)
 
 
 def join(
@@ -133,6 +114,7 @@ def compare(
     workers: int = 2,
     options: RunOptions | None = None,
     *,
+    engine: EngineSetup | None = None,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
 ) -> list[Result]:
@@ -152,7 +134,7 @@ def compare(
         folders.append(folder)
         spec = RunSpec.of(job, strategy, workers, replace(options, out=folder))
         try:
-            results.append(_performed(spec, progress))
+            results.append(_performed(spec, engine or Local(), progress))
         except NotFinite as error:
             results.append(diverged_result(spec, error))
     if options.out is not None:
@@ -167,33 +149,3 @@ def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result
     write_picture(out / "compare.png", runs)
     listed = json.dumps([result.as_json() for result in results], indent=2)
     files.replace(out / "compare.json", listed + "\n")
-
-
-class _Follower:
-    """Reads the metrics that rank 0 writes while the run goes on; each line is parsed once.
-
-    The rows that are there when it is made are no news. A resumed run puts a new file in the old one's place:
-    the rows that it keeps are shown.
-    """
-
-    def __init__(self, metrics: Path, show: Callable[[dict[str, Any]], None]) -> None:
-        self._metrics, self._show = metrics, show
-        there = metrics.stat() if metrics.exists() else None
-        self._file = there and there.st_ino
-        self._read_bytes = there.st_size if there else 0
-
-    def look(self) -> None:
-        """Show the rows that have come since the last look."""
-        try:
-            stream = self._metrics.open("rb")
-        except FileNotFoundError:
-            return
-        with stream:
-            status = os.fstat(stream.fileno())
-            if status.st_ino != self._file or status.st_size < self._read_bytes:
-                self._file, self._read_bytes = status.st_ino, 0
-            stream.seek(self._read_bytes)
-            whole_lines, newline, _ = stream.read().rpartition(b"\n")
-        self._read_bytes += len(whole_lines) + len(newline)
-        for line in whole_lines.splitlines():
-            self._show(json.loads(line))

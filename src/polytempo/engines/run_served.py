@@ -24,8 +24,8 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
 from polytempo.spec.result import Result
-from polytempo.spec.topology import Topology
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05

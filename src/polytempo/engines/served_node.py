@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polytempo.engines.engine import Role
+from polytempo.engines.mailbox_directory import NodeMail
 from polytempo.engines.recording import CopyRecorder
 from polytempo.engines.run_snapshot import shard_saves
 from polytempo.engines.served_program import ServedProgram
@@ -34,7 +35,7 @@ from polytempo.spec.result import parameters_sha256
 from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
-from polytempo.worlds.mail import Line, MailWorld
+from polytempo.worlds.mail import MailWorld
 
 _LINGER_S = 1.0
 """How long a process that has done its part lets its last messages leave."""
@@ -75,7 +76,7 @@ class Setting(NamedTuple):
 class Mail(Protocol):
     """Gives each process its mailbox."""
 
-    def mailbox(self, node: int, *, own_process: bool = False) -> Line:
+    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
         """The mailbox of `node`, in the process that is it."""
 
 
@@ -183,7 +184,7 @@ class _Part:
             saves.close()
         return self._told(world)
 
-    def _join(self) -> tuple[Line, MailWorld]:
+    def _join(self) -> tuple[NodeMail, MailWorld]:
         line = self._mail.mailbox(self._role.node, own_process=True)
         return line, MailWorld(self._role.node, line, self._program.hosts, zero_s=self._setting.zero_s)
 

@@ -24,7 +24,9 @@ from polytempo.data.plan import check_enough
 from polytempo.engines.reshaping import num_added
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
+from polytempo.server.pieces import without_tables
 from polytempo.server.shard.buffers import Empty, plain_empty
+from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.shard.score_snapshots import ScorePoints, score_points
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
@@ -32,8 +34,8 @@ from polytempo.server.worker.client import Client
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import data_of, made_schedule, replica_of
-from polytempo.spec.topology import Topology
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.program import check_goals
@@ -46,6 +48,11 @@ from polytempo.training.trainable_parameters import trainable
 
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
+_SPARE_BUFFERS = 12
+"""So many vectors as large as the parameters fit into an arena, beside one for each worker."""
+_SPARE_BYTES = 64 << 20
+_SLOWLY_BYTES_PER_S = 100e6
+"""A copy is not thought dead for touching its parameters at this rate."""
 
 
 class ServedProgram:
@@ -80,6 +87,9 @@ class ServedProgram:
         self.spans = shard_map(self.parameters, service.shards)
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = self._service(service, optimizer)
+        busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
+        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
+        """How long processes wait for each other; a virtual world and a replay have timings of their own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,9 +117,31 @@ class ServedProgram:
             rests=service.waits,
         )
 
-    def points(self, scheduler: BatchScheduler) -> ScorePoints:
+    @property
+    def points(self) -> ScorePoints:
         """When scores are taken."""
-        return score_points(len(self.batches), scheduler.num_tickets, self.batches.size)
+        return score_points(len(self.batches), self._num_tickets, self.batches.size)
+
+    @property
+    def most_lives(self) -> int:
+        """How many processes the run may have in all, with those that take another one's place."""
+        return self.topology.num_nodes + self.spec.options.restarts + 1
+
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each node, with those that are started later."""
+        return [self.topology.host_of(node) for node in range(self.most_lives)]
+
+    @property
+    def mail_bytes(self) -> int:
+        """The largest tensors that any message carries, in all."""
+        return (2 * self.spec.workers + 8) * self.weights.nbytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """The address space that one process needs for tensors that others read in place."""
+        dense_bytes = sum(each.numel for each in without_tables(self.parameters)) * self.dtype.itemsize
+        return (self.spec.workers + _SPARE_BUFFERS + SNAPSHOTS) * dense_bytes + _SPARE_BYTES
 
     def client(
         self,

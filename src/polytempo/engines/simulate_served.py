@@ -35,8 +35,8 @@ from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Data
 from polytempo.spec.result import Result, parameters_sha256
-from polytempo.spec.topology import Topology
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.server_worker import Attendance, work
 from polytempo.training.trainer import recorder
@@ -130,7 +130,7 @@ class _Run:
     def _scores(self) -> OffTheClock | None:
         if not self.program.scores:
             return None
-        points, dtype = self.program.points(self.scheduler), self.program.dtype
+        points, dtype = self.program.points, self.program.dtype
         return OffTheClock(points, self.program.scorer(), dtype, self.tally.take_row, lambda: self.world.now_s)
 
     def _nodes(self) -> dict[int, Node]:

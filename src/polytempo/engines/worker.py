@@ -63,17 +63,31 @@ def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
     try:
         _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
     except BaseException as error:
-        facts = error.facts if isinstance(error, NotFinite) else None
-        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
-        with suppress(OSError):
-            _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure))
         with suppress(OSError):  # each of the two may lie on a disk that is full
-            if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            else:
-                traceback.print_exc()
-        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure_by(error)))
+        show_error(error)
+        return exit_code_of(error)
     return 0
+
+
+def failure_by(error: BaseException) -> Failure:
+    """What is told of an exception that ends a process."""
+    facts = error.facts if isinstance(error, NotFinite) else None
+    return Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
+
+
+def show_error(error: BaseException) -> None:
+    """Write it into the process's log; of a `JobFailed`, which says where in the job, not the way there."""
+    with suppress(OSError):
+        if isinstance(error, JobFailed):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With what a process exits that `error` ends."""
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def _in_short(error: BaseException) -> str:
@@ -134,12 +148,17 @@ def failure_of(home: Path, rank: int) -> Failure | None:
 
 def _write(path: Path, value: Result) -> None:
     """Complete or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(encoded(value))
+    unfinished.replace(path)
+
+
+def encoded(value: Result) -> bytes:
+    """A result as JSON. ValueError where it is too large."""
     text = json.dumps(value).encode()
     if len(text) > MAX_RESULT_BYTES:
         raise ValueError(
             f"a worker's result may have at most {MAX_RESULT_BYTES} bytes as JSON, and this one has {len(text)}; "
             "write large results to a file and return its path"
         )
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(text)
-    unfinished.replace(path)
+    return text

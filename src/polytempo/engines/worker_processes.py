@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -28,6 +28,45 @@ class Child(Process):
     pid: int = -1
     notes: int = -1
     """The janitor's pipe (see `janitor.swept`)."""
+
+
+class Children:
+    """Those that one engine has started. `read(child)` fills in what a child has left, once it has ended."""
+
+    def __init__(self, read: Callable[[Child], None]) -> None:
+        self._read = read
+        self._all: list[Child] = []
+        self._told: set[Child] = set()
+        """Those of which `poll` has said that they have ended."""
+
+    def add(self, child: Child) -> Child:
+        """Know `child` from now on."""
+        self._all.append(child)
+        return child
+
+    def poll(self, wait_s: float) -> list[Process]:
+        """See `Engine`."""
+        look(self._all, time.monotonic() + wait_s)
+        gone = [child for child in self._all if child.exit_code is not None and child not in self._told]
+        self._told.update(gone)
+        for child in gone:
+            self._read(child)
+        return list[Process](gone)
+
+    def stop(self, process: Process | None) -> None:
+        """See `Engine`. Stopped processes end, too."""
+        if process is not None:
+            self.signal([process], signal.SIGKILL)
+            return
+        self.signal(self._all, signal.SIGCONT)
+        end(self._all)
+
+    def signal(self, processes: Sequence[Process], number: signal.Signals) -> None:
+        """Send a signal to those of `processes` that run."""
+        for child in self._all:
+            if child in processes and child.exit_code is None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
 
 
 def look(crew: Sequence[Child], until: float) -> None:

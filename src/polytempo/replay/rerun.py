@@ -38,8 +38,8 @@ from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
-from polytempo.spec.topology import Topology
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.server_worker import Attendance, ComputeGradients, work
 from polytempo.worlds import VirtualWorld
 
@@ -123,7 +123,7 @@ class Rerun:
         program = self.program
         if not program.scores:
             return None
-        points = program.points(self.scheduler)
+        points = program.points
         return OffTheClock(points, program.scorer(), program.dtype, self.scored.append, lambda: 0.0)
 
     def _door(self, recorded: Recorded, number: int) -> OrderedShard:

@@ -22,8 +22,8 @@ from polytempo.spec.job_calls import data_of, replica_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
-from polytempo.strategies import sync_sgd
 from polytempo.spec.run_spec import RunSpec
+from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import attach
 from polytempo.training.background_observer import BackgroundObserver
