@@ -31,6 +31,7 @@ from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
+from polytempo.training.ports import mesh_of
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.snapshot import load
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
@@ -48,6 +49,10 @@ class Trainer:
     Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
     leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
+
+    Where `pt.init(mesh=…)` has laid out the ranks, those along "data" train one part of a model: the job's `model()`
+    makes the part of `world.port.coordinates`, and its `loss` is that part's. The parameters in the result are those of
+    this rank's part, scores are those of the first part.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Trainer:
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
         facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
+        facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
             *(self.model, optimizer, spec.strategy),
@@ -78,10 +84,11 @@ class Trainer:
             on_drift=options.on_drift,
             allow_nan=options.allow_nan,
         )
+        data = self.handle.ports.data
         shard = DataShard(
             self.data.training(),
-            rank=self.world.rank,
-            size=self.world.size,
+            rank=data.rank,
+            size=data.size,
             batch_size=spec.batch_size,
             seed=spec.seed,
         )
@@ -160,7 +167,7 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
         optimizer.zero_grad()
         loss = loss_of(job, model, batch)
         if replica.guard is not None:
-            replica.guard.loss(loss, replica.step, port.rank)
+            replica.guard.loss(loss, replica.step, port.world_rank)
         loss.backward()
         optimizer.step()
         return loss
