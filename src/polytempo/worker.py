@@ -23,7 +23,6 @@ from polytempo.engines.engine import Role
 from polytempo.engines.fork import default_signals, die_with
 from polytempo.engines.program import perform
 from polytempo.engines.worker import encoded, exit_code_of, failure_by, show_error
-from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.run_spec import RunSpec
 
 
@@ -34,7 +33,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever the job prints belongs into the log
     _settle(order)
     try:
-        spec = RunSpec.from_json(order["spec"], jobs.find, parse_strategy)
+        spec = RunSpec.from_json(order["spec"], jobs.find)
         role = Role(**order["role"])
         answer = b'{"result": ' + encoded(perform(spec, role, order["setting"], order["host"])) + b"}"
         code = 0

@@ -51,6 +51,7 @@ class Subprocess:
                 yield engine
             finally:
                 engine.stop()
+                engine.poll()  # which closes the files of answers
 
 
 class SubprocessEngine:
@@ -105,8 +106,6 @@ class SubprocessEngine:
     def stop(self, process: Process | None = None) -> None:
         """See `Engine`."""
         self._children.stop(process)
-        if process is None:
-            self._children.poll(0.0)
 
     def _order(self, role: Role) -> Mapping[str, Any]:
         """All that the process is told."""

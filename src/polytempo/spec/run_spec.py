@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 
@@ -69,8 +70,17 @@ class RunSpec:
     def to_json(self) -> str:
         """The run as text, from which `from_json` makes it in another process.
 
-        Errors: ValueError for a job that was made in a program, so that no other process can find it.
+        Errors: ValueError for a job, or a strategy, that was made in a program, so that no other process can find it.
         """
+        try:
+            named = str(parse_strategy(str(self.strategy))) == str(self.strategy)
+        except ValueError:
+            named = False
+        if not named:
+            raise ValueError(
+                f"strategy {self.strategy} is not one that its name makes, and the run's processes are to make it by "
+                "its name; give one of pt.strategies, or run it with engine=pt.engines.local()"
+            )
         if self.job.origin is None:
             raise ValueError(
                 f"job {self.job.name} is made of functions that this process alone has, and the run's processes are to "
@@ -92,8 +102,8 @@ class RunSpec:
         return json.dumps(plain)
 
     @classmethod
-    def from_json(cls, text: str, find_job: Callable[[str], Job], find_strategy: Callable[[str], Strategy]) -> RunSpec:
-        """The run that `to_json` wrote. `find_job` and `find_strategy` know the names (`jobs.find`, `strategy_from`).
+    def from_json(cls, text: str, find_job: Callable[[str], Job]) -> RunSpec:
+        """The run that `to_json` wrote. `find_job` knows the jobs' names, as `jobs.find` does.
 
         Errors: ValueError for another text, and where a name stands for another job here than there.
         """
@@ -109,7 +119,7 @@ class RunSpec:
                 )
         return cls(
             job=job,
-            strategy=find_strategy(plain["strategy"]),
+            strategy=parse_strategy(plain["strategy"]),
             workers=plain["workers"],
             options=_options(plain["options"]),
             lr=plain["lr"],

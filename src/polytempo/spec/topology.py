@@ -7,10 +7,11 @@ node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … �
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import prod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from polytempo.core import Mesh
 
 RoleName = Literal["worker", "copy", "coordinator", "evaluator"]
 Chain = tuple[int, ...]
@@ -29,22 +30,21 @@ class Topology:
     """-1: a collective run has none."""
     hosts: tuple[int, ...] = ()
     """Each node's host by number; nodes beyond are on host 0."""
-    axes: dict[str, int] = field(default_factory=dict)
-    """The mesh of the workers: each axis with its size, the last one varies first. Empty: one axis, `data`."""
+    mesh: Mesh | None = None
+    """Where the workers are on named axes; None: all on one."""
 
     def __post_init__(self) -> None:
         """Refuse a mesh that does not have the workers' number."""
-        if self.axes and prod(self.axes.values()) != len(self.workers):
-            shown = " x ".join(f"{name}={size}" for name, size in self.axes.items())
+        if self.mesh is not None and self.mesh.size != len(self.workers):
             raise ValueError(
-                f"a mesh of {shown} has {prod(self.axes.values())} places, and there are {len(self.workers)} workers; "
-                "give sizes whose product is the number of workers"
+                f"{self.mesh} has {self.mesh.size} places, and there are {len(self.workers)} workers; give lengths "
+                "whose product is the number of workers"
             )
 
     @classmethod
-    def collective(cls, workers: int, hosts: Sequence[int] = (), axes: Mapping[str, int] | None = None) -> Topology:
+    def collective(cls, workers: int, hosts: Sequence[int] = (), mesh: Mesh | None = None) -> Topology:
         """`workers` ranks that meet each other, and nothing else."""
-        return cls(tuple(range(workers)), hosts=tuple(hosts), axes=dict(axes or {}))
+        return cls(tuple(range(workers)), hosts=tuple(hosts), mesh=mesh)
 
     @classmethod
     def served(cls, workers: int, shards: int, replicas: int, added: int = 0) -> Topology:
@@ -93,21 +93,6 @@ class Topology:
         """The host of a node."""
         return self.hosts[node] if 0 <= node < len(self.hosts) else 0
 
-    def coordinates(self, worker: int) -> dict[str, int]:
-        """Where a worker is in the mesh: on the axes (data=2, stage=3), worker 4 is at data 1, stage 1."""
-        position, axes = self.workers.index(worker), self.axes or {"data": len(self.workers)}
-        found = dict.fromkeys(axes, 0)
-        for name in reversed(axes):
-            position, found[name] = divmod(position, axes[name])
-        return found
-
-    def along(self, axis: str, worker: int) -> tuple[int, ...]:
-        """The workers that differ from `worker` on `axis` alone, and `worker` itself, in order."""
-        mine = self.coordinates(worker)
-        if axis not in mine:
-            raise ValueError(f"the mesh has no axis {axis!r}; its axes are {', '.join(mine)}")
-        return tuple(w for w in self.workers if {**self.coordinates(w), axis: 0} == {**mine, axis: 0})
-
     def to_json(self) -> str:
         """As text."""
         return json.dumps(asdict(self))
@@ -118,4 +103,6 @@ class Topology:
         plain: dict[str, Any] = json.loads(text)
         chains = {name: tuple(tuple(chain) for chain in plain[name]) for name in ("chains", "spares")}
         flat = {name: tuple(plain[name]) for name in ("workers", "hosts")}
-        return cls(**{**plain, **chains, **flat})
+        axes = plain["mesh"]
+        mesh = None if axes is None else Mesh(tuple((axis, length) for axis, length in axes["axes"]))
+        return cls(**{**plain, **chains, **flat, "mesh": mesh})
