@@ -10,10 +10,9 @@ import typer
 from polytempo.cli.catalogue import strategies_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
-from polytempo.cli.plan import job_of, run_name, run_options, show_plan
+from polytempo.cli.plan import job_of, progress_of, run_name, run_options, show_plan
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
-from polytempo.report.progress import Progress
 
 
 def compare(given: Mapping[str, object], config: Path | None) -> None:
@@ -34,7 +33,7 @@ def compare(given: Mapping[str, object], config: Path | None) -> None:
         show_plan(job, names, "process", options.workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        results = compared(job, strategies, options.workers, taken, progress=Progress())
+        results = compared(job, strategies, options.workers, taken, progress=progress_of(job, taken, len(strategies)))
     figures = [result.as_json() for result in results]
     if options.as_json:
         show_json(figures)

@@ -10,6 +10,7 @@ from polytempo import jobs
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.show import show_json, show_table
 from polytempo.engines.folder_names import slug
+from polytempo.report.progress import Progress
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
 from polytempo.spec.options import RunOptions
@@ -55,6 +56,12 @@ def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
         transport=options.transport,
         restarts=options.restarts,
     )
+
+
+def progress_of(job: Job, taken: RunOptions, num_runs: int = 1) -> Progress:
+    """Progress on standard error that knows where runs with these options end, and how many there are."""
+    default = None if taken.steps is not None else job.epochs * (10 if taken.until else 1)
+    return Progress(num_runs=num_runs, total_epochs=taken.epochs or default, at_most=bool(taken.until))
 
 
 def show_plan(

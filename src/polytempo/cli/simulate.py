@@ -10,11 +10,10 @@ import typer
 from polytempo.cli.catalogue import cluster_from, strategy_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import train_options
-from polytempo.cli.plan import job_of, run_name, run_options, show_plan
+from polytempo.cli.plan import job_of, progress_of, run_name, run_options, show_plan
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.simulate import default_cluster
 from polytempo.engines.simulate import simulate as simulated
-from polytempo.report.progress import Progress
 
 
 def simulate(given: Mapping[str, object], config: Path | None) -> None:
@@ -36,7 +35,9 @@ def simulate(given: Mapping[str, object], config: Path | None) -> None:
         show_plan(job, [strategy.name], world, options.workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        result = simulated(job, strategy, options.workers, cluster, taken, meta=options.meta, progress=Progress())
+        result = simulated(
+            job, strategy, options.workers, cluster, taken, meta=options.meta, progress=progress_of(job, taken)
+        )
     figures = result.as_json()
     (show_json if options.as_json else show_result)(figures)
     if say_unreached([figures]):

@@ -11,11 +11,10 @@ import typer
 from polytempo.cli.catalogue import strategy_from
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options
-from polytempo.cli.plan import job_of, run_name, run_options, show_plan
+from polytempo.cli.plan import job_of, progress_of, run_name, run_options, show_plan
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
-from polytempo.report.progress import Progress
 
 
 def train(given: Mapping[str, object], config: Path | None) -> None:
@@ -33,7 +32,7 @@ def train(given: Mapping[str, object], config: Path | None) -> None:
             show_plan(job, [strategy.name], "process", num_workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        progress = Progress() if first else None
+        progress = progress_of(job, taken) if first else None
         if world.size > 1:
             result = join(job, strategy, taken, progress=progress)
         else:

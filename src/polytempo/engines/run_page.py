@@ -38,7 +38,7 @@ def show_rows(
         if row["kind"] == "test":
             accuracy[0] = row["accuracy"]
         else:
-            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 
     progress.start(options.steps, description)
     try:
