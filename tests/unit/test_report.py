@@ -467,7 +467,8 @@ def test_the_page_begins_with_the_finding() -> None:
     runs = [record("slow", samples_per_s=100.0), record("fast", samples_per_s=200.0), record("lost", accuracy=0.5)]
     written = page([run._replace(metrics=[]) for run in runs], title="t")
     assert '<p class="headline">fast processes 2.0\u00d7 as many samples per second as slow' in written
-    assert '<p class="remark">lost ends at 50.0\u00a0%, 47.5 points below the most accurate run.</p>' in written
+    remark = "Far below the most accurate run (slow, 97.5\u00a0%): lost ends at 50.0\u00a0%."
+    assert f'<p class="remark">{remark}</p>' in written
     assert 'class="headline"' not in page([record()], title="t")
 
 
