@@ -26,10 +26,10 @@ def diloco(
     `local_sgd`.
 
     Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
-    The paper uses AdamW inside, H = 500 and more than a hundred exchanges; its outer constants (0.7, 0.9) are the
-    defaults here. A movement that repeats adds up to lr / (1 - μ) = 7 times itself, over about 1 / (1 - μ) = 10
-    exchanges. With tens of exchanges, or an inner learning rate that was tuned for another strategy, that goes too far:
-    write `outer_momentum=0.5` (1.4 times), as the demo with its 21 exchanges does, or take a smaller inner rate.
+    The paper uses AdamW inside, with a learning rate that decays, and H = 500; its outer constants (0.7, 0.9) are the
+    defaults here. A movement that repeats adds up to lr / (1 - μ) = 7 times itself, so an inner learning rate that was
+    tuned for another strategy goes too far: take a seventh of it, or write `outer_momentum=0.5` (1.4 times), as the demo
+    does.
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
