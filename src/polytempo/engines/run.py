@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy
+from polytempo.engines.arguments import check_strategy, check_workers
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.folder import began
@@ -65,6 +65,7 @@ def _prepare(job: Job, strategies: Sequence[Strategy], workers: int, options: Ru
     """Refuse, before anything is started or written, what cannot become a run; say what may surprise."""
     for strategy in strategies:
         check_strategy(strategy)
+        check_workers(strategy, workers)
     check_processes(max(num_processes(strategy, workers) for strategy in strategies), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(job, strategies, options)
