@@ -201,10 +201,9 @@ def explain(
     Bytes are those of the busiest worker, for the model of a job or for a perceptron of a given size.
     """
     with exit_code():
-        from polytempo.cli.request import check_job, check_strategies  # imports pydantic
+        from polytempo.cli.request import check_explained  # imports pydantic
 
-        check_strategies(strategy)
-        check_job(job or "digits")
+        check_explained(strategy, job)
         from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
 
         command(strategy, workers, job, parameters, as_json=bool(json))
