@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -186,3 +187,10 @@ def test_every_page_is_in_a_contents() -> None:
         for entry in (f"{Path(page).parent}/{line}.md" for line in block.splitlines() if re.match(r"[a-z]", line))
     ]
     assert set(PAGES) - set(entries) == {"docs/index.md"}
+
+
+def test_the_pictures_are_what_the_simulator_draws() -> None:
+    """`python docs/pictures/draw.py` draws them anew."""
+    drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["pictures"]()
+    committed = {file.stem: file.read_text(encoding="utf-8") for file in (DOCS / "pictures").glob("*.svg")}
+    assert [name for name in {**drawn, **committed} if drawn.get(name) != committed.get(name)] == []
