@@ -14,7 +14,7 @@ from polytempo.cli.main import app
 from polytempo.core import PolytempoError
 from polytempo.engines.worker_processes import WorkerDied
 
-SLOW_TO_IMPORT = ("torch", "numpy", "plotly", "matplotlib", "pydantic", "yaml")
+SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
 
 
 def polytempo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -2,12 +2,12 @@
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Law
+from polytempo.core.driver import WAITING, Task, interpreted
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.mesh import Mesh
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.send_receive import send_recv
 from polytempo.core.state import Late, Residual
 from polytempo.core.strategy import Strategy, Turn, spelled
 from polytempo.core.transform import (
@@ -25,6 +25,7 @@ from polytempo.core.transform import (
 
 __all__ = [
     "ALONE",
+    "WAITING",
     "Bundle",
     "Codec",
     "CodecState",
@@ -47,6 +48,7 @@ __all__ = [
     "Route",
     "State",
     "Strategy",
+    "Task",
     "TimedOut",
     "Transform",
     "Turn",
@@ -55,9 +57,9 @@ __all__ = [
     "chain",
     "identity",
     "inside",
+    "interpreted",
     "is_idle",
     "native",
-    "send_recv",
     "spelled",
     "split",
     "stateless",

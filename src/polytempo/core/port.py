@@ -28,6 +28,7 @@ from polytempo.core.op import (
     Recv,
     ReduceScatter,
     Send,
+    SendReceive,
     Start,
     T,
     Take,
@@ -93,7 +94,7 @@ class Port:
         """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished.
 
         A transport may move it only when the receiver has asked for it. A rank that still has something to receive
-        therefore starts the receive before it sends (`send_recv`). Finished means that the buffer may change: the
+        therefore starts the receive before it sends (`send_receive`). Finished means that the buffer may change: the
         message may be on its way yet, and share the link with the next one.
         """
         return Send(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
@@ -101,6 +102,15 @@ class Port:
     def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """A tensor shaped like `like` from position `source`."""
         return Recv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
+
+    def send_receive(self, buffer: Tensor, to: int, *, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
+        """Hand `buffer` to position `to` and answer with a tensor shaped like `like` from position `source`, at once.
+
+        The receive is begun first: ranks that all send first would wait for each other, and full-duplex links would
+        carry one direction after the other. Cost: one step; memory for what arrives. MPI calls it sendrecv.
+        """
+        there, here = self._world_rank(to), self._world_rank(source)
+        return SendReceive(buffer, there, like, here, tag, self.channel, timeout_s=self.timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Op[Tensor]:
         """The sum over the group, by whatever the world offers. `buffer` is given away."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from polytempo.cluster import Cluster, Link
-from polytempo.core import Deadlock, Port, Program, Strategy
+from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
 from polytempo.data.batches import Batches
 from polytempo.engines.cast import cast_of, context_of, dtype_of, points_of, scheduler_of, service_of
@@ -233,21 +233,20 @@ def _noting(compute: ComputeGradients, losses: list[float]) -> ComputeGradients:
     return noting
 
 
+class _Cue(BaseException):
+    """Nothing more of a program is in the records. The program cannot catch it."""
+
+
 async def _until_cue(program: Program[Attendance]) -> Attendance | None:
     """What `program` returns; None if it is told that nothing more of it is in the records."""
-    value: Any = None
-    error: Exception | None = None
+
+    async def perform(op: Op[Any]) -> Any:
+        value = await op
+        if isinstance(op, Take) and value is not None and isinstance(value[1], View):
+            raise _Cue
+        return value
+
     try:
-        while True:
-            op = program.send(value) if error is None else program.throw(error)
-            value, error = None, None
-            try:
-                value = await op
-            except Exception as raised:  # at the program's await
-                error = raised
-            if isinstance(op, Take) and value is not None and isinstance(value[1], View):
-                program.close()
-                return None
-    except StopIteration as stop:
-        attendance: Attendance = stop.value
-        return attendance
+        return await interpreted(program, perform)
+    except _Cue:
+        return None
