@@ -32,12 +32,12 @@ from polytempo.bench.models import mlp
 from polytempo.bench.tables import duration, markdown
 from polytempo.bench.turns import Figure, figure, ratio
 from polytempo.cli.bench_compression import candidate
-from polytempo.cli.call import split_calls
 from polytempo.core import ALONE, Codec
 from polytempo.engines.init import init
 from polytempo.engines.local import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
+from polytempo.spec.call import split_calls
 
 SIDE = 5000
 """25 million float32: 100 MB, far beyond any cache."""

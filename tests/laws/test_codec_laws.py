@@ -17,9 +17,9 @@ from torch import Tensor
 
 from laws.codecs import ROWS, Row, text
 from polytempo import compression
-from polytempo.cli.catalogue import CODECS
 from polytempo.compression.feedback import Feedback, feedback
 from polytempo.core import Codec, CodecState, EncodeContext, NotFinite, Residual
+from polytempo.spec.catalogue import CODECS
 
 every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
 with_encode_ = pytest.mark.parametrize("row", [row for row in ROWS if not row.feeds_itself], ids=text)

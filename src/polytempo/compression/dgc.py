@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, EncodeContext, Law, Residual
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 from polytempo.core.state import narrowed, wide
 from polytempo.native import codes_sparse
@@ -61,12 +63,10 @@ class Dgc:
     feeds_itself: bool = True
     flops: float = 7.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        more = "" if self.clip is None else f", clip={self.clip:g}"
-        more += f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
-        return f"dgc(ratio={self.ratio:g}, momentum={self.momentum:g}{more})"
+        return codec_name(dgc, self, brief=("clip", "warmup_steps", "sample", "dense_below"))
 
     @property
     def law(self) -> Law:

@@ -6,7 +6,7 @@ Source: T. Dettmers, "8-bit approximations for parallelism in deep learning", 20
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from polytempo.compression.int8 import (
 )
 from polytempo.compression.values import opened, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 from polytempo.native import codes_dense as native
 
@@ -114,10 +115,10 @@ class Dynamic8:
     passes_nonfinite: bool = field(default=False, init=False)
     flops: float = field(default=24.0, init=False)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"dynamic8(block={self.block})"
+        return codec_name(dynamic8, self)
 
     @property
     def law(self) -> Law:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from polytempo.compression.values import check_kind, opened, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law, NotFinite
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 from polytempo.native import codes_dense as native
 
@@ -99,10 +101,10 @@ class Int8:
     passes_nonfinite: bool = field(default=False, init=False)
     flops: float = field(default=6.0, init=False)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"int8(block={self.block})"
+        return codec_name(int8, self)
 
     @property
     def law(self) -> Law:

@@ -9,6 +9,7 @@ learning", 2019, definition 1 and theorem 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from polytempo.compression.draw import draw_key, draws
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import is_native
@@ -37,10 +39,10 @@ class Natural:
     passes_nonfinite: bool = False
     flops: float = 20.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"natural(seed={self.seed})"
+        return codec_name(natural, self)
 
     @property
     def law(self) -> Law:

@@ -10,6 +10,7 @@ one matrix by another of lower rank", 1936.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from polytempo.compression.values import check_flat, check_kind, fitted, refused, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -37,10 +39,10 @@ class Pca:
         """Of the scores and of the reconstruction; the Gram matrix takes as many as the shorter side is long."""
         return 4.0 * self.rank + 100.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"pca(rank={self.rank})"
+        return codec_name(pca, self)
 
     @property
     def law(self) -> Law:

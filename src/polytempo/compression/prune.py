@@ -8,6 +8,7 @@ both weights and connections for efficient neural networks", 2015, section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 
 
@@ -29,10 +31,10 @@ class Prune:
     passes_nonfinite: bool = False
     flops: float = 4.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"prune(below={self.below:g})"
+        return codec_name(prune, self)
 
     @property
     def law(self) -> Law:

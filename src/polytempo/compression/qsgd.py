@@ -9,6 +9,7 @@ quantization and encoding", 2017, section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, sqrt
 
 import torch
@@ -18,6 +19,7 @@ from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
@@ -41,10 +43,10 @@ class Qsgd:
     passes_nonfinite: bool = False
     flops: float = 30.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"qsgd(levels={self.levels}, bucket={self.bucket}, seed={self.seed})"
+        return codec_name(qsgd, self)
 
     @property
     def law(self) -> Law:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.compression.values import check_flat, check_kind, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 
 _MASK = 2**64 - 1
@@ -39,11 +41,10 @@ class RandomK:
     passes_nonfinite: bool = False
     flops: float = 2.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        more = (", unbiased=True" if self.unbiased else "") + (f", seed={self.seed}" if self.seed else "")
-        return f"random_k(ratio={self.ratio:g}{more})"
+        return codec_name(random_k, self, brief=("unbiased", "seed"))
 
     @property
     def law(self) -> Law:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from polytempo.compression.int8 import computed, give_, refuse, refuse_sum
 from polytempo.compression.one_bit import bits_loss, packed, to_float, unpacked, words_per_row
 from polytempo.compression.values import check_kind, opened, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.native import codes_dense as native
 
 
@@ -31,10 +33,10 @@ class Sign:
     passes_nonfinite: bool = field(default=False, init=False)
     flops: float = field(default=3.0, init=False)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"sign(scaled={self.scaled})"
+        return codec_name(sign, self)
 
     @property
     def law(self) -> Law:

@@ -10,6 +10,7 @@ distributed deep learning", 2017, equations 1 to 3 (ternary), 9 (clipping), and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import torch
@@ -19,6 +20,7 @@ from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import num_words, packed, unpacked, whole_fields
 from polytempo.compression.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields, is_native
@@ -36,10 +38,10 @@ class TernGrad:
     passes_nonfinite: bool = False
     flops: float = 25.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"terngrad(clip={self.clip}, seed={self.seed})"
+        return codec_name(terngrad, self)
 
     @property
     def law(self) -> Law:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from polytempo.compression import entries
 from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 from polytempo.native import codes_sparse
 
@@ -39,10 +41,10 @@ class Threshold:
     passes_nonfinite: bool = False
     flops: float = 3.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"threshold(tau={self.tau:g}{'' if self.density is None else f', density={self.density:g}'})"
+        return codec_name(threshold, self, brief=("density",))
 
     @property
     def law(self) -> Law:

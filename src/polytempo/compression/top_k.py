@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from polytempo.compression import entries, entropy
 from polytempo.compression.values import check_kind
 from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real
 from polytempo.native import codes_sparse
 
@@ -32,10 +34,10 @@ class TopK:
     passes_nonfinite: bool = False
     flops: float = 4.0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person would write it."""
-        return f"top_k(ratio={self.ratio:g}{', entropy=True' if self.entropy else ''})"
+        return codec_name(top_k, self, brief=("entropy",))
 
     @property
     def law(self) -> Law:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import torch
 
@@ -60,9 +59,3 @@ def _loses(codec: Codec) -> float:
         case "unbiased":
             return law.bound(_LARGE)
     return max(1.0, law.bound(_LARGE))
-
-
-def spelled_codecs(codec: Codec | None, pull_codec: Codec | None) -> dict[str, Any]:
-    """Those that are given, by the names of their arguments: a strategy without them is called as ever."""
-    given = {"codec": codec, "pull_codec": pull_codec}
-    return {name: value for name, value in given.items() if value is not None}

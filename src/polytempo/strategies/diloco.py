@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo.aggregation import from_anchor, mean, nesterov
 from polytempo.compression import through
 from polytempo.compression.paths import Path
-from polytempo.core import Codec, Route, Strategy, Transform, chain, native, spelled
+from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.core.codec import check_codec
 from polytempo.synchronization import every
 
@@ -30,10 +30,9 @@ def diloco(
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
-    arguments = {"period": period, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "route": route}
     meet = chain(mean_movement(route, codec), nesterov(outer_lr, outer_momentum))
     return Strategy(
-        spelled("diloco", **arguments, **({} if codec is None else {"codec": codec})),
+        call_name(diloco, locals()),
         parameters=every(period, from_anchor(meet)),
         synchronized=period == 1,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.compression import dynamic8, int8, through
 from polytempo.compression.paths import Path
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def int8_sgd(block: int = 256, dynamic: bool = False, route: Path | None = None, exact_below: int = 1024) -> Strategy:
@@ -23,6 +23,6 @@ def int8_sgd(block: int = 256, dynamic: bool = False, route: Path | None = None,
     """
     codec = dynamic8(block=block) if dynamic else int8(block=block)
     return Strategy(
-        spelled("int8_sgd", block=block, dynamic=dynamic, route=route, exact_below=exact_below),
+        call_name(int8_sgd, locals()),
         gradients=through(codec, route=route, exact_below=exact_below),
     )

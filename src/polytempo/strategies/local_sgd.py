@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor
 from polytempo.compression.paths import Path
-from polytempo.core import Codec, Route, Strategy, native, spelled
+from polytempo.core import Codec, Route, Strategy, call_name, native
 from polytempo.strategies.diloco import mean_movement
 from polytempo.synchronization import every
 
@@ -26,7 +26,7 @@ def local_sgd(period: int = 8, route: Route | Path = native, codec: Codec | None
     """
     meet = mean_movement(route, codec)
     return Strategy(
-        spelled("local_sgd", period=period, route=route, **({} if codec is None else {"codec": codec})),
+        call_name(local_sgd, locals()),
         parameters=every(period, meet if codec is None else from_anchor(meet)),
         synchronized=period == 1,
     )

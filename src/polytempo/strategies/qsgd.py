@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo import compression
 from polytempo.compression import through
 from polytempo.compression.paths import Path
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def qsgd(
@@ -25,6 +25,6 @@ def qsgd(
     """
     codec = compression.qsgd(levels=levels, bucket=bucket, seed=seed)
     return Strategy(
-        spelled("qsgd", levels=levels, bucket=bucket, seed=seed, route=route, exact_below=exact_below),
+        call_name(qsgd, locals()),
         gradients=through(codec, route=route, exact_below=exact_below),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo import compression
 from polytempo.compression import through
 from polytempo.compression.paths import Path
-from polytempo.core import Route, Strategy, spelled
+from polytempo.core import Route, Strategy, call_name
 
 
 def terngrad(clip: float | None = 2.5, seed: int = 0, route: Route | Path | None = None) -> Strategy:
@@ -22,6 +22,6 @@ def terngrad(clip: float | None = 2.5, seed: int = 0, route: Route | Path | None
     """
     codec = compression.terngrad(clip=clip, seed=seed)
     return Strategy(
-        spelled("terngrad", clip=clip, seed=seed, route=route),
+        call_name(terngrad, locals()),
         gradients=through(codec, route=route),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import through, top_k
 from polytempo.compression.paths import Path
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def top_k_sgd(
@@ -27,6 +27,6 @@ def top_k_sgd(
     """
     codec = fed_back(top_k(ratio)) if feedback else top_k(ratio)
     return Strategy(
-        spelled("top_k_sgd", ratio=ratio, feedback=feedback, route=route, exact_below=exact_below),
+        call_name(top_k_sgd, locals()),
         gradients=through(codec, route=route, exact_below=exact_below),
     )

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
@@ -61,10 +61,10 @@ class Trainer:
         options: RunOptions | None = None,
         *,
         world: ProcessWorld | None = None,
-        **more: Any,
+        **more: Unpack[OptionKeywords],
     ) -> None:
         self.job = job
-        self.options = replace(options or RunOptions(), **more)
+        self.options = with_keywords(options, more)
         self.world = world or current()
         options = self.options
         torch.manual_seed(options.seed)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
-from polytempo.cli.call import Call, Name
+from polytempo.spec.call import Call, Name
 
 Function = Callable[..., object]
 _PLAIN = (bool, int, float, str)
