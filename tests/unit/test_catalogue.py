@@ -116,8 +116,8 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
     assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last lines
-    assert "local_sgd(period: int = 8, route: Route | Path = native, codec: Codec = none)" in first
-    assert "bf16_sgd(route: Route | Path = none)" in first
+    assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
+    assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
     assert lines[-1].startswith("route=… takes ways in bf16_sgd, diloco, ")
 

@@ -14,7 +14,10 @@ from typing import NamedTuple
 from polytempo.spec.call import parse_call
 from polytempo.spec.resolution import Factory, Function, resolve
 
-COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
+COMPARED = (
+    "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16, outer_momentum=0.5), gossip, delayed_sgd, "
+    "adasum"
+)
 """The strategies of a `compare` that names none."""
 NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
 """What `compression` has besides codecs."""
@@ -59,13 +62,13 @@ class Names(NamedTuple):
         return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
 
     def routes_of(self, function: Function) -> Mapping[str, object]:
-        """What a strategy's `route` can name, by its type: a `Path` carries any wires.
+        """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
 
         Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
         """
         parameter = inspect.signature(function).parameters.get("route")
-        takes_paths = parameter is not None and "Path" in re.findall(r"\w+", str(parameter.annotation))
-        return {**self.arguments["route"], **self.ways} if takes_paths else self.arguments["route"]
+        takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
+        return {**self.arguments["route"], **self.ways} if takes_wires else self.arguments["route"]
 
     def _no_strategy(self, name: str) -> str:
         """What to write in place of a codec, or of low_rank, where a strategy is needed."""
