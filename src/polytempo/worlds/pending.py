@@ -1,11 +1,13 @@
-"""What a real rank waits for: operations that torch.distributed has under way."""
+"""What a strand of a real rank waits for: operations that are under way, or that only the program may begin."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from polytempo.core import Op
+from polytempo.core.op import Recv, Send
 from polytempo.worlds.trace import Event
 from polytempo.worlds.transport import Begun
 
@@ -14,31 +16,45 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """An operation under way, or finished. Its line is in the trace once somebody has waited for it."""
+    """An operation under way, or finished. Its line is in the trace once it has been waited for."""
 
-    __slots__ = ("answer", "done", "error", "event", "op", "work", "world")
+    __slots__ = ("_arriving", "answer", "done", "error", "event", "op", "work", "world")
 
     def __init__(self, world: ProcessWorld, op: Op[Any], event: Event, begun: Begun) -> None:
         self.world, self.op, self.event = world, op, event
         self.work, self.answer = begun
         self.done = self.work is None
         self.error: Exception | None = None
+        self._arriving = threading.Lock()
         if self.done:
-            world.trace.add(event._replace(end_s=world.now_s()))
+            world.write(event._replace(end_s=world.now_s()))
 
-    def wait(self) -> Any:
-        """The operation's answer, once it is finished."""
-        if not self.done:
-            self.done = True
+    @property
+    def is_message(self) -> bool:
+        """Whether any thread may wait for it: it is a message, and not one that a device's stream waits for."""
+        match self.op:
+            case Send(tensor) | Recv(tensor):
+                return tensor.device.type == "cpu"
+        return False
+
+    def arrive(self) -> None:
+        """Wait until it is finished, well or not."""
+        with self._arriving:
+            if self.done:
+                return
             since_s = self.world.now_s()
             try:
                 limit_s = self.op.timeout_s
                 self.work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
             except RuntimeError as error:
                 self.error = self.world.translated(self.op, self.event, error)
-            end_s = self.world.now_s()
-            self.world.waited_s += end_s - since_s
-            self.world.trace.add(self.event._replace(end_s=end_s))
+            self.done = True
+            self.world.waited(since_s)
+            self.world.write(self.event._replace(end_s=self.world.now_s()))
+
+    def wait(self) -> Any:
+        """The operation's answer, once it is finished."""
+        self.arrive()
         if self.error is not None:
             raise self.error
         return self.answer()
@@ -57,8 +73,35 @@ class Pair:
         """Whether both are."""
         return self.coming.done and self.going.done
 
+    @property
+    def is_message(self) -> bool:
+        """Whether any thread may wait for it."""
+        return self.coming.is_message
+
+    def arrive(self) -> None:
+        """Wait until the receive is finished and, if it went well, the send."""
+        self.coming.arrive()
+        if self.coming.error is None:
+            self.going.arrive()
+
     def wait(self) -> Any:
         """What has been received, once both are finished."""
         received = self.coming.wait()
         self.going.wait()
         return received
+
+
+class Postponed:
+    """An operation that only the program begins: when it waits for it."""
+
+    __slots__ = ("op", "world")
+
+    done = is_message = False
+
+    def __init__(self, world: ProcessWorld, op: Op[Any]) -> None:
+        self.world, self.op = world, op
+
+    def wait(self) -> Any:
+        """Begin it; its answer, once it is finished."""
+        answer = self.world.perform(self.op)
+        return answer.wait() if self.world.waits_for(answer) else answer
