@@ -41,7 +41,9 @@ class Strand:
         """Whether it is over, as far as the program knows. What a thread has done counts when it is waited for."""
         self.taken = False
         """Whether the program advances it now, so that the thread must not."""
-        self.modes = None if progress is None else Modes()
+        if progress is None:
+            return
+        self.modes = Modes()
         self._lines: list[Event] = []
         """What it did in the thread, for the trace."""
         self._awaited: list[Strand] = []
@@ -122,7 +124,6 @@ class Strand:
         """Its message has come: run until it waits for the next one, or for what only the program begins."""
         if isinstance(self.waits_for, Strand):
             self._awaited += [self.waits_for, *self.waits_for._awaited]
-        assert self.modes is not None
         with self.modes.set():
             value, error = self._answered()
             self.task.resume(self._begin_message, value, error)
