@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from polytempo.core import Op
 from polytempo.core.op import Recv, Send
+from polytempo.worlds.batches import Held
 from polytempo.worlds.trace import Event
 from polytempo.worlds.transport import Begun
 
@@ -36,6 +37,19 @@ class Pending:
             case Send(tensor) | Recv(tensor):
                 return tensor.device.type == "cpu"
         return False
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether a device's stream waits for it, not the caller."""
+        return isinstance(self.work, Held)
+
+    def start(self) -> None:
+        """It is awaited: begin it now, if it is held."""
+        if isinstance(self.work, Held):
+            try:
+                self.work.start()
+            except RuntimeError as error:
+                raise self.world.translated(self.op, self.event, error) from error
 
     def arrive(self) -> None:
         """Wait until it is finished, well or not."""
@@ -78,6 +92,16 @@ class Pair:
         """Whether any thread may wait for it."""
         return self.coming.is_message
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether a device's stream waits for it, not the caller."""
+        return self.coming.is_batched or self.going.is_batched
+
+    def start(self) -> None:
+        """Begin both, if they are held: as one batch."""
+        self.coming.start()
+        self.going.start()
+
     def arrive(self) -> None:
         """Wait until the receive is finished and, if it went well, the send."""
         self.coming.arrive()
@@ -96,7 +120,7 @@ class Postponed:
 
     __slots__ = ("op", "world")
 
-    done = is_message = False
+    done = is_message = is_batched = False
 
     def __init__(self, world: ProcessWorld, op: Op[Any]) -> None:
         self.world, self.op = world, op

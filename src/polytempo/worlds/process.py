@@ -167,9 +167,9 @@ class ProcessWorld:
             case Start(what):
                 return Work(self.issue(what) if isinstance(what, Op) else self.launch(what))
             case Work(handle):
-                return handle
+                return self._started(handle)
             case _:
-                return self.issue(op)
+                return self._started(self.issue(op))
 
     def issue(self, op: Op[Any]) -> Pending | Pair:
         """Begin an operation that other ranks take part in."""
@@ -186,6 +186,13 @@ class ProcessWorld:
                 return self._begun(op, event, self.transport.collective)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
 
+    @staticmethod
+    def _started(awaited: Any) -> Any:
+        """What is awaited now: it is held no longer."""
+        if isinstance(awaited, Pending | Pair):
+            awaited.start()
+        return awaited
+
     def _event(self, kind: str, sent_bytes: int, peer: int = -1) -> Event:
         now_s, step = self.now_s(), self.step if self.in_program else _UNTIL_AWAITED
         return Event(self.rank, step, kind, sent_bytes, now_s, now_s, peer)
@@ -199,11 +206,7 @@ class ProcessWorld:
     def _send_receive(self, op: SendReceive) -> Pair:
         recv, send = op.halves
         came, went = self._event("recv", 0, op.source), self._event("send", num_bytes(op.buffer), op.to)
-        try:
-            coming, going = self.transport.send_receive(op)
-        except RuntimeError as error:
-            raise self.translated(op, went, error) from error
-        return Pair(Pending(self, recv, came, coming), Pending(self, send, went, going))
+        return Pair(self._begun(recv, came, self.transport.recv), self._begun(send, went, self.transport.send))
 
     def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
         """A transport's error in the words that both worlds use."""

@@ -64,9 +64,9 @@ class Strand:
         return self.task.result()
 
     def advance(self, *, block: bool) -> None:
-        """Run until finished, or, without `block`, until something has to be waited for."""
+        """Run until finished, or, without `block`, until the caller would have to wait for something."""
         while not self.task.done:
-            if self.waits_for is not None and not block and not self.waits_for.done:
+            if self.waits_for is not None and not (block or self.waits_for.done or self.waits_for.is_batched):
                 return
             value, error = self._answered()
             with self.progress.changed if self.progress else nullcontext():
@@ -100,6 +100,8 @@ class Strand:
             strand.done = True
 
     # ------------------------------------------------------------------ the thread of `progress`
+
+    is_batched = False
 
     @property
     def is_message(self) -> bool:
