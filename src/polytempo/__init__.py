@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         core,
         data,
         jobs,
-        native,
         strategies,
         synchronization,
         worlds,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from polytempo.core import (
         Bundle,
         Deadlock,
+        Drifted,
         Mismatch,
         NotFinite,
         PeerLost,
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
         TimedOut,
         Transform,
     )
+    from polytempo.core.errors import JobFailed
     from polytempo.engines.init import init
-    from polytempo.engines.local import launch
+    from polytempo.engines.local import RunTimedOut, launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
     from polytempo.engines.worker_processes import WorkerDied
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
+    from polytempo.server.coordinator.lost_shard import ShardLost
+    from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
@@ -60,7 +63,6 @@ _FOLDERS = (
     "core",
     "data",
     "jobs",
-    "native",
     "strategies",
     "synchronization",
     "worlds",
@@ -69,6 +71,7 @@ _HOMES = {
     "polytempo.core": (
         "Bundle",
         "Deadlock",
+        "Drifted",
         "Mismatch",
         "NotFinite",
         "PeerLost",
@@ -78,13 +81,16 @@ _HOMES = {
         "TimedOut",
         "Transform",
     ),
+    "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.worker_processes": ("WorkerDied",),
-    "polytempo.engines.local": ("launch",),
+    "polytempo.engines.local": ("RunTimedOut", "launch"),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.server.coordinator.lost_shard": ("ShardLost",),
+    "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.training.attach": ("attach", "no_sync"),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
@@ -100,8 +106,10 @@ __all__ = [
     "Bundle",
     "Data",
     "Deadlock",
+    "Drifted",
     "Handle",
     "Job",
+    "JobFailed",
     "Mismatch",
     "NotFinite",
     "PeerLost",
@@ -110,6 +118,8 @@ __all__ = [
     "ProcessWorld",
     "Result",
     "RunOptions",
+    "RunTimedOut",
+    "ShardLost",
     "Strategy",
     "TimedOut",
     "Trainer",
@@ -128,9 +138,9 @@ __all__ = [
     "init",
     "jobs",
     "launch",
-    "native",
     "no_sync",
     "of_batch",
+    "parse_strategy",
     "run",
     "shard",
     "shared_empty",

@@ -14,7 +14,7 @@ from polytempo.cli.main import app
 from polytempo.core import PolytempoError
 from polytempo.engines.worker_processes import WorkerDied
 
-SLOW_TO_IMPORT = ("torch", "numpy", "plotly", "matplotlib", "pydantic", "yaml")
+SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
 
 
 def polytempo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -101,6 +101,45 @@ def test_wrong_values(
     assert message in said.err
     assert said.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train digits --strategy local_sg(period=8)",
+        "train digits --strategy local_sgd(perod=8)",
+        "train digits --batch-size -1",
+        "train digits --until accuracy=97",
+        "train digits --on-drift wait",
+        "train digits --config missing.toml",
+        "train digits --resume",
+        "train digits --out taken",
+        "train dogits",
+        "train missing.py:job",
+        "train missing_module:job",
+        "train",
+        "compare digits --strategies sync_sgd,local_sg",
+        "simulate digits --cluster ethernett",
+        "simulate digits --stragglers lognorm",
+        "explain local_sg",
+        "explain local_sgd --job dogits",
+    ],
+)
+def test_a_rejected_argument_is_answered_without_torch(tmp_path: Path, arguments: str) -> None:
+    """Torch takes seconds to load, so the answer comes before."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/result.json").touch()
+    program = (
+        "import sys, polytempo.cli.main\n"
+        "try:\n"
+        f"    polytempo.cli.main.app({arguments.split()!r})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 2\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert done.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 
 from polytempo import strategies as s
-from polytempo.cli.catalogue import strategy_from
 from polytempo.core import Strategy, identity
 from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
+from polytempo.spec.catalogue import parse_strategy
 
 
 class Row(NamedTuple):
@@ -65,7 +65,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 @every_row
 def test_what_a_strategy_asks_of_its_server(row: Row) -> None:
-    strategy = strategy_from(row.name.partition("(")[0])
+    strategy = parse_strategy(row.name.partition("(")[0])
     assert strategy.server is not None
     found = strategy.server
     assert (strategy.name, found.rule.name, found.deals) == (row.name, row.rule, row.deals)
@@ -82,7 +82,7 @@ def test_the_list_above_has_every_strategy_with_a_server() -> None:
 
 @every_name
 def test_shards_and_replicas_are_for_all(name: str) -> None:
-    server = strategy_from(f"{name}(shards=3, replicas=1)").server
+    server = parse_strategy(f"{name}(shards=3, replicas=1)").server
     assert server is not None
     assert (server.shards, server.replicas) == (3, 1)
 
@@ -101,8 +101,8 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
     ],
 )
 def test_as_the_command_line_writes_them(written: str) -> None:
-    strategy = strategy_from(written)
-    assert strategy_from(strategy.name).name == strategy.name
+    strategy = parse_strategy(written)
+    assert parse_strategy(strategy.name).name == strategy.name
 
 
 def test_what_is_written_reaches_the_server() -> None:
@@ -134,7 +134,7 @@ def test_what_is_written_reaches_the_server() -> None:
 def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwise(
     written: str, rates: list[float]
 ) -> None:
-    server = strategy_from(written).server
+    server = parse_strategy(written).server
     assert server is not None
     assert server.rate is not None
     assert [server.rate(workers) for workers in (1, 2, 8)] == rates
@@ -142,7 +142,7 @@ def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwis
 
 @pytest.mark.parametrize("written", ["staleness_aware", "downpour", "backup_workers", "easgd"])
 def test_others_take_it_as_it_is(written: str) -> None:
-    server = strategy_from(written).server
+    server = parse_strategy(written).server
     assert server is not None
     assert server.rate is None
 
@@ -183,7 +183,7 @@ def _rule(strategy: Strategy) -> str:
 )
 def test_what_cannot_work_is_refused_when_it_is_written(written: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        strategy_from(written)
+        parse_strategy(written)
 
 
 # ---------------------------------------------------------------------- rules that look at the number of members

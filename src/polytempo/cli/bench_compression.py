@@ -10,12 +10,12 @@ from polytempo import aggregation
 from polytempo.bench.compression import Candidate, CompressionPlan
 from polytempo.bench.compression import compression as measure_compression
 from polytempo.cli.bench import perform
-from polytempo.cli.call import parse_call, split_calls
-from polytempo.cli.catalogue import CODECS
-from polytempo.cli.resolve import Factory, Function, resolve
 from polytempo.cluster import Link
 from polytempo.compression import through
 from polytempo.core import Transform
+from polytempo.spec.call import parse_call, split_calls
+from polytempo.spec.catalogue import CODECS
+from polytempo.spec.resolution import Factory, Function, resolve
 
 MEASURED = (
     "fp16, bf16, feedback(int8), feedback(dynamic8), feedback(one_bit), feedback(sign), "

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import show_json, size
 from polytempo.cluster import ethernet
@@ -19,6 +18,7 @@ from polytempo.core.op import Op, Pull, Push, Send, SendReceive, Start, Work
 from polytempo.core.rule import Service
 from polytempo.core.state import settled
 from polytempo.core.transform import Part, parts_of
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job_calls import model_of
 from polytempo.worlds import Trace, VirtualWorld
 
@@ -47,7 +47,7 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
     if not strategy.strip():
         raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
-    made = strategy_from(strategy)
+    made = parse_strategy(strategy)
     with torch.device("meta"):
         model = perceptron(count(parameters)) if parameters is not None else model_of(found_job(job or "digits"))
     tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -223,7 +223,9 @@ def _what(parameters: Bundle, codec: Codec | None) -> str:
     packing = Packing(whole(parameters.views, codec), parameters.views)
     most = "" if packing.fixed else "at most "
     factor = plain / max(1, packing.num_bytes)
-    return f"{most}{size(packing.num_bytes)} by {codec.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    return (
+        f"{most}{size(packing.num_bytes)} by {codec.facts.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    )
 
 
 def _asked(strategy: Strategy, parameters: Bundle) -> dict[str, str]:

@@ -15,7 +15,6 @@ app = typer.Typer(
     epilog="Begin with: polytempo train digits --workers 2",
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -72,9 +71,12 @@ def train(
     They are started on this host; under torchrun, Slurm, Open MPI or Ray, this process is one of them.
     """
     with exit_code():
+        from polytempo.cli.request import train_request  # imports pydantic
+
+        request = train_request(_given(context), config)
         from polytempo.cli.train import train as command  # imports torch, which takes seconds
 
-        command(_given(context), config)
+        command(request)
 
 
 @app.command()
@@ -103,9 +105,12 @@ def compare(
 ) -> None:
     """Train JOB with several strategies; one report."""
     with exit_code():
+        from polytempo.cli.request import compare_request  # imports pydantic
+
+        request = compare_request(_given(context), config)
         from polytempo.cli.compare import compare as command  # imports torch, which takes seconds
 
-        command(_given(context), config)
+        command(request)
 
 
 @app.command()
@@ -137,9 +142,12 @@ def simulate(
     The gradients are real, and the clock jumps. The same seed gives the same run, to the bit.
     """
     with exit_code():
+        from polytempo.cli.request import simulate_request  # imports pydantic
+
+        request = simulate_request(_given(context), config)
         from polytempo.cli.simulate import simulate as command  # imports torch, which takes seconds
 
-        command(_given(context), config)
+        command(request)
 
 
 @app.command()
@@ -193,6 +201,10 @@ def explain(
     Bytes are those of the busiest worker, for the model of a job or for a perceptron of so many parameters.
     """
     with exit_code():
+        from polytempo.cli.request import check_job, check_strategies  # imports pydantic
+
+        check_strategies(strategy)
+        check_job(job or "digits")
         from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
 
         command(strategy, workers, job, parameters, as_json=bool(json))

@@ -9,6 +9,6 @@ def check_strategy(strategy: object) -> None:
     """ValueError where `strategy` is none: its text, say, or the function that makes one."""
     if not isinstance(strategy, Strategy):
         raise ValueError(
-            f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; only the command line takes "
-            "it as text"
+            f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; "
+            "pt.parse_strategy makes one of a text such as 'downpour(push_every=5)'"
         )

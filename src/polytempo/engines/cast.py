@@ -26,7 +26,8 @@ from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.program import check_goals
 from polytempo.training.rate_schedule import RateSchedule, check_schedule
-from polytempo.training.server_worker import ServedContext, gradients_of
+from polytempo.training.served_context import ServedContext
+from polytempo.training.server_worker import gradients_of
 from polytempo.training.shard_rule import shard_rule_of
 from polytempo.training.trainable_parameters import trainable
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
@@ -30,7 +30,7 @@ from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
 from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def run(
     options: RunOptions | None = None,
     *,
     progress: Progress | None = None,
-    **more: Any,
+    **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` by `strategy` with `workers` processes of this host.
 
@@ -56,7 +56,7 @@ def run(
     be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     _prepare(job, [strategy], workers, options)
     return _performed(job, strategy, workers, options, progress)
 
@@ -106,11 +106,16 @@ def _performed(job: Job, strategy: Strategy, workers: int, options: RunOptions, 
 
 
 def join(
-    job: Job, strategy: Strategy, options: RunOptions | None = None, *, progress: Progress | None = None, **more: Any
+    job: Job,
+    strategy: Strategy,
+    options: RunOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     check_strategy(strategy)
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
     with show_rows(shown, options, f"{job.name}, {strategy}, {world.size} workers") as show:
@@ -125,13 +130,13 @@ def compare(
     options: RunOptions | None = None,
     *,
     progress: Progress | None = None,
-    **more: Any,
+    **more: Unpack[OptionKeywords],
 ) -> list[Result]:
     """Train `job` with one strategy after the other, and report them side by side in `out`.
 
     A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
     """
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
     _prepare(job, strategies, workers, options)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.flops import flops_per_sample
@@ -52,7 +51,7 @@ def simulate(
     *,
     meta: bool = False,
     progress: Progress | None = None,
-    **more: Any,
+    **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` by `strategy` with `workers` virtual workers on `cluster`.
 
@@ -75,7 +74,7 @@ def simulate(
     Memory: one model and one optimizer state for each worker.
     """
     check_strategy(strategy)
-    options = replace(options or RunOptions(), **more)
+    options = with_keywords(options, more)
     _check(strategy, options, meta=meta)
     if cluster is None:
         cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))

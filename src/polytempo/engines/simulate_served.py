@@ -44,7 +44,8 @@ from polytempo.spec.result import Result, parameters_sha256
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
-from polytempo.training.server_worker import Attendance, ServedContext, work
+from polytempo.training.served_context import ServedContext
+from polytempo.training.server_worker import Attendance, work
 from polytempo.training.shard_rule import flat_of, parameters_of
 from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace

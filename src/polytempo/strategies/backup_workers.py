@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 from polytempo.server.rules.backups import all_but
 from polytempo.server.service import served, service
 
@@ -25,7 +25,7 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     least 1.
     """
     return served(
-        spelled("backup_workers", backups=backups, shards=shards, replicas=replicas),
+        call_name(backup_workers, locals()),
         service(
             all_but(backups),
             shards=shards,

@@ -17,10 +17,12 @@ from polytempo.core.state import Saved
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
 from polytempo.training.backward import Backward
+from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.join import JoinMembership
 from polytempo.training.loaded_parameters import Loaded
 from polytempo.training.loss_scale import LossScale, calls_step
 from polytempo.training.ownership import Ownership
+from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
 from polytempo.training.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld
@@ -32,6 +34,7 @@ class Handle:
     def __init__(
         self,
         world: ProcessWorld,
+        ports: Ports,
         replica: Replica,
         *,
         find_unused: bool,
@@ -39,24 +42,24 @@ class Handle:
         turns: TurnHooks | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        self.world, self.replica = world, replica
+        self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
         """Whether the hooks are on."""
         self.one_copy, self._turns = copy, turns
-        self._members = JoinMembership(world, replica)
+        self._members = JoinMembership(world, ports.data, replica)
         self._lends = False
         strategy, optimizer = replica.strategy, replica.optimizer
         means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
         free = turns is not None and strategy.one_copy != "in_turn"
         meets = copy is not None or turns is not None or replica.exchanges_gradients or replica.exchanges_parameters
-        self._feels_scales = meets and not means and not free
+        self._feels_scales = (meets and not means and not free) or ports.model.size > 1
         """Whether scaled losses, or a step that one rank skips, would change more than `.grad`."""
         scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
         self._has_scaler = scale is not None
         if replica.exchanges_gradients and not strategy.gradients.linear:
             replica.loss_scale = scale
         self._scale = scale if self._feels_scales else None
-        self._backward = Backward(world, replica, self._members, find_unused=find_unused, scale=self._scale)
+        self._backward = Backward(world, ports, replica, self._members, find_unused=find_unused, scale=self._scale)
         self._loaded = Loaded(replica)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._held, self._frozen = [id(p) for p in held], [p for p in held if not p.requires_grad]
@@ -72,7 +75,7 @@ class Handle:
             turns.watch()
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._hooks += self._backward.watch()
-        if world.size > 1:
+        if ports.data.size > 1:
             hook = WeakHook(self._members.given_to)
             for module in _called(replica.model):
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -96,7 +99,7 @@ class Handle:
         if self.one_copy is not None:
             return self._step_together(self.one_copy, args, closure)
         if self.replica.exchanges_parameters:
-            self._loaded.honour(self.world)
+            self._loaded.honour(self.world, self.ports.data)
         if closure is None:
             self._complete()
             return None
@@ -130,14 +133,14 @@ class Handle:
             if self.replica.exchanges_parameters and self.replica.strategy.carries_optimizer:
                 self.replica.fill_gradients()
             searches = isinstance(self.replica.optimizer, LBFGS)  # by the loss, which must be the same on all ranks
-            return self._mean(loss) if searches and self._backward.answered and self.world.size > 1 else loss
+            return self._mean(loss) if searches and self._backward.answered and self.ports.data.size > 1 else loss
 
         return evaluate
 
     def _mean(self, loss: Any) -> Tensor:
-        share = 1 / self.world.size if self.replica.share is None else self.replica.share
+        share = 1 / self.ports.data.size if self.replica.share is None else self.replica.share
         own = share * torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1)
-        return self.world.drive(tree(self.world.port, own.cpu()))[0]
+        return self.world.drive(tree(self.ports.data, own.cpu()))[0]
 
     def _step_together(self, copy: OneCopy, args: tuple[Any, ...], closure: Callable[[], Any] | None) -> Any:
         """Make the step on the one copy. A closure is called first, for torch would call it after the step."""
@@ -145,7 +148,7 @@ class Handle:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.world.size > 1:
+        if self.ports.data.size > 1:
             self.world.record("compute", self._backward.mark_s)
         self._members.agree_on_share()
         start_s = self.world.now_s()
@@ -198,9 +201,9 @@ class Handle:
             return
         if self.one_copy is not None:
             self.one_copy.end_step()
-        if self.world.size > 1 and self.replica.exchanges_parameters:
+        if self.ports.data.size > 1 and self.replica.exchanges_parameters:
             self.world.record("compute", self._backward.mark_s)
-        self.world.drive(self.replica.finish_step(self.world.port))
+        self.world.drive(self.replica.finish_step(self.ports.data))
         if self.replica.drift is not None:
             if not self.replica.exchanges_gradients:
                 self.replica.drift.after_exchange()
@@ -235,7 +238,7 @@ class Handle:
 
         Cost: one mean over the parameters, and memory for it; nothing where all ranks hold the same model anyway.
         """
-        replica, port = self.replica, self.world.port
+        replica, port = self.replica, self.ports.data
         if replica.strategy.synchronized or port.size == 1:
             yield
             return
@@ -315,11 +318,13 @@ class Handle:
         """Let the coming step have a gradient of norm at most `max_norm`; returns the norm that it has now.
 
         The norm is that of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
-        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Under `shared_memory()` `.grad` is this
+        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Where a model lies in parts on several
+        ranks, it is the norm of all parts, and all of these ranks call this. Under `shared_memory()` `.grad` is this
         rank's own: all ranks call this, and the step does the scaling.
         """
         if self.one_copy is None:
-            return nn.utils.clip_grad_norm_(self.replica.trainable.values(), max_norm)
+            parameters = self.replica.trainable.values()
+            return self.world.drive(clip_grad_norm_(self.ports.model, parameters, max_norm))
         if self._members.joining:
             raise ValueError(
                 "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"

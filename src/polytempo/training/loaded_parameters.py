@@ -9,6 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.aggregation.outer import anchors
+from polytempo.core import Port
 from polytempo.training.replica import Replica
 from polytempo.training.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld
@@ -50,11 +51,11 @@ class Loaded:
                 "the strategy knows; leave out assign, or make the optimizer and attach after loading"
             )
 
-    def honour(self, world: ProcessWorld) -> None:
+    def honour(self, world: ProcessWorld, data: Port) -> None:
         """Before an optimizer step: begin anew, if need be. All ranks must have loaded something, or none."""
         before, self._before = self._before, None
         first, self._began = not self._began, True
         if self._replica.restored or not (first or before is not None):
             return
         changed = None if before is None else before != self._fingerprint()
-        world.drive(self._replica.renew(world.port, changed=changed))
+        world.drive(self._replica.renew(data, changed=changed))

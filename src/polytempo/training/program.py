@@ -24,10 +24,11 @@ from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
+from polytempo.training.ports import Ports, ports_of
 from polytempo.training.replica import Replica
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
-"""One optimizer step on one batch of so many samples; answers the batch's mean loss."""
+"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
@@ -124,14 +125,19 @@ class TrainingSummary(NamedTuple):
 
 
 async def train(port: Port, context: TrainingContext) -> TrainingSummary:
-    """Train until the options' end: steps, epochs, or what `until` asks for."""
+    """Train until the options' end: steps, epochs, or what `until` asks for.
+
+    `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
+    the same batches and draw the same random numbers.
+    """
     _check(context)
+    ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     samples_before, seconds_before = _position(context)[1], context.seconds
     meter = Meter(samples_before, seconds_before)
     scored_step = context.replica.step
     while not _over(context):
-        if not await _rest_of_epoch(port, context, meter, clock):
+        if not await _rest_of_epoch(ports, context, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
         if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
@@ -145,10 +151,11 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
     await context.replica.settle()
-    parameters, buffers = await context.replica.consensus(port), await context.replica.consensus_buffers(port)
+    parameters = await context.replica.consensus(ports.data)
+    buffers = await context.replica.consensus_buffers(ports.data)
     guard = context.replica.guard
     if guard is not None:
-        guard.catch_up(port.rank)
+        guard.catch_up(port.world_rank)
         check_final(parameters, context.unchecked, moment.step)
     score, reached = await context.observer.finish(port, context, moment, parameters | buffers)
     if guard is not None and score is not None:
@@ -168,22 +175,23 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     )
 
 
-async def _rest_of_epoch(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
+async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    port, data = ports.whole, ports.data
     a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
     batches = iter(context.shard)
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
-        seed_step(context.options.seed, port.rank, step, "data")
+        seed_step(context.options.seed, data.rank, step, "data")
         batch = next_batch(context.job, batches)
         if batch is None:
             break
         context.observer.begins(port.rank, step)
         await port.mark(step)
-        seed_step(context.options.seed, port.rank, step, "model")
+        seed_step(context.options.seed, data.rank, step, "model")
         context.replica.share = context.shard.share
-        meter.add(await context.take_step(port, batch, context.shard.batch_samples))
+        meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
             context.scheduler.step()
         if (step + 1) % a_row_every == 0:
@@ -203,7 +211,7 @@ def _saves_at(context: TrainingContext, step: int) -> bool:
 async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
     if context.options.out is not None:
         if context.replica.guard is not None:
-            context.replica.guard.catch_up(port.rank)
+            context.replica.guard.catch_up(port.world_rank)
         moment = await _moment(port, context, clock)
         context.seconds = moment.seconds
         await context.observer.save(port, context, moment)

@@ -4,7 +4,8 @@
                                                                                 │
     next forward ◀── parameters ◀── strategy.parameters ◀──────────────────────┘
 
-A replica performs nothing itself: its exchanges are coroutines over a port.
+A replica performs nothing itself: its exchanges are coroutines over `data`, the port of the ranks that hold the same
+parameters and see other samples.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Replica:
 
     # ------------------------------------------------------------------ exchanges
 
-    async def exchange(self, port: Port, bucket: Bucket) -> bool:
+    async def exchange(self, data: Port, bucket: Bucket) -> bool:
         """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer.
 
         What the transform remembers is tentative: `finish_step` keeps it, and another exchange before that begins
@@ -116,12 +117,12 @@ class Replica:
         state = await bucket.spendable()
         bundle = bucket.gathered(self.share)
         if self.guard is not None:
-            self.guard.bundle(bundle, self.step, port.rank)
+            self.guard.bundle(bundle, self.step, data.world_rank)
         if self.loss_scale is not None:
             self.loss_scale.take_off_(bundle)
         contact = _Contact(self.strategy.gradients, state)
         try:
-            answer, after = await contact.transform.apply(port.on_channel(bucket.index), bundle, state)
+            answer, after = await contact.transform.apply(data.on_channel(bucket.index), bundle, state)
         except NotFinite as error:  # of a codec, which knows no steps
             raise error.at(self.step) from None
         answered = answer is not bundle
@@ -135,7 +136,7 @@ class Replica:
             bucket.place(answer, answered=answered)
         return answered
 
-    async def finish_step(self, port: Port) -> None:
+    async def finish_step(self, data: Port) -> None:
         """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet."""
         self.step += 1
         self.restored = False
@@ -144,11 +145,11 @@ class Replica:
         self._met = self._tentative = None
         if self.exchanges_parameters:
             if self.guard is not None:
-                self.guard.parameters(self.step - 1, port.rank)
-            met = await self._exchange_parameters(port) or met
-        self._buffers_met = met is not None and port.size > 1 and self.buffer_rule != "leave"
+                self.guard.parameters(self.step - 1, data.world_rank)
+            met = await self._exchange_parameters(data) or met
+        self._buffers_met = met is not None and data.size > 1 and self.buffer_rule != "leave"
         if self._buffers_met:
-            agreed = await self._met_buffers(port.on_channel(_BUFFER_CHANNEL), met)
+            agreed = await self._met_buffers(data.on_channel(_BUFFER_CHANNEL), met)
             for name, buffer in self._buffers().items():
                 buffer.copy_(agreed[name])
 
@@ -176,13 +177,13 @@ class Replica:
             tensors |= _moments(self.trainable, self.optimizer)  # each joins the group of its dtype
         return list(_by_kind(tensors).values())
 
-    async def _exchange_parameters(self, port: Port) -> _Contact | None:
+    async def _exchange_parameters(self, data: Port) -> _Contact | None:
         met, states = None, list(self.parameter_states)
         for i, group in enumerate(self._parameter_groups()):
             bundle = Bundle(group, self.weight)
             contact = _Contact(self.strategy.parameters, states[min(i, len(states) - 1)])
             answer, after = await contact.transform.apply(
-                port.on_channel(_PARAMETER_CHANNEL + i), bundle, contact.state
+                data.on_channel(_PARAMETER_CHANNEL + i), bundle, contact.state
             )
             if i < len(states):  # moments of another dtype than any parameter have no state of their own
                 self.parameter_states[i] = after
@@ -205,7 +206,7 @@ class Replica:
         return frozenset(name for name in self._rests if not self.trainable[name].requires_grad)
 
     @torch.no_grad()
-    async def renew(self, port: Port, *, changed: bool | None) -> None:
+    async def renew(self, data: Port, *, changed: bool | None) -> None:
         """Parameters may have come from elsewhere: let what is remembered of them refer to them as they are now.
 
         All ranks call it; if they `changed` on one, all begin anew from rank 0's, at the step at which they are. Before
@@ -217,7 +218,7 @@ class Replica:
             begun = self.strategy.parameters.init(Bundle(group))
             if not saved(begun, "").tensors:
                 continue
-            channel = port.on_channel(_PARAMETER_CHANNEL + i)
+            channel = data.on_channel(_PARAMETER_CHANNEL + i)
             if changed is None:
                 anew = self.step == 0 and not equal(state, begun)
             else:
@@ -237,7 +238,7 @@ class Replica:
             for name, buffer in module.named_buffers(recurse=False)
         }
 
-    async def _met_buffers(self, port: Port, met: _Contact | None) -> dict[str, Tensor]:
+    async def _met_buffers(self, data: Port, met: _Contact | None) -> dict[str, Tensor]:
         """What ranks make of their buffers by the rule, in memory of its own.
 
         `met`: they meet beside it, by its messages' way, and talk to no other ranks. Counts of batches, which grow
@@ -248,20 +249,20 @@ class Replica:
         for kind, group in _by_kind(self._buffers()).items():
             bundle = Bundle(group, self.weight)
             if self.buffer_rule == "average" and kind[0].is_floating_point:
-                bundle = await average(port, bundle, None if met is None else met.state)
+                bundle = await average(data, bundle, None if met is None else met.state)
             elif self.buffer_rule == "broadcast" or met is None or self.weight is not None:
-                bundle = bundle.with_flat(await port.broadcast(bundle.flat, self.source))
+                bundle = bundle.with_flat(await data.broadcast(bundle.flat, self.source))
             out |= bundle.views
         return out
 
-    async def consensus(self, port: Port) -> dict[str, Tensor]:
+    async def consensus(self, data: Port) -> dict[str, Tensor]:
         """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own."""
         tensors = {name: p.detach() for name, p in self.model.named_parameters()}
         out: dict[str, Tensor] = {}
         for group in _by_kind(tensors).values():
             bundle = Bundle(group, self.weight).copy()
-            if port.size > 1 and not self.strategy.synchronized:
-                bundle = await averaging(tree)(port.on_channel(_BUFFER_CHANNEL), bundle, None)
+            if data.size > 1 and not self.strategy.synchronized:
+                bundle = await averaging(tree)(data.on_channel(_BUFFER_CHANNEL), bundle, None)
             out |= bundle.views
         return {name: out[name] for name in tensors}
 
@@ -272,14 +273,14 @@ class Replica:
             averaged |= {name: buffer for name, buffer in self._buffers().items() if buffer.is_floating_point()}
         return averaged, {name: b for name, b in self.model.named_buffers() if name not in averaged}
 
-    async def consensus_buffers(self, port: Port) -> dict[str, Tensor]:
+    async def consensus_buffers(self, data: Port) -> dict[str, Tensor]:
         """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
 
         Batch-norm's running statistics where the models differ between their meetings, else none.
         """
-        if port.size == 1 or self.strategy.synchronized or self.buffer_rule == "leave":
+        if data.size == 1 or self.strategy.synchronized or self.buffer_rule == "leave":
             return {}
-        return await self._met_buffers(port.on_channel(_BUFFER_CHANNEL), None)
+        return await self._met_buffers(data.on_channel(_BUFFER_CHANNEL), None)
 
     # ------------------------------------------------------------------ saving
 

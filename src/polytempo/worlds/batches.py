@@ -8,8 +8,8 @@ until it is awaited; then its batch is, of its channel,
                       without held sends the awaited one alone: the others may answer what this rank sends later
     awaited send      all held sends
 
-All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only the
-stream waits for a batch, so a launched coroutine goes on to its end, and the batches of the next one come after its own.
+All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only
+the stream waits for a batch, so a launched coroutine goes on to its end, and the next one's batches follow its own.
 That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`). One whose
 ranks receive from more others than they send to may not.
 """

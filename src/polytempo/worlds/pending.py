@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from polytempo.core import Op
 from polytempo.core.op import Recv, Send
@@ -12,8 +12,31 @@ from polytempo.worlds.batches import Held
 from polytempo.worlds.trace import Event
 from polytempo.worlds.transport import Begun
 
-if TYPE_CHECKING:
-    from polytempo.worlds.process import ProcessWorld
+
+class RankWorld(Protocol):
+    """The world in which an operation is under way (`worlds.process.ProcessWorld`)."""
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+
+    def write(self, event: Event) -> None:
+        """Put a line into the trace."""
+
+    def waited(self, since_s: float) -> None:
+        """The rank has waited for others from `since_s` until now."""
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in this library's words."""
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation, or what has to be waited for."""
+
+    def waits_for(self, answer: Any) -> bool:
+        """Whether what `perform` returned has to be waited for."""
+
+    @property
+    def in_program(self) -> bool:
+        """Whether the program itself asks, not a thread that goes on meanwhile."""
 
 
 class Pending:
@@ -21,7 +44,7 @@ class Pending:
 
     __slots__ = ("_arriving", "answer", "done", "error", "event", "op", "work", "world")
 
-    def __init__(self, world: ProcessWorld, op: Op[Any], event: Event, begun: Begun) -> None:
+    def __init__(self, world: RankWorld, op: Op[Any], event: Event, begun: Begun) -> None:
         self.world, self.op, self.event = world, op, event
         self.work, self.answer = begun
         self.done = self.work is None
@@ -122,7 +145,7 @@ class Postponed:
 
     done = is_message = is_batched = False
 
-    def __init__(self, world: ProcessWorld, op: Op[Any]) -> None:
+    def __init__(self, world: RankWorld, op: Op[Any]) -> None:
         self.world, self.op = world, op
 
     def wait(self) -> Any:

@@ -15,18 +15,38 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 
+from polytempo.core import Task
 from polytempo.worlds.threads import close_at_exit, ended
-
-if TYPE_CHECKING:
-    from polytempo.worlds.strand import Strand
+from polytempo.worlds.trace import Event
 
 _IDLE_S = 1.0
 """A thread that has had nothing to do for so long ends; the next launch makes another one."""
+
+
+class Launched(Protocol):
+    """What the thread advances (`worlds.strand.Strand`)."""
+
+    task: Task[Any]
+    taken: bool
+    """Whether the program advances it."""
+
+    @property
+    def awaits_message(self) -> bool:
+        """Whether it stands at something for which the thread may wait."""
+
+    def await_message(self) -> None:
+        """Wait for that."""
+
+    def advance_by_messages(self) -> None:
+        """Run until it stands at the next thing."""
+
+    def note(self, event: Event) -> None:
+        """Keep a line for the trace."""
 
 
 class Progress:
@@ -35,14 +55,14 @@ class Progress:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         """Whoever runs a launched strand holds its lock."""
-        self._launched: deque[ReferenceType[Strand]] = deque()
-        self._inside: Strand | None = None
+        self._launched: deque[ReferenceType[Launched]] = deque()
+        self._inside: Launched | None = None
         """The strand that the thread advances, also while it waits for a message."""
         self._thread: threading.Thread | None = None
         self._closed = False
         close_at_exit(self)
 
-    def add(self, strand: Strand) -> None:
+    def add(self, strand: Launched) -> None:
         """A strand has been launched and waits for something. The caller holds the lock."""
         self._launched.append(ref(strand))
         if self._thread is None and strand.awaits_message and not self._closed:
@@ -51,7 +71,7 @@ class Progress:
         self.changed.notify_all()
 
     @contextmanager
-    def taken(self, strand: Strand) -> Iterator[None]:
+    def taken(self, strand: Launched) -> Iterator[None]:
         """The program advances `strand` from now on. Waits for the thread where it is in it."""
         with self.changed:
             strand.taken = True
@@ -63,7 +83,7 @@ class Progress:
             with self.changed:
                 self.changed.notify_all()
 
-    def here(self) -> Strand | None:
+    def here(self) -> Launched | None:
         """The strand in which this call happens, where that is in the thread."""
         return self._inside if threading.current_thread() is self._thread else None
 
@@ -88,7 +108,7 @@ class Progress:
                     self.changed.notify_all()
             del strand
 
-    def _next(self) -> Strand | None:
+    def _next(self) -> Launched | None:
         """The strand to advance, once there is one; None: the thread is to end."""
         with self.changed:
             while not self._closed:

@@ -34,8 +34,8 @@ from polytempo.core.op import (
     Send,
 )
 from polytempo.worlds.batches import Batches
+from polytempo.worlds.wire_tag import wire_tag
 
-_TAGS_PER_CHANNEL = 1024
 _LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
 _LATE = re.compile(r"timed? ?out", re.I)
 
@@ -57,6 +57,10 @@ class Transport:
         """The devices whose messages travel in batches (see `worlds.batches`)."""
         self._batches: Batches | None = None
 
+    def share_groups(self, other: Transport) -> None:
+        """Use the groups that `other` has made, and leave it those that are made here."""
+        self._groups = other._groups
+
     def forget(self) -> None:
         """Let go of all groups, so that they can end."""
         self._groups, self.group, self._batches = {}, None, None
@@ -70,15 +74,14 @@ class Transport:
 
     def send(self, op: Send) -> Begun:
         """Hand a buffer over; done when it may change."""
-        tag = _wire_tag(op.channel, op.tag)
-        return Begun(
-            self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag)), _none
-        )
+        tag = wire_tag(op.channel, op.tag)
+        work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
+        return Begun(work, _none)
 
     def recv(self, op: Recv) -> Begun:
         """Receive into new memory."""
         into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
-        tag = _wire_tag(op.channel, op.tag)
+        tag = wire_tag(op.channel, op.tag)
         return Begun(self._message(op, into, lambda: self._whole.recv([into], op.source, tag)), lambda: into)
 
     def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
@@ -186,12 +189,6 @@ def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
     if op.timeout_s is not None:
         options.timeout = timedelta(seconds=op.timeout_s)
     return options
-
-
-def _wire_tag(channel: int, tag: int) -> int:
-    if not 0 <= tag < _TAGS_PER_CHANNEL or channel >= 2**21:
-        raise ValueError(f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}")
-    return channel * _TAGS_PER_CHANNEL + tag
 
 
 def _alone(op: Collective[Any]) -> Any:

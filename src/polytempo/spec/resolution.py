@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
-from polytempo.cli.call import Call, Name
+from polytempo.spec.call import Call, Name
 
 Function = Callable[..., object]
 _PLAIN = (bool, int, float, str)
@@ -164,7 +164,7 @@ def _shown(parameter: inspect.Parameter, hint: Any) -> str:
 
 
 def _alias(annotation: object) -> str:
-    """`: Route | Path`: a type by the names that the source gives it, without None."""
+    """`: Route | WireRoute`: a type by the names that the source gives it, without None."""
     names = annotation.split(" | ") if isinstance(annotation, str) else []
     if not names or not all(re.fullmatch(r"[A-Z]\w*", name) for name in names):
         return ""
