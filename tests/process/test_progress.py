@@ -19,7 +19,7 @@ from polytempo.aggregation import exponential
 from polytempo.collectives import halving_doubling, native, ring, star, tree
 from polytempo.core import PeerLost, Port, Strategy, TimedOut
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.spec.result import parameters_sha256
 from polytempo.worlds import ProcessWorld
