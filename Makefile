@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.installed-docs
 LIBRARY := src/polytempo/native/libpolytempo.so
 PYTEST := $(BIN)/python -m pytest
 INTEGRATIONS := .venv-integrations
@@ -28,7 +29,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-native test-integrations test-torch check lint fmt bench soak clean
+.PHONY: help install demo test test-native test-integrations test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -91,6 +92,16 @@ test-torch: $(LIBRARY) ## process, backend and attach tests with another torch: 
 	$(OTHER)/bin/python -m pip install --quiet --group test 'torch==$(VERSION)' --editable .
 	$(OTHER)/bin/python -m pytest -q -n 2 --dist loadfile -p no:cacheprovider $(OTHER_TESTS)
 
+docs: $(DOCS_INSTALLED) ## build the documentation into build/docs; warnings and broken links are errors (half a minute)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs-doctrees docs build/docs
+	$(BIN)/python docs/extensions/check_links.py build/docs
+	@echo 'open build/docs/index.html'
+
+# Small packages beside the rest: Sphinx imports the library, and a venv of its own would hold torch once more.
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
 	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
 
@@ -115,5 +126,5 @@ soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames,
 	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
-	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) docs/generated .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 import polytempo as pt
-from polytempo.data import random_rows, sparsity
+from polytempo.data import sparsity
+from polytempo.data.rows import random_rows
 from polytempo.engines.hogwild_linear import fit_logistic
 from polytempo.jobs.digits import job
 

@@ -4,7 +4,7 @@
     python tests/hashes.py chaos before.json 1000    # the outcome of so many seeds of `polytempo chaos`
     python tests/hashes.py differ before.json after.json
 
-Parameters depend on the processor's instruction set and on torch, so lists are compared on one machine. Strategies whose
+Parameters depend on the instruction set and on torch, so lists are compared on one machine. Strategies whose
 result depends on who comes first on real processes are run with one worker there.
 """
 

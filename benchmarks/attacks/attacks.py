@@ -32,12 +32,12 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.engines.fork import die_with, fork
 from polytempo.engines.run_snapshot import resumed
 from polytempo.server import message as messages
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.training.checkpoint import (
     CheckpointError,
     CheckpointPart,
@@ -325,7 +325,7 @@ def string(chance: random.Random, folder: Path) -> str | None:
     """A strategy, or ValueError."""
     text = hostile_string(chance)
     try:
-        strategy_from(text)
+        parse_strategy(text)
     except ValueError as error:
         return None if str(error) else f"{text!r}: an error without a word"
     except Exception as error:

@@ -23,7 +23,7 @@ from torch.nn import functional
 import polytempo as pt
 from polytempo import data
 from polytempo.bench.models import mlp
-from polytempo.cli.catalogue import strategy_from
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.training.handle import Handle
 from polytempo.worlds import ProcessWorld
 
@@ -108,7 +108,7 @@ class Training:
             self._model = distributed(self._plain, contender.name)
         optimizer = torch.optim.SGD(self._plain.parameters(), lr=contender.lr, momentum=contender.momentum, fused=True)
         if contender.name not in PEERS and contender.name != ALONE:
-            self._handle = pt.attach(self._plain, optimizer, strategy_from(contender.name), world=world, seed=0)
+            self._handle = pt.attach(self._plain, optimizer, parse_strategy(contender.name), world=world, seed=0)
         self._optimizer = optimizer
         self.step = 0
 

@@ -32,12 +32,12 @@ from polytempo.bench.models import mlp
 from polytempo.bench.tables import duration, markdown
 from polytempo.bench.turns import Figure, figure, ratio
 from polytempo.cli.bench_compression import candidate
-from polytempo.cli.call import split_calls
 from polytempo.core import ALONE, Codec
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
+from polytempo.spec.call import split_calls
 
 SIDE = 5000
 """25 million float32: 100 MB, far beyond any cache."""
@@ -159,7 +159,7 @@ def kernels(side: int, rounds: int, calls: int, codecs: Sequence[str]) -> list[d
     rows: list[dict[str, Any]] = []
     try:
         for codec in codecs:
-            fed = not getattr(candidate(codec).codec, "feeds_itself", False)  # has a residual of its own, as dgc
+            fed = candidate(codec).codec.facts.memory != "own"  # has a residual of its own, as dgc
             for operation in ("encode", *(["encode_"] if fed else []), "add_"):
                 found: dict[str, list[float]] = {"copy": [], "ours": [], "torch's copy": [], "torch": []}
                 for number in range(rounds):

@@ -32,11 +32,11 @@ from lab import lab, on_every_host
 from polytempo.bench.compression import costs, gradient_of
 from polytempo.bench.machine import cores, machine
 from polytempo.bench.tables import markdown
-from polytempo.cli.catalogue import strategy_from
 from polytempo.cluster import Link
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.worlds import ProcessWorld
 
 HOSTS, GOAL = 4, 0.97
@@ -217,7 +217,7 @@ def prediction_table(rows: Sequence[dict[str, Any]], rounds: int) -> str:
     for name in PREDICTED:
         if not any(measured == name for _, measured in medians):
             continue
-        found = costs(strategy_from(name).gradients, gradients, rounds)
+        found = costs(parse_strategy(name).gradients, gradients, rounds)
         for mbit in sorted({rate for rate, _ in medians}):
             sending_s = found.communication_s(Link(_LATENCY_S, mbit * 1e6 / 8))
             alone_s, measured_s = medians[mbit, ALONE], medians[mbit, name]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         compression,
         core,
         data,
+        engines,
         jobs,
-        native,
         strategies,
         synchronization,
         worlds,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from polytempo.core import (
         Bundle,
         Deadlock,
+        Drifted,
         Mismatch,
         NotFinite,
         PeerLost,
@@ -34,13 +35,17 @@ if TYPE_CHECKING:
         TimedOut,
         Transform,
     )
+    from polytempo.core.errors import JobFailed
+    from polytempo.engines.collective import RunTimedOut
+    from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
-    from polytempo.engines.local import launch
+    from polytempo.engines.launch import launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
-    from polytempo.engines.worker_processes import WorkerDied
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
+    from polytempo.server.coordinator.lost_shard import ShardLost
+    from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
@@ -59,8 +64,8 @@ _FOLDERS = (
     "compression",
     "core",
     "data",
+    "engines",
     "jobs",
-    "native",
     "strategies",
     "synchronization",
     "worlds",
@@ -69,6 +74,7 @@ _HOMES = {
     "polytempo.core": (
         "Bundle",
         "Deadlock",
+        "Drifted",
         "Mismatch",
         "NotFinite",
         "PeerLost",
@@ -78,13 +84,17 @@ _HOMES = {
         "TimedOut",
         "Transform",
     ),
+    "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
-    "polytempo.engines.worker_processes": ("WorkerDied",),
-    "polytempo.engines.local": ("launch",),
+    "polytempo.engines.failures": ("WorkerDied",),
+    "polytempo.engines.collective": ("RunTimedOut",),
+    "polytempo.engines.launch": ("launch",),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.server.coordinator.lost_shard": ("ShardLost",),
+    "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.training.attach": ("attach", "no_sync"),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
@@ -100,8 +110,10 @@ __all__ = [
     "Bundle",
     "Data",
     "Deadlock",
+    "Drifted",
     "Handle",
     "Job",
+    "JobFailed",
     "Mismatch",
     "NotFinite",
     "PeerLost",
@@ -110,6 +122,8 @@ __all__ = [
     "ProcessWorld",
     "Result",
     "RunOptions",
+    "RunTimedOut",
+    "ShardLost",
     "Strategy",
     "TimedOut",
     "Trainer",
@@ -125,12 +139,13 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "engines",
     "init",
     "jobs",
     "launch",
-    "native",
     "no_sync",
     "of_batch",
+    "parse_strategy",
     "run",
     "shard",
     "shared_empty",

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polytempo.core import TimedOut
-from polytempo.data import SparseRows, libsvm_rows, random_rows
+from polytempo.data import SparseRows, libsvm_rows
+from polytempo.data.rows import random_rows
 from polytempo.engines.hogwild_linear import LinearFit, fit_logistic
 from polytempo.native import sparse
 from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch, scatter_add_

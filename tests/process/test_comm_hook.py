@@ -25,7 +25,7 @@ import polytempo as pt
 from polytempo.aggregation import low_rank, median
 from polytempo.compression import all_gather, bf16, exact, feedback, fp16, natural, qsgd, reduce_scatter, through
 from polytempo.core import Codec, NotFinite, PeerLost, stateless
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.interop.backend import create
 from polytempo.interop.ddp_hook import CommHook, comm_hook
@@ -153,7 +153,9 @@ def test_parameters_are_equal_while_ddp_cuts_its_buckets_anew() -> None:
     told(story)
 
 
-@pytest.mark.parametrize("codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.name))
+@pytest.mark.parametrize(
+    "codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.facts.name)
+)
 def test_it_is_attach_with_the_same_codec(codec: Codec) -> None:
     """To the bit where nothing depends on buckets. Random numbers are those of the parameters' names."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,14 +148,14 @@ def opened(request: pytest.FixtureRequest, browser: Browser, report: Path) -> It
 
 
 TITLES = [
-    "Loss against time",
-    "Loss against samples",
     "Accuracy against time",
     "Accuracy against samples",
+    "Loss against time",
+    "Loss against samples",
     "Throughput",
     "Speed-up",
-    "Share of time in communication",
-    "Bytes sent per rank",
+    "Communication",
+    "Sent per rank",
 ]
 AXIS_TITLES = [
     "Training loss (logarithmic)",
@@ -163,12 +164,19 @@ AXIS_TITLES = [
     "Samples (all workers)",
     "Throughput (samples/s)",
     "Speed-up (\u00d7 baseline)",
-    "Time in communication (% of the run)",
+    "Communication (% of the time)",
     "Sent per rank (bytes, logarithmic)",
     "Time since the first bar (ms)",
     "Rank",
 ]
-NAMES = [row[0] + (" (simulated)" if row[2] == "virtual" else "") for row in COMPARED]
+NAMES = [
+    "sync_sgd(route=native)",
+    "sync_sgd(route=ring)",
+    "local_sgd",
+    "post_local_sgd",
+    "diloco",
+    "gossip (simulated)",
+]
 
 # Every text of a card with its box. Hover buttons are no texts; what is not drawn has no box.
 TEXTS = """
@@ -212,14 +220,12 @@ def test_titles_units_and_legends_are_visible(opened: Opened) -> None:
         assert opened.page.get_by_role("heading", name=title, exact=True).is_visible(), title
     drawn = {one["text"] for card in cards(opened) for one in card}
     assert set(AXIS_TITLES) <= drawn
-    for key in ("loss-seconds", "loss-samples", "accuracy-seconds", "accuracy-samples"):
-        legend = opened.page.locator(f".card:has(#{key}) .legend button")
-        assert legend.all_inner_texts() == NAMES
+    assert opened.page.locator("ul.legend button").all_inner_texts() == NAMES, "one legend for all figures"
     assert {"computecomputation", "sendcommunication", "recvcommunication"} <= drawn
 
 
 def test_the_table_has_a_row_for_every_run(opened: Opened) -> None:
-    rows = opened.page.locator("#summary tbody th")
+    rows = opened.page.locator("#summary tbody th .run")
     assert rows.all_inner_texts() == NAMES
     assert opened.page.locator("#summary tbody tr").first.locator("td").count() == 10
 
@@ -252,16 +258,161 @@ def test_every_text_of_a_figure_lies_within_it(opened: Opened) -> None:
     assert outside == []
 
 
+def test_the_staleness_of_a_parameter_server_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
+    run = record(1)
+    server = {
+        "shards": 1,
+        "replicas": 0,
+        "updates": 9,
+        "dropped": 0,
+        "refused": 0,
+        "staleness": {"mean": 1.0, "p50": 1, "p99": 2, "histogram": [[0, 3], [1, 4], [2, 2]]},
+        "workers": [],
+    }
+    write_report(tmp_path / "report.html", [run._replace(result=run.result | {"server": server})], title="served")
+    context = browser.new_context(viewport={"width": 390, "height": 844}, service_workers="block")
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert page.locator("#staleness .xtick text").all_text_contents() == ["0", "1", "2"]
+    plot, title = page.locator("#staleness").bounding_box(), page.locator("#staleness .xtitle").bounding_box()
+    assert plot is not None
+    assert title is not None
+    assert plot["x"] <= title["x"] <= title["x"] + title["width"] <= plot["x"] + plot["width"]
+    context.close()
+
+
 def test_the_page_is_no_wider_than_the_window(opened: Opened) -> None:
     sizes = opened.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert sizes[0] <= sizes[1]
 
 
-def test_a_click_in_a_legend_hides_a_run_everywhere(opened: Opened) -> None:
+def test_a_click_in_the_legend_hides_a_run_everywhere(opened: Opened) -> None:
     lines = "[...document.querySelectorAll('.plot[data-lines]')].map((plot) => plot.data.map((one) => one.visible))"
-    button = opened.page.locator("#loss-seconds ~ .legend button").nth(2)
+    button = opened.page.locator(".legend.shared button").nth(2)
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
-    assert opened.page.evaluate(lines) == [[None, None, False, None, None, None]] * 4
+    assert opened.page.evaluate(lines) == [[True, True, False, True, True, True]] * 4
     button.click()
-    assert opened.page.evaluate(lines) == [[None, None, True, None, None, None]] * 4
+    assert opened.page.evaluate(lines) == [[True] * 6] * 4
+
+
+def test_figures_are_what_plotly_expects(opened: Opened) -> None:
+    complaints = opened.page.evaluate(
+        "Object.entries(figures).flatMap(([key, one]) => (Plotly.validate(one.data, one.layout) || []).filter("
+        "(found) => !['unused', 'invisible'].includes(found.code)).map((found) => key + ': ' + found.msg))"
+    )
+    assert complaints == []
+
+
+def test_the_legend_stays_in_sight_while_curves_are_read(opened: Opened) -> None:
+    opened.page.locator("#loss-samples").scroll_into_view_if_needed()
+    box = opened.page.locator(".legend.shared").bounding_box()
+    assert box is not None
+    assert 0 <= box["y"] < 100
+    assert box["height"] < 100, "no taller than a line or two, on a phone too"
+
+
+def test_a_wide_table_shows_that_it_scrolls(opened: Opened) -> None:
+    frame, hint = opened.page.locator(".scroll:has(#summary)"), opened.page.locator(".scroll:has(#summary) + .hint")
+    wide = frame.evaluate("(frame) => frame.scrollWidth > frame.clientWidth")
+    assert hint.is_visible() == wide
+    shaded = "(frame) => getComputedStyle(frame).boxShadow !== 'none'"
+    assert frame.evaluate(shaded) == wide
+    frame.evaluate("(frame) => { frame.scrollLeft = frame.scrollWidth; }")
+    opened.page.wait_for_selector(".scroll:not(.more-right) #summary", state="attached")
+    assert not frame.evaluate(shaded), "at its end nothing is left to show"
+    name = opened.page.locator("#summary tbody th").first.bounding_box()
+    assert name is not None
+    assert name["x"] >= 0, "the names stay"
+    frame.evaluate("(frame) => { frame.scrollLeft = 0; }")
+
+
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+TICK = "getComputedStyle(document.querySelector('#loss-seconds .xtick text')).fill"
+LINE = "getComputedStyle(document.querySelector('#loss-seconds .scatterlayer .js-line')).stroke"
+LIGHT, NIGHT = ["#F5F7F9", "#1F2933", "#0072B2"], ["#12161B", "#E6EAEF", "#58A6E8"]
+
+
+def colors(page: Page) -> list[str]:
+    """The colors of the page, of a figure's text and of its first line."""
+    found = [page.evaluate(expression) for expression in (BACKGROUND, TICK, LINE)]
+    return ["#{:02X}{:02X}{:02X}".format(*map(int, re.findall(r"\d+", color)[:3])) for color in found]
+
+
+def test_the_page_follows_the_system_and_a_choice_goes_before_it(browser: Browser, report: Path) -> None:
+    context = browser.new_context(color_scheme="dark", service_workers="block")
+    page = context.new_page()
+    page.goto(report.as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert colors(page) == NIGHT
+    page.emulate_media(color_scheme="light")
+    page.wait_for_selector("html[data-mode=light]", state="attached")
+    assert colors(page) == LIGHT
+    page.get_by_role("button", name="Dark mode").click()
+    assert colors(page) == NIGHT
+    page.reload()
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert colors(page) == NIGHT, "the choice is remembered"
+    page.get_by_role("button", name="Light mode").click()
+    assert colors(page) == LIGHT
+    context.close()
+
+
+def test_the_mode_keeps_what_was_hidden_and_zoomed(opened: Opened) -> None:
+    state = (
+        "((plot) => [plot.data[0].visible, plot._fullLayout.xaxis.range])(document.getElementById('accuracy-samples'))"
+    )
+    opened.page.locator("#accuracy-samples").scroll_into_view_if_needed()
+    box = opened.page.locator("#accuracy-samples .nsewdrag").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    opened.page.mouse.move(box["x"] + 0.2 * box["width"], middle)
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=5)
+    opened.page.mouse.up()
+    button = opened.page.locator(".legend.shared button").first
+    button.click()
+    _, zoomed = opened.page.evaluate(state)
+    assert zoomed[0] > 1000, "a drag has zoomed"
+    opened.page.locator("#mode").click()
+    assert opened.page.evaluate(state) == [False, zoomed]
+    button.click()
+    opened.page.locator("#mode").click()
+    assert opened.page.evaluate(state) == [True, zoomed]
+    opened.page.evaluate("Plotly.relayout('accuracy-samples', {'xaxis.range': [0, 30000]})")
+
+
+def test_paper_is_white(browser: Browser, report: Path) -> None:
+    context = browser.new_context(color_scheme="dark", service_workers="block")
+    page = context.new_page()
+    page.goto(report.as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert colors(page) == LIGHT
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert colors(page) == NIGHT
+    context.close()
+
+
+def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(browser: Browser, report: Path) -> None:
+    context = browser.new_context(service_workers="block")
+    context.add_init_script("delete window.DecompressionStream")
+    page = context.new_page()
+    page.goto(report.as_uri())
+    page.wait_for_selector("#loss-seconds p")
+    assert "This browser cannot draw the figures (DecompressionStream is not defined)" in page.inner_text("body")
+    assert page.locator("#summary tbody tr").count() == len(COMPARED)
+    context.close()
+
+
+def test_a_single_run_opens_with_its_timeline(browser: Browser, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", [record(1)], title="digits: sync_sgd(route=ring)")
+    context = browser.new_context(viewport={"width": 390, "height": 844}, service_workers="block")
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert page.locator("#timeline-0 .main-svg").first.is_visible()
+    assert page.locator("select, .legend button").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    context.close()

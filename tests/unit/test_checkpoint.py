@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polytempo.core import Mesh
 from polytempo.core.state import Scalar
 from polytempo.training.checkpoint import (
     CheckpointError,
@@ -27,6 +28,7 @@ from polytempo.training.checkpoint import (
     read_part,
     write_part,
 )
+from polytempo.training.manifest import encoded
 
 DTYPES = [
     torch.float32,
@@ -125,6 +127,35 @@ def test_each_rank_has_its_own_part(tmp_path: Path) -> None:
         read_part(folder, 3)
 
 
+# ---- meshes ----
+
+
+def test_the_manifest_says_where_each_part_was(tmp_path: Path) -> None:
+    mesh = Mesh((("data", 2), ("model", 3)))
+    hashes = [write_part(tmp_path, 1, rank, part(rank)) for rank in range(6)]
+    folder = commit(tmp_path, 1, hashes, {}, mesh)
+    assert read_manifest(folder).mesh == mesh
+    entries = json.loads((folder / "manifest.json").read_text())["parts"]
+    assert [entry["coordinates"] for entry in entries] == [mesh.coordinates(rank) for rank in range(6)]
+    assert entries[4]["coordinates"] == {"data": 1, "model": 1}
+
+
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    sha256 = write_part(tmp_path, 1, 0, part(1))
+    with pytest.raises(ValueError, match=r"a mesh\(data=2, model=1\) has 2 ranks, and 1 have written"):
+        commit(tmp_path, 1, [sha256], {}, Mesh((("data", 2), ("model", 1))))
+
+
+def test_checkpoints_of_version_1_are_read(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5)
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").write_bytes(encoded(manifest, version=1))
+    assert set(json.loads((folder / "manifest.json").read_text())["parts"][0]) == {"name", "num_bytes", "sha256"}
+    assert read_manifest(folder) == manifest
+    assert manifest.mesh == Mesh((("data", 2),))
+    assert_equal(read_part(folder, 1), part(5))
+
+
 # ---- wrong arguments ----
 
 
@@ -217,7 +248,7 @@ def test_any_truncation_is_refused(saved_root: Path, name: str, data: st.DataObj
         (b"[]", "TypeError"),
         (b"{}", "KeyError"),
         (b" " * (4 * 1024 * 1024 + 1), "larger than 4194304 bytes"),
-        (json.dumps({"format": "polytempo-checkpoint", "version": 2}).encode(), "version 2"),
+        (json.dumps({"format": "polytempo-checkpoint", "version": 3}).encode(), "version 3"),
     ],
     ids=["empty", "deep", "list", "no fields", "huge", "newer version"],
 )

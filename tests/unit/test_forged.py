@@ -34,9 +34,9 @@ def forge(folder: Path, **entries: Any) -> None:
     """Another manifest, with the right hashes of everything."""
     file = folder / "rank-0.safetensors"
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    part = {"name": file.name, "num_bytes": file.stat().st_size, "sha256": sha256}
-    body: dict[str, Any] = {"format": "polytempo-checkpoint", "version": 1, "step": 1, "parts": [part], "about": {}}
-    body |= entries
+    part = {"name": file.name, "num_bytes": file.stat().st_size, "sha256": sha256, "coordinates": {"data": 0}}
+    body: dict[str, Any] = {"format": "polytempo-checkpoint", "version": 2, "step": 1, "mesh": {"data": 1}}
+    body |= {"parts": [part], "about": {}, **entries}
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     (folder / "manifest.json").write_bytes(json.dumps({**body, "sha256": own}, indent=1).encode() + b"\n")
 
@@ -51,6 +51,12 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "a size in letters": {"parts": [{"name": "rank-0.safetensors", "num_bytes": "x", "sha256": ""}]},
     "no hash": {"parts": [{"name": "rank-0.safetensors", "num_bytes": 1, "sha256": None}]},
     "another key": {"parts": [{"name": "rank-0.safetensors", "size": 1}]},
+    "no mesh": {"mesh": None},
+    "a mesh of letters": {"mesh": {"data": "x"}},
+    "a mesh of another size": {"mesh": {"data": 2}},
+    "an axis of no length": {"mesh": {"data": 0}},
+    "a mesh that is not that of the coordinates": {"mesh": {"model": 1}},
+    "a version of truth": {"version": True},
     "notes that are none": {"about": [1]},
     "notes nested deeply": {"about": {"x": json.loads("[" * 900 + "]" * 900)}},
 }

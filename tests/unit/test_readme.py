@@ -1,9 +1,10 @@
-"""What the documents say: their code runs, their commands parse, and what they point to exists."""
+"""What README and documentation say: their code runs, their commands parse, and what they point to exists."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -11,22 +12,29 @@ import pytest
 from typer.testing import CliRunner
 
 import warm
+from polytempo import strategies
 from polytempo.cli.main import app
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = tuple(sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md") if "generated" not in page.parts))
+"""Of the documentation, as they are written; `make docs` adds pages that it generates."""
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES)
 RUNS = ("train", "compare", "simulate")
 
 # Where a file that a document names may lie; a folder is written with a slash at its end.
 PLACES = (ROOT, ROOT / "src", ROOT / "src/polytempo", ROOT / "tests", ROOT / "benchmarks")
 NAMED = re.compile(r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|toml|css|js))`")
-LEFT_BY_A_RUN = ("checkpoint/", "logs/", "runs/")
+MADE_LATER = ("checkpoint/", "logs/", "runs/", "own_job.py", "docs/generated/")
+
+BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+"""A fenced block. A comment before it says why a block is not run, and that is the only way for one not to be."""
 
 
 def blocks(language: str, text: str = README) -> list[str]:
-    """The fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    """The fenced blocks of one language that are run."""
+    return [code for reason, name, code in BLOCK.findall(text) if name == language and not reason]
 
 
 def commands(text: str) -> list[str]:
@@ -39,10 +47,16 @@ def read(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
 
 
-ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(read(document))]
+COMMANDS = [(document, command) for document in DOCUMENTS for command in commands(read(document))]
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=["own-loop", "job", "strategy"])
+def in_a_folder(tmp_path: Path) -> Path:
+    """A folder with what commands of the documents find there."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["own-loop", "job"])
 def test_code_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "from_readme.py"
     script.write_text(code, encoding="utf-8")
@@ -50,18 +64,31 @@ def test_code_runs(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_strategy_shown_is_the_whole_file() -> None:
-    assert read("src/polytempo/strategies/local_sgd.py") in blocks("python")
+@pytest.mark.process
+@pytest.mark.parametrize("page", [page for page in PAGES if set(blocks("python", read(page))) - set(blocks("python"))])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    """Its blocks one after the other: later ones may use what earlier ones have defined."""
+    script = tmp_path / "from_page.py"
+    script.write_text("\n".join(blocks("python", read(page))), encoding="utf-8")
+    done = warm.run([script.name], tmp_path)
+    assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
-@pytest.mark.parametrize("command", ALL_COMMANDS, ids=lambda command: command.partition("  ")[0])
-def test_a_command_is_understood(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("document", ["README.md", *PAGES])
+def test_a_console_block_has_only_commands_that_are_checked(document: str) -> None:
+    """Those of `polytempo`; a block with others says why it is not run."""
+    lines = [line for block in blocks("console", read(document)) for line in block.splitlines()]
+    assert [line for line in lines if line.startswith("$ ") and not line.startswith("$ polytempo ")] == []
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=lambda given: given.partition("  ")[0])
+def test_a_command_is_understood(document: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "path/to/mnist").mkdir(parents=True)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(in_a_folder(tmp_path))
     words = shlex.split(command, comments=True)[1:]
-    answer = CliRunner().invoke(app, [*words, "--dry-run" if words[0] in RUNS else "--help"])
-    expected = README.partition(f"$ {command}\n")[2].partition("\n")[0]
+    extra = ["--dry-run"] if words[0] in RUNS else [] if words[0] in ("explain", "strategies") else ["--help"]
+    answer = CliRunner().invoke(app, [*words, *extra])
+    expected = read(document).partition(f"$ {command}\n")[2].partition("\n")[0]
     if expected.startswith("error: "):
         assert (answer.exit_code, answer.stderr.strip()) == (2, expected)
     else:
@@ -80,20 +107,31 @@ def shortened(command: str) -> list[str]:
     return words
 
 
+EVERY = bool(os.environ.get("README_ALL"))
+
+
+def run_in_one_folder(document: str) -> list[str]:
+    """Commands that share a run's folder; with README_ALL=1 (`make soak`) all."""
+    return [command for command in commands(read(document)) if EVERY or re.search(r"\bruns/", command)]
+
+
 @pytest.mark.process
-def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
-    """In one folder that is empty at first: those that share a run's folder; with README_ALL=1 (`make soak`) all."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    every = bool(os.environ.get("README_ALL"))
-    if every:
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if run_in_one_folder(document)])
+def test_the_commands_work_one_after_the_other(document: str, tmp_path: Path) -> None:
+    """In one folder that is empty at first."""
+    in_a_folder(tmp_path)
+    if EVERY:
         (tmp_path / "path/to").mkdir(parents=True)
         (tmp_path / "path/to/mnist").symlink_to(Path(os.environ["POLYTEMPO_DATA"], "mnist"))
-    chosen = [command for command in commands(README) if every or re.search(r"\bruns/", command)]
-    assert len(chosen) >= 4
-    for command in chosen:
-        refused = README.partition(f"$ {command}\n")[2].startswith("error: ")
+    for command in run_in_one_folder(document):
+        refused = read(document).partition(f"$ {command}\n")[2].startswith("error: ")
         done = warm.run(["-m", "polytempo", *shortened(command)], tmp_path, timeout=300)
         assert done.returncode == (2 if refused else 0), f"{command}: {done.stderr}"
+
+
+def test_some_commands_share_a_folder() -> None:
+    """Otherwise the test above would pass without running any."""
+    assert sum(len(run_in_one_folder(document)) for document in DOCUMENTS) >= 6
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -105,21 +143,56 @@ def test_make_targets_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_pictures_exist(document: str) -> None:
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", read(document))]
-    assert [link for link in links if link and "://" not in link and not (ROOT / link).exists()] == []
+    """Anchors, and pages that are generated, are checked by `make docs`."""
+    folder = (ROOT / document).parent
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", without_blocks(read(document)))]
+    inside = [link for link in links if link and "://" not in link and "generated/" not in link]
+    assert [link for link in inside if not (folder / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES])
 def test_files_that_are_named_exist(document: str) -> None:
     missing = [
         name
         for name in NAMED.findall(read(document))
-        if name not in LEFT_BY_A_RUN and not any((place / name).exists() for place in PLACES)
+        if name not in MADE_LATER and not any((place / name).exists() for place in PLACES)
     ]
     assert missing == []
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
-    first = "\n".join(README.splitlines()[:10])
+def test_the_readme_is_read_in_a_minute() -> None:
+    lines = README.splitlines()
+    first = "\n".join(lines[:10])
+    assert len(lines) <= 150
     assert "make demo" in first
     assert "make test" in first
+
+
+def test_every_strategy_is_in_the_table() -> None:
+    """Of the page that lists them, and in no other row."""
+    listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(strategies.__all__)
+    for first_page in (README, read("docs/index.md")):
+        assert f"with {len(strategies.__all__)} distributed strategies" in first_page
+
+
+def test_every_page_is_in_a_contents() -> None:
+    """The theme shows the site's contents beside each page; a page outside it is not found."""
+    entries = [
+        entry
+        for page in PAGES
+        for block in re.findall(r"```{toctree}\n(.*?)```", read(page), flags=re.DOTALL)
+        for entry in (f"{Path(page).parent}/{line}.md" for line in block.splitlines() if re.match(r"[a-z]", line))
+    ]
+    assert set(PAGES) - set(entries) == {"docs/index.md"}
+
+
+def test_the_pictures_are_what_the_simulator_draws() -> None:
+    """`python docs/pictures/draw.py` draws them anew."""
+    drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["pictures"]()
+    committed = {file.stem: file.read_text(encoding="utf-8") for file in (DOCS / "pictures").glob("*.svg")}
+    assert [name for name in {**drawn, **committed} if drawn.get(name) != committed.get(name)] == []

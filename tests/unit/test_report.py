@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import io
 import json
 import math
@@ -14,13 +16,15 @@ import pytest
 from PIL import Image
 
 from polytempo.report import plots
+from polytempo.report.forecast import Forecast
+from polytempo.report.names import labels, short_labels
 from polytempo.report.page import page, write_report
 from polytempo.report.picture import write_picture
-from polytempo.report.progress import Progress, status_line
+from polytempo.report.progress import Progress, status_line, time_left
 from polytempo.report.runs import RunRecord, load_run, read_events
 from polytempo.report.style import look
-from polytempo.report.summary import baseline_sentences, human_bytes, human_seconds, labels, summaries
-from polytempo.report.table import facts, summary_table, tiles
+from polytempo.report.summary import baseline_sentences, human_bytes, human_seconds, percent, summaries
+from polytempo.report.table import facts, numbers, summary_table, tiles
 from polytempo.report.timeline import MAX_BARS, MAX_RANKS, excerpt, timeline
 from polytempo.worlds.trace import Event, write_chrome_trace
 
@@ -142,7 +146,7 @@ def test_virtual_seconds_are_never_compared_with_real_ones() -> None:
         "Speed-ups of runs on real processes are samples/s relative to real, the first of them.",
         "Speed-ups of simulated runs are samples/s relative to slow (simulated), the first of them.",
     ]
-    assert "100 samples/s</strong>real" in tiles(runs), "the fastest of the real ones"
+    assert '100 samples/s</strong><span title="real">real' in tiles(runs), "the fastest of the real ones"
 
 
 @pytest.mark.parametrize(
@@ -208,13 +212,13 @@ def test_the_summary_as_a_reader_sees_it() -> None:
         record("ring", samples_per_s=200.4, loss=math.nan, accuracy=0.98, bytes_sent_per_rank=1_500_000),
         record("housing", samples_per_s=150.0, loss=0.125, accuracy=None, communication_share=None),
     ]
-    cells = Cells(summary_table(runs))
+    cells = Cells(summary_table(runs).partition("</table>")[0])
     assert cells.rows[1:] == [
-        ["one <alone>", "1", "4", "256", "2 s", "128", "1.00\u00d7", "0.25", "97.50%", "0 B", "0.0%"],
-        ["ring", "2", "4", "256", "2 s", "200", "1.57\u00d7", "not finite", "98.00%", "1.5 MB", "25.0%"],
-        ["housing", "2", "4", "256", "2 s", "150", "1.17\u00d7", "0.125", "n/a", "1 kB", "n/a"],
+        ["one <alone>", "97.50\u00a0%", "0.25", "2 s", "128", "1.00\u00d7", "0 B", "0.0\u00a0%", "256", "4", "1"],
+        ["ring", "98.00\u00a0%", "not finite", "2 s", "200", "1.57\u00d7", "1.5 MB", "25.0\u00a0%", "256", "4", "2"],
+        ["housing", "n/a", "0.125", "2 s", "150", "1.17\u00d7", "1 kB", "n/a", "256", "4", "2"],
     ]
-    assert cells.best == ["200", "98.00%", "0.125", "1 kB"]
+    assert cells.best == ["98.00\u00a0%", "200", "0.125", "1 kB"]
 
 
 def test_what_the_runs_have_in_common() -> None:
@@ -224,6 +228,29 @@ def test_what_the_runs_have_in_common() -> None:
     assert facts([record(), record(workers=4, seed=None)]) == (
         "2 runs · job digits · 1 epoch · batch size 32 per worker · 1 thread per worker"
     )
+
+
+@pytest.mark.parametrize(
+    ("calls", "short"),
+    [
+        (["local_sgd(period=8, route=native)", "adasum(of=None)"], ["local_sgd", "adasum"]),
+        (
+            ["local_sgd(period=8, route=native)", "local_sgd(period=16, route=native)"],
+            ["local_sgd(period=8)", "local_sgd(period=16)"],
+        ),
+        (["sync_sgd(route=native)", "sync_sgd(route=ring)"], ["sync_sgd(route=native)", "sync_sgd(route=ring)"]),
+        (["f(codec=g(1, 2), a=[3, 4])", "f(codec=g(1, 3), a=[3, 4])"], ["f(codec=g(1, 2))", "f(codec=g(1, 3))"]),
+        (["f(a=1)", "f(a=1)", "f"], ["f(a=1) #1", "f(a=1) #2", "f"]),
+        (["f(a=1", "f)(", "hand-made strategy"], ["f(a=1", "f)(", "hand-made strategy"]),
+    ],
+)
+def test_short_names_say_what_tells_runs_apart(calls: list[str], short: list[str]) -> None:
+    assert short_labels([record(call) for call in calls]) == short
+
+
+def test_a_share_in_percent() -> None:
+    assert percent(0.97504) == "97.50\u00a0%"
+    assert percent(1, 0) == "100\u00a0%"
 
 
 # ---- figures ----
@@ -237,24 +264,24 @@ def curves(runs: list[RunRecord], quantity: str, over: str) -> Any:
 
 def test_curves_draw_what_was_measured() -> None:
     figure = curves([record("a"), record("b", 4)], "accuracy", "samples")
-    assert [(line.name, list(line.x), list(line.y)) for line in figure.data] == [
+    assert [(line["name"], line["x"], line["y"]) for line in figure.data] == [
         ("a", [128.0, 256.0], [0.5, 0.975]),
         ("b", [128.0, 256.0], [0.5, 0.975]),
     ]
     loss = curves([record()], "loss", "seconds").data[0]
-    assert (list(loss.x), list(loss.y)) == ([1.0, 2.0], [2.0, 0.5]), "the training loss, not the test loss"
+    assert (loss["x"], loss["y"]) == ([1.0, 2.0], [2.0, 0.5]), "the training loss, not the test loss"
 
 
 def test_rows_of_several_workers_are_drawn_in_order() -> None:
     run = record()
     shuffled = curves([run._replace(metrics=run.metrics[::-1])], "loss", "seconds").data[0]
-    assert (list(shuffled.x), list(shuffled.y)) == ([1.0, 2.0], [2.0, 0.5])
+    assert (shuffled["x"], shuffled["y"]) == ([1.0, 2.0], [2.0, 0.5])
 
 
 def test_curves_leave_out_what_is_not_finite_or_absent() -> None:
     run = record()
     run.metrics[0]["loss"] = None
-    assert list(curves([run], "loss", "samples").data[0].y) == [0.5]
+    assert curves([run], "loss", "samples").data[0]["y"] == [0.5]
     assert plots.curves([run._replace(metrics=run.metrics[::2])], "accuracy", "samples") is None
     assert plots.curves([run._replace(metrics=[])], "loss", "seconds") is None
 
@@ -270,7 +297,7 @@ def test_curves_leave_out_what_is_not_finite_or_absent() -> None:
 )
 def test_the_time_axis_names_its_unit_and_its_clock(seconds: float, worlds: list[str], title: str) -> None:
     runs = [record(seconds=seconds, world=world) for world in worlds]
-    assert curves(runs, "loss", "seconds").layout.xaxis.title.text == title
+    assert curves(runs, "loss", "seconds").xaxis["title"]["text"] == title
 
 
 def test_long_curves_are_means_over_windows() -> None:
@@ -287,7 +314,7 @@ def test_thirty_two_runs_look_different_and_the_same_in_every_figure() -> None:
     runs = [record(f"run {number}") for number in range(10)]
     lines = curves(runs, "loss", "samples").data
     bars = plots.throughput_bars(runs).data[0]
-    assert [line.line.color for line in lines] == list(bars.marker.color) == [look(i).color for i in range(10)]
+    assert [line["line"]["color"] for line in lines] == bars["marker"]["color"] == [look(i).color for i in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -303,11 +330,11 @@ def test_bytes_are_logarithmic_where_they_differ_a_hundredfold(
     sizes: list[int], kind: str | None, texts: list[str]
 ) -> None:
     figure = plots.bytes_bars([record(bytes_sent_per_rank=size) for size in sizes])
-    assert figure.layout.xaxis.type == kind
-    assert list(figure.data[0].text) == texts
+    assert figure.xaxis.get("type") == kind
+    assert figure.data[0]["text"] == texts
     if kind == "log":
-        base = figure.data[0].base
-        ends = [base + length for length in figure.data[0].x]
+        base = figure.data[0]["base"]
+        ends = [base + length for length in figure.data[0]["x"]]
         assert ends == pytest.approx([max(base, size) for size in sizes])
 
 
@@ -363,10 +390,10 @@ def test_the_timeline_draws_every_event_once() -> None:
     assert drawn.caption == "Steps 1 to 4 of 4, all ranks."
     assert list(drawn.colors) == ["compute", "all_reduce"], "computation first"
     compute, all_reduce = drawn.figure.data
-    assert list(compute.base) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert list(all_reduce.x) == [0.5] * 8
-    assert all(below > above for above, below in zip(compute.y, all_reduce.y, strict=True))
-    assert "rank 1, step 1<br>all_reduce: 0.5 s<br>500 B sent" in all_reduce.hovertext
+    assert compute["base"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all_reduce["x"] == [0.5] * 8
+    assert all(below > above for above, below in zip(compute["y"], all_reduce["y"], strict=True))
+    assert "rank 1, step 1<br>all_reduce: 0.5 s<br>500 B sent" in all_reduce["hovertext"]
     assert timeline(record()._replace(events=[])) is None
 
 
@@ -378,22 +405,71 @@ def test_the_page_is_one_file_that_escapes_what_it_is_told(tmp_path: Path) -> No
     write_report(tmp_path / "report.html", [record(evil), record("b")], title=evil)
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert evil not in written
-    assert "<img" not in written.replace(_plotly(written), "")
-    assert written.count("plotly.js v") == 1
-    assert not re.findall(r'(?:src|href)="(?!data:)', written.replace(_plotly(written), ""))
+    assert "<img" not in written
+    assert "plotly.js (basic" in unpacked(written, "plotly")[:100]
+    assert evil.replace('"', '\\"') not in unpacked(written, "figures"), "plotly reads some HTML"
+    assert not re.findall(r'(?:src|href)="(?!data:)', written)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def _plotly(written: str) -> str:
-    begin = written.index("<script>", written.index('id="figures"'))
-    return written[begin : written.index("</script>", begin)]
+def unpacked(written: str, part: str) -> str:
+    """What the page carries gzipped."""
+    found = re.search(rf'<script type="text/plain" id="{part}">([^<]*)</script>', written)
+    assert found is not None
+    return gzip.decompress(base64.b64decode(found[1])).decode()
+
+
+def test_a_page_is_well_below_a_megabyte_and_the_same_twice() -> None:
+    runs = [record(f"run {number}") for number in range(7)]
+    written = page(runs, title="t")
+    assert len(written) < 600_000
+    assert page(runs, title="t") == written
 
 
 def test_a_page_without_metrics_trace_or_accuracy_says_so() -> None:
     run = record(accuracy=None)
-    assert "These runs left no metrics." in page([run._replace(metrics=[])], title="t")
-    assert "These runs left no trace." in page([run._replace(events=[])], title="t")
+    assert "This run left no metrics." in page([run._replace(metrics=[])], title="t")
+    assert "This run left no trace." in page([run._replace(events=[])], title="t")
+    assert "These runs left no trace." in page([run._replace(events=[])] * 2, title="t")
     assert "This job measures no accuracy." in page([run._replace(metrics=run.metrics[::2])], title="t")
+
+
+COMPARISON = ("Speed-up", 'id="timeline-run"', 'id="throughput"', 'id="summary"', "data-run=", "Highest", "relative to")
+
+
+@pytest.mark.parametrize("part", COMPARISON)
+def test_a_single_run_is_compared_with_nothing(part: str) -> None:
+    single, several = (page([record()] * count, title="t").partition("<script")[0] for count in (1, 2))
+    assert part not in single
+    assert part in several
+
+
+def test_a_single_run_shows_its_numbers() -> None:
+    shown = re.sub(r"<[^>]+>", " ", numbers(record(loss=math.nan, communication_share=None)))
+    assert " ".join(shown.split()) == (
+        "Accuracy 97.50 % test Loss not finite final Time 2 s Throughput 128 samples/s Sent 1 kB per rank "
+        "Samples 256 all workers Steps 4"
+    )
+
+
+def test_the_legend_stands_once_with_short_names_and_the_calls_in_full() -> None:
+    runs = [record("local_sgd(period=8, route=native)"), record("sync_sgd(route=ring)")]
+    written = page(runs, title="t")
+    buttons = re.findall(r'<button type="button" data-run="(.)" [^>]*title="([^"]*)">.*?<span>(.*?)</span>', written)
+    assert [(number, call, name.replace("<wbr>", "")) for number, call, name in buttons] == [
+        ("0", "local_sgd(period=8, route=native)", "local_sgd"),
+        ("1", "sync_sgd(route=ring)", "sync_sgd"),
+    ]
+    assert '<small class="call">local_<wbr>sgd(<wbr>period=<wbr>8, route=<wbr>native)</small>' in written
+
+
+def test_the_page_begins_with_the_finding() -> None:
+    runs = [record("slow", samples_per_s=100.0), record("fast", samples_per_s=200.0), record("lost", accuracy=0.5)]
+    written = page([run._replace(metrics=[]) for run in runs], title="t")
+    assert '<p class="headline">fast processes 2.0\u00d7 as many samples per second as slow' in written
+    remark = "Far below the most accurate run (slow, 97.5\u00a0%): lost ends at 50.0\u00a0%."
+    assert f'<p class="remark">{remark}</p>' in written
+    assert 'class="headline"' not in page([record()], title="t")
 
 
 def served(events: list[dict[str, Any]]) -> RunRecord:
@@ -412,7 +488,7 @@ def test_the_page_says_which_processes_died() -> None:
 def test_only_runs_with_a_server_are_in_the_legend_of_staleness() -> None:
     written = page([record(), served([])], title="t")
     legend = written[written.index('id="staleness"') :].partition("</ul>")[0]
-    assert re.findall(r'data-run="(\d)"', legend) == ["1"]
+    assert re.findall(r'<li><span class="square"[^>]*></span>(.*?)</li>', legend) == ["async_sgd"]
 
 
 def test_simulated_runs_are_named_so() -> None:
@@ -470,9 +546,9 @@ def test_plain_lines_come_now_and_then_and_the_last_one_always() -> None:
         progress.update(6, loss=0.25, accuracy=0.97, samples_per_s=38_200.0)
     assert stream.getvalue().splitlines() == [
         "ring: started",
-        "ring: step 3/440, loss 0.5",
+        "ring: step 3/440, loss 0.5, about 7 min 17 s left",
         "checkpoint saved",
-        "ring: step 6/440, loss 0.25, accuracy 97.0%, 38,200 samples/s",
+        "ring: step 6/440, loss 0.25, accuracy 97.0 %, 38,200 samples/s",
     ]
 
 
@@ -517,7 +593,68 @@ def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_moment_in_words() -> None:
-    assert (
-        status_line(120, 440, 0.2134, 0.951, 38_200.4) == "step 120/440, loss 0.2134, accuracy 95.1%, 38,200 samples/s"
-    )
+    words = "step 120/440, loss 0.2134, accuracy 95.1 %, 38,200 samples/s"
+    assert status_line(120, 440, 0.2134, 0.951, 38_200.4) == words
+    assert time_left(75.2) == "about 75 s left"
+    assert time_left(0.2, at_most=True) == "at most 1 s left"
     assert status_line(1200, None, None, None, None) == "step 1,200"
+
+
+def lines_of_a_run(reports: list[tuple[float, int, float]], **options: Any) -> list[str]:
+    """What is said of a run that reports (second, step, epoch)."""
+    stream, now = io.StringIO(), [0.0]
+    with Progress(stream, lambda: now[0], **options) as progress:
+        progress.start(None, "ring")
+        for now[0], step, epoch in reports:
+            progress.update(step, None, None, None, epoch=epoch)
+    return stream.getvalue().splitlines()[1:]
+
+
+def test_epochs_say_when_a_run_ends_where_steps_do_not() -> None:
+    reports = [(3.0, 10, 1.0), (6.0, 20, 2.0), (9.0, 30, 3.0)]
+    assert lines_of_a_run(reports) == ["ring: step 10", "ring: step 20", "ring: step 30"]
+    assert lines_of_a_run(reports, total_epochs=5.0) == [
+        "ring: step 10",
+        "ring: step 20, about 9 s left",
+        "ring: step 30, about 6 s left",
+    ]
+    assert lines_of_a_run(reports, total_epochs=5.0, at_most=True)[-1] == "ring: step 30, at most 6 s left"
+    assert lines_of_a_run([*reports, (12.0, 50, 5.0)], total_epochs=5.0)[-1] == "ring: step 50", "nothing is left"
+
+
+def test_the_runs_of_a_comparison_are_counted_and_those_to_come_take_their_time() -> None:
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress(stream, lambda: now[0], num_runs=3)
+    for name in ("a", "b"):
+        progress.start(100, name)
+        begin = now[0]
+        for seconds, step in ((2.0, 0), (7.0, 50), (12.0, 100)):
+            now[0] = begin + seconds
+            progress.update(step, None, None, None)
+    assert stream.getvalue().splitlines() == [
+        "[1/3] a: started",
+        "[1/3] a: step 50/100, about 29 s left",
+        "[1/3] a: step 100/100, about 24 s left",
+        "[2/3] b: started",
+        "[2/3] b: step 50/100, about 17 s left",
+        "[2/3] b: step 100/100, about 12 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "left_s"),
+    [
+        ([(0.0, 0.0), (10.0, 0.25)], 30.0),
+        ([(10.0, 0.0), (20.0, 0.25)], 30.0),  # what came before the first report is not counted
+        ([(0.0, 0.5), (10.0, 0.75)], 10.0),  # a resumed run
+        ([(0.0, 0.0), (10.0, 0.5), (20.0, 0.4)], 20.0),  # two workers report out of order
+        ([(0.0, 0.0), (0.5, 0.5)], None),  # too early
+        ([(0.0, 0.0)], None),
+        ([(0.0, 0.5), (10.0, 0.5)], None),  # it stands still
+        ([(0.0, 0.0), (10.0, 1.0)], None),
+    ],
+)
+def test_the_time_that_is_left(reports: list[tuple[float, float]], left_s: float | None) -> None:
+    forecast = Forecast()
+    forecast.begin(0.0)
+    assert [forecast.left_s(done, now_s) for now_s, done in reports][-1] == left_s

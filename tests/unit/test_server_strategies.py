@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
+import polytempo as pt
 from polytempo import strategies as s
-from polytempo.cli.catalogue import strategy_from
 from polytempo.core import Strategy, identity
 from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
+from polytempo.spec.catalogue import parse_strategy
 
 
 class Row(NamedTuple):
@@ -65,7 +67,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 @every_row
 def test_what_a_strategy_asks_of_its_server(row: Row) -> None:
-    strategy = strategy_from(row.name.partition("(")[0])
+    strategy = parse_strategy(row.name.partition("(")[0])
     assert strategy.server is not None
     found = strategy.server
     assert (strategy.name, found.rule.name, found.deals) == (row.name, row.rule, row.deals)
@@ -82,7 +84,7 @@ def test_the_list_above_has_every_strategy_with_a_server() -> None:
 
 @every_name
 def test_shards_and_replicas_are_for_all(name: str) -> None:
-    server = strategy_from(f"{name}(shards=3, replicas=1)").server
+    server = parse_strategy(f"{name}(shards=3, replicas=1)").server
     assert server is not None
     assert (server.shards, server.replicas) == (3, 1)
 
@@ -101,8 +103,8 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
     ],
 )
 def test_as_the_command_line_writes_them(written: str) -> None:
-    strategy = strategy_from(written)
-    assert strategy_from(strategy.name).name == strategy.name
+    strategy = parse_strategy(written)
+    assert parse_strategy(strategy.name).name == strategy.name
 
 
 def test_what_is_written_reaches_the_server() -> None:
@@ -134,7 +136,7 @@ def test_what_is_written_reaches_the_server() -> None:
 def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwise(
     written: str, rates: list[float]
 ) -> None:
-    server = strategy_from(written).server
+    server = parse_strategy(written).server
     assert server is not None
     assert server.rate is not None
     assert [server.rate(workers) for workers in (1, 2, 8)] == rates
@@ -142,7 +144,7 @@ def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwis
 
 @pytest.mark.parametrize("written", ["staleness_aware", "downpour", "backup_workers", "easgd"])
 def test_others_take_it_as_it_is(written: str) -> None:
-    server = strategy_from(written).server
+    server = parse_strategy(written).server
     assert server is not None
     assert server.rate is None
 
@@ -171,9 +173,13 @@ def _rule(strategy: Strategy) -> str:
         ("staleness_aware(n=0)", "n >= 1, got 0"),
         ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
         ("flexrr(bound=-1)", "slices >= 1 and bound >= 0, got slices=80 and bound=-1"),
-        ("flexrr(first_offer=0.01)", "needs grain <= first_offer <= later_offers"),
+        (
+            "flexrr(first_offer=0.01)",
+            "so grain <= first_offer <= later_offers; got grain=0.0125, first_offer=0.01, later_offers=0.05",
+        ),
         ("flexrr(helpers=0)", r"helpers >= 1, got 0; for the same steps without help use backup_workers\(backups=0\)"),
-        ("flexrr(behind=0)", r"parts must be in \(0, 1\]"),
+        ("flexrr(behind=0)", "behind is a part of a worker's batch, above 0 and at most 1, got 0"),
+        ("flexrr(grain=0)", "grain is a part of a worker's batch, above 0 and at most 1, got 0"),
         ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
         ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),
         ("easgd(beta=0)", "0 < beta < 1, got 0"),
@@ -183,7 +189,7 @@ def _rule(strategy: Strategy) -> str:
 )
 def test_what_cannot_work_is_refused_when_it_is_written(written: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        strategy_from(written)
+        parse_strategy(written)
 
 
 # ---------------------------------------------------------------------- rules that look at the number of members
@@ -219,6 +225,14 @@ def test_at_least_one_is_waited_for(members: tuple[int, ...]) -> None:
     server = s.backup_workers(backups=5).server
     assert server is not None
     assert verdicts(server.rule, [(0, 0)], members) == ["Add Update Answer"]
+
+
+@pytest.mark.parametrize("start", [pt.run, pt.simulate])
+def test_a_run_needs_a_worker_to_wait_for(start: Callable[..., object]) -> None:
+    """Workers that die later are another matter: the rule then waits for one."""
+    says = r"backup_workers\(backups=5, .*\) needs at least 6 workers, .* there are 2; use workers=6 or more"
+    with pytest.raises(ValueError, match=says):
+        start(pt.jobs.find("digits"), s.backup_workers(backups=5), workers=2, steps=1)
 
 
 @pytest.mark.parametrize(("members", "alpha"), [((0,), 0.9), ((0, 1), 0.45), ((0, 1, 2, 3), 0.225)])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.data import Sparsity, libsvm_rows, random_rows, sparsity
+from polytempo.data import Sparsity, libsvm_rows, sparsity
+from polytempo.data.rows import random_rows
 
 Edges = list[list[int]]
 

@@ -17,7 +17,8 @@ from laws.harness import Setting, run
 from polytempo import strategies
 from polytempo.collectives import ring
 from polytempo.compression import dgc, feedback, one_bit, threshold, through, top_k
-from polytempo.core import Codec, Strategy, spelled
+from polytempo.core import Codec, Strategy
+from polytempo.core.call_name import written_call
 from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
 from polytempo.spec.job import Job
@@ -34,7 +35,7 @@ JOB: Job = replace(find("digits"), optimizer=plain_sgd)
 
 def by(codec: Codec) -> Strategy:
     """Gradients by this codec, on the way that suits it."""
-    return Strategy(spelled("gradients", codec=codec), gradients=through(codec))
+    return Strategy(written_call("gradients", {"codec": codec}), gradients=through(codec))
 
 
 @cache

@@ -144,6 +144,18 @@ def test_an_all_to_all_in_which_two_ranks_disagree_names_them() -> None:
         performed(lambda port: port.all_to_all([torch.zeros(1)] * 2, [torch.zeros(1 + port.rank)] * 2), 2)
 
 
+def test_every_member_of_an_all_to_all_that_cannot_be_hears_of_it() -> None:
+    async def program(port: Port) -> str:
+        try:
+            await port.all_to_all([torch.zeros(1)] * 2, [torch.zeros(1 + port.rank)] * 2)
+        except Mismatch as error:
+            return str(error)
+        return "went on"
+
+    text = "all_to_all: rank 0 sends 1 elements to rank 1, which expects 2"
+    assert VirtualWorld(CLUSTER, 2).run(program).results == [text, text]
+
+
 def test_a_host_of_its_own_is_priced_by_its_memory() -> None:
     async def program(port: Port) -> None:
         await port.all_reduce(torch.zeros(10))

@@ -55,6 +55,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 DIGITS = find("digits")
 MODEL = (Parameter("w", 6000, shape=(60, 100)), Parameter("b", 60, shape=(60,)), Parameter("v", 1940, shape=(1940,)))
@@ -63,7 +64,7 @@ BY_ROWS = ((Span(0, 2000),), (Span(2000, 4000),), (Span(4000, 6000),), (Span(600
 """Four shards, all cuts between rows or parameters."""
 FED = [feedback(bf16()), feedback(int8()), feedback(one_bit()), feedback(top_k(0.01))]
 LAUNCHER = 9
-by_name = {"ids": lambda codec: codec.name}
+by_name = {"ids": lambda codec: codec.facts.name}
 
 
 def gradients(count: int, seed: int = 0) -> list[Tensor]:
@@ -136,7 +137,7 @@ def synchronous(shards: int, codec: Codec | None, pull_codec: Codec | None = Non
 
 
 def final(strategy: Strategy) -> str | None:
-    return simulate_served(DIGITS, strategy, 3, ethernet(), RunOptions(steps=4)).parameters_sha256
+    return simulate_served(RunSpec.of(DIGITS, strategy, 3, RunOptions(steps=4)), ethernet()).parameters_sha256
 
 
 def test_three_workers_with_exact_wires_are_plain_to_the_bit() -> None:
@@ -161,7 +162,7 @@ def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Code
             delivered(worker, machines)
         found.append(torch.cat([machine.weights for machine in machines]))
     assert torch.equal(found[0][:6000], found[1][:6000])
-    assert torch.equal(*found) or codec.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
+    assert torch.equal(*found) or codec.facts.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
 
 
 # --------------------------------------------------------------------------------------------------- nothing gets lost
@@ -253,7 +254,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_shard_goes_on(codec: Codec, h
     assert isinstance(reply, Pushed)
     assert reply.verdict == "refused"
     assert "worker 0, clock 1: " in reply.reason
-    assert codec.name in reply.reason
+    assert codec.facts.name in reply.reason
     assert not machine.weights.any()
     (reply,) = machine.apply(Push(0, 1, 2, 1, 0, 1, (), (0,), wire))
     assert isinstance(reply, Pushed)
@@ -333,7 +334,7 @@ def test_weights_that_have_overflowed_end_no_shard_and_are_told_to_who_pulls(pul
     (answer,) = machines[2].apply(Pull(1, 1, 1, 0, -1))
     assert isinstance(answer, Pulled)
     worker.pull(3)
-    told = rf"^shard 2 holds inf as w\[4003\], which pull_codec={pull_codec.name[:4]}.* lower the learning rate"
+    told = rf"^shard 2 holds inf as w\[4003\], which pull_codec={pull_codec.facts.name[:4]}.* lower the learning rate"
     with pytest.raises(Overflown, match=told):
         delivered(worker, machines)
     copy = shard(None, BY_ROWS[2], 2, pull_codec=pull_codec)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, Transform, averaging, send_recv, stateless
+from polytempo.core import Bundle, Port, Transform, averaging, stateless
 from polytempo.core.state import narrowed, wide
 
 _CHUNK = 1 << 16
@@ -55,14 +55,14 @@ async def _along_pairs(port: Port, flat: Tensor, combine: Callable[[Tensor, Tens
     num_pairs = 1 << (port.size.bit_length() - 1)
     if port.rank >= num_pairs:
         partner = port.rank - num_pairs
-        return await send_recv(port, flat, partner, like=flat, source=partner)
+        return await port.send_receive(flat, partner, like=flat, source=partner)
     extra = port.rank + num_pairs
     if extra < port.size:
         flat = combine(flat, await port.recv(flat, extra))
     distance = 1
     while distance < num_pairs:
         partner = port.rank ^ distance
-        theirs = await send_recv(port, flat, partner, like=flat, source=partner)
+        theirs = await port.send_receive(flat, partner, like=flat, source=partner)
         flat = combine(flat, theirs) if port.rank < partner else combine(theirs, flat)
         distance *= 2
     if extra < port.size:

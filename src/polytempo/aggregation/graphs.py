@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from random import Random
 
-from polytempo.core import spelled
+from polytempo.core import call_name
 
 Graph = Callable[[int, int], list[list[float]]]
 """`(step, num_ranks) -> W`: rank i's new value is Σⱼ W[i][j] · xⱼ."""
@@ -40,7 +40,7 @@ def random_pairs(seed: int = 0) -> Graph:
     Source: S. Boyd et al., "Randomized gossip algorithms", 2006.
     """
 
-    def random_pairs(step: int, num_ranks: int) -> list[list[float]]:
+    def graph(step: int, num_ranks: int) -> list[list[float]]:
         order = list(range(num_ranks))
         Random(f"{seed}/{step}").shuffle(order)
         peers = [{rank} for rank in range(num_ranks)]
@@ -49,8 +49,8 @@ def random_pairs(seed: int = 0) -> Graph:
             peers[b].add(a)
         return _uniform(peers)
 
-    random_pairs.__name__ = spelled("random_pairs", seed=seed)
-    return random_pairs
+    graph.__name__ = call_name(random_pairs, locals())
+    return graph
 
 
 @lru_cache(maxsize=16)

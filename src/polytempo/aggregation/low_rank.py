@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, NotFinite, Port, Residual, Route, Transform, averaging, native, spelled
+from polytempo.core import Bundle, NotFinite, Port, Residual, Route, Transform, averaging, call_name, native
 from polytempo.core.checks import check_whole
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
@@ -107,7 +107,7 @@ def low_rank(
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
 
-    way = _LowRank(spelled("low_rank", rank=rank), rank, route, exact_below, warm_start, seed)
+    way = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
     return Transform(way.init, way.apply, weighs=True, explain=way.explain, beside=averaging(route))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, State, Transform, spelled, stateless
+from polytempo.core import Bundle, Port, State, Transform, call_name, stateless
 from polytempo.core.merge import Merge, check_merge
 
 
@@ -51,15 +51,15 @@ def trimmed_mean(cut: int = 1) -> Merge:
     if cut < 0:
         raise ValueError(f"cut must be >= 0, got {cut}")
 
-    def trimmed_mean(buffers: Sequence[Tensor]) -> Tensor:
+    def merge(buffers: Sequence[Tensor]) -> Tensor:
         if len(buffers) <= 2 * cut:
             raise ValueError(
                 f"trimmed_mean(cut={cut}) needs more than {2 * cut} ranks, got {len(buffers)}; lower cut or add workers"
             )
         return torch.stack(list(buffers)).sort(dim=0).values[cut : len(buffers) - cut].mean(dim=0)
 
-    trimmed_mean.__name__ = spelled("trimmed_mean", cut=cut)
-    return trimmed_mean
+    merge.__name__ = call_name(trimmed_mean, locals())
+    return merge
 
 
 def krum(wrong: int = 1) -> Merge:
@@ -71,7 +71,7 @@ def krum(wrong: int = 1) -> Merge:
     if wrong < 0:
         raise ValueError(f"wrong must be >= 0, got {wrong}")
 
-    def krum(buffers: Sequence[Tensor]) -> Tensor:
+    def merge(buffers: Sequence[Tensor]) -> Tensor:
         num_ranks = len(buffers)
         if num_ranks < 2 * wrong + 3:
             raise ValueError(
@@ -83,6 +83,6 @@ def krum(wrong: int = 1) -> Merge:
         nearest = distances.sort(dim=1).values[:, : num_ranks - wrong - 2]
         return stacked.index_select(0, nearest.sum(dim=1).argmin().reshape(1)).squeeze(0)
 
-    krum.__name__ = spelled("krum", wrong=wrong)
-    krum.coordinate_wise = False  # type: ignore[attr-defined]
-    return krum
+    merge.__name__ = call_name(krum, locals())
+    merge.coordinate_wise = False  # type: ignore[attr-defined]
+    return merge

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
-from types import coroutine
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from torch.nn import functional
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.cluster import Cluster, Link
 from polytempo.compression.packing import EXACT_BELOW
-from polytempo.core import ALONE, Bundle, Codec, Op, Port, Program, Transform
-from polytempo.core.op import Compute
+from polytempo.core import ALONE, Bundle, Codec, Op, Port, Program, Transform, interpreted
+from polytempo.core.op import Compute, T
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import VirtualWorld
 
@@ -147,46 +147,46 @@ def gradient_of(sizes: Sequence[int], rank: int) -> dict[str, Tensor]:
 
 
 class _Watch:
-    """Seconds that a rank's side of a step has computed."""
+    """Seconds that a rank's side of a step has computed: it stands still while the rank waits for an operation."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
 
-    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            begun = time.perf_counter()
-            try:
-                return work()
-            finally:
-                self.seconds += time.perf_counter() - begun
+    def start(self) -> None:
+        self._since = time.perf_counter()
 
-        return run
+    def stop(self) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+        self._since = None
 
 
-@coroutine
-def _watched(program: Program[Any], watch: _Watch) -> Generator[Op[Any], Any, Any]:
+async def _watched(program: Program[Any], watch: _Watch) -> Any:
     """The program with its computing timed, and charged nothing by the virtual clock."""
-    advance: Callable[[], Op[Any]] = lambda: program.send(None)  # noqa: E731
-    while True:
+
+    async def perform(op: Op[Any]) -> Any:
+        watch.stop()
         try:
-            op = watch.timed(advance)()
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(op, Compute):
-            op = replace(op, work=watch.timed(op.work), flops=0.0)
-        try:
-            answer = yield op
-        except Exception as error:
-            advance = _throwing(program, error)
-        else:
-            advance = _sending(program, answer)
+            if isinstance(op, Compute):
+                return await replace(op, work=partial(_timed, watch, op.work), flops=0.0)
+            return await op
+        finally:
+            watch.start()
+
+    watch.start()
+    try:
+        return await interpreted(program, perform)
+    finally:
+        watch.stop()
 
 
-def _sending(program: Program[Any], answer: Any) -> Callable[[], Op[Any]]:
-    return lambda: program.send(answer)
-
-
-def _throwing(program: Program[Any], error: Exception) -> Callable[[], Op[Any]]:
-    return lambda: program.throw(error)
+def _timed(watch: _Watch, work: Callable[[], T]) -> T:
+    watch.start()
+    try:
+        return work()
+    finally:
+        watch.stop()
 
 
 def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int) -> Costs:

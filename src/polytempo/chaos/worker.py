@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polytempo.core import Port
-from polytempo.core.op import Compute, Now, Op, Post, Program, Take
+from polytempo.core import WAITING, Op, Port, Task
+from polytempo.core.op import Compute, Now, Post, Take
 from polytempo.core.port import world_port
 from polytempo.server.layout import Span, Spans
 from polytempo.server.message import Message, Outbox, Ticket
@@ -61,15 +61,17 @@ class ChaosWorker:
         self.finished = False
         port = world_port(client.worker, (0,) * (client.coordinator + 1))
         self._training = _Training(client, port, num_tickets, habits, random, on_read)
-        self._program: Program[None] | None = None
+        self._task: Task[None] | None = None
         self._mail: deque[tuple[int, Message]] = deque()
-        self._op: Op[Any] | None = None
-        self._until_s = 0.0
+        self._takes = False
+        """Whether the program waits for mail."""
+        self._now_s = self._until_s = 0.0
+        self._out: Outbox = []
 
     @property
     def waits_in(self) -> str:
         """The functions and lines in which the program waits, as text."""
-        frame: Any = self._program
+        frame: Any = None if self._task is None else self._task.coroutine
         places = []
         while frame is not None and getattr(frame, "cr_frame", None) is not None:
             places.append(f"{frame.cr_code.co_name}:{frame.cr_frame.f_lineno}")
@@ -79,7 +81,7 @@ class ChaosWorker:
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Put the message into the mailbox; the program goes on if it waits for one."""
         self._mail.append((source, message))
-        if isinstance(self._op, Take):
+        if self._takes:
             return self._go(now_s, self._mail.popleft())
         return []
 
@@ -93,34 +95,33 @@ class ChaosWorker:
 
     def _go(self, now_s: float, value: Any) -> Outbox:
         """Resume the program with `value`, and perform what can be performed at once."""
-        out: Outbox = []
-        if self._program is None:
-            self._program = through(
-                self.client, self._training.port, self._training.run()
-            )  # not before: if the process dies at once, no coroutine is left that was never begun
-        while True:
-            try:
-                self._op = op = self._program.send(value)
-            except StopIteration:
-                self._op, self.finished = None, True
-                return out
-            value = None
-            match op:
-                case Post(message, to):
-                    assert isinstance(message, Message)
-                    out.append((to, message))
-                case Now():
-                    value = now_s
-                case Take(wait_s) if not self._mail and wait_s != 0:
-                    self._until_s = float("inf") if wait_s is None else now_s + wait_s
-                    return out
-                case Take():
-                    value = self._mail.popleft() if self._mail else None
-                case Compute(_, flops):
-                    self._until_s = now_s + flops / _FLOPS_PER_S
-                    return out
-                case _:
-                    raise TypeError(f"this world does not perform {op}")
+        if self._task is None:  # not before: who dies at once leaves nothing that was never begun
+            program = through(self.client, self._training.port, self._training.run())
+            self._task = Task(program)
+        self._now_s, self._takes = now_s, False
+        self.finished = self._task.resume(self._begin, value)
+        if self.finished:
+            self._task.result()
+        out, self._out = self._out, []
+        return out
+
+    def _begin(self, op: Op[Any]) -> Any:
+        match op:
+            case Post(message, to):
+                assert isinstance(message, Message)
+                return self._out.append((to, message))
+            case Now():
+                return self._now_s
+            case Take(wait_s) if not self._mail and wait_s != 0:
+                self._until_s, self._takes = float("inf") if wait_s is None else self._now_s + wait_s, True
+                return WAITING
+            case Take():
+                return self._mail.popleft() if self._mail else None
+            case Compute(_, flops):
+                self._until_s = self._now_s + flops / _FLOPS_PER_S
+                return WAITING
+            case _:
+                raise TypeError(f"this world does not perform {op}")
 
 
 @dataclass

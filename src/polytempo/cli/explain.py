@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from types import coroutine
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import show_json, size
 from polytempo.cluster import ethernet
 from polytempo.compression.packing import Packing, whole
-from polytempo.core import Bundle, Codec, Port, Program, Strategy, Transform, is_idle, world_port
-from polytempo.core.op import Op, Pull, Push, Send, Start, Work
+from polytempo.core import Bundle, Codec, Port, Program, Strategy, Task, Transform, interpreted, is_idle, world_port
+from polytempo.core.op import Op, Pull, Push, Send, SendReceive, Start, Work
 from polytempo.core.rule import Service
 from polytempo.core.state import settled
 from polytempo.core.transform import Part, parts_of
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job_calls import model_of
 from polytempo.worlds import Trace, VirtualWorld
 
@@ -49,7 +47,7 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
     if not strategy.strip():
         raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
-    made = strategy_from(strategy)
+    made = parse_strategy(strategy)
     with torch.device("meta"):
         model = perceptron(count(parameters)) if parameters is not None else model_of(found_job(job or "digits"))
     tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -99,8 +97,8 @@ def explained(strategy: Strategy, parameters: Bundle, workers: int) -> Iterator[
 # ---------------------------------------------------------------------- what strategies do not say themselves
 
 
-class _TooMany(Exception):
-    """More messages than anybody waits for."""
+class _TooMany(BaseException):
+    """More messages than anybody waits for. It ends the whole world, not one rank's program."""
 
 
 def _completed(transform: Transform, parameters: Bundle, workers: int) -> Iterator[str]:
@@ -170,44 +168,29 @@ def _steps_with_messages(transform: Transform, parameters: Bundle, workers: int)
 
 def _played(transform: Transform, parameters: Bundle, workers: int, num_steps: int) -> Trace:
     """So many steps of all workers. Raises _TooMany."""
-    limit = _Limit(workers)
 
     async def program(port: Port) -> None:
         state = transform.init(parameters.copy())
         for step in range(1, num_steps + 1):
             await port.mark(step)
-            _, state = await _limited(transform.apply(port, parameters.copy(), state), limit)
+            step_program = transform.apply(port, parameters.copy(), state)
+            if workers > _MOST_SENDERS:
+                step_program = interpreted(step_program, _few_senders)
+            _, state = await step_program
         await settled(state)
 
     return VirtualWorld(ethernet(), workers).run(program).trace
 
 
-@dataclass
-class _Limit:
-    """What the workers that are played share. One that fails does not stop the others."""
-
-    workers: int
-    passed: bool = False
-
-
-@coroutine
-def _limited(program: Program[Any], limit: _Limit) -> Generator[Op[Any], Any, Any]:
-    """The program, and what it starts, unless too many would send messages to each other."""
-    value: Any = None
-    try:
-        while not limit.passed:
-            try:
-                op = program.send(value)
-            except StopIteration as stop:
-                return stop.value
-            if isinstance(op, Start) and not isinstance(op.what, Op):
-                op = Start(_limited(op.what, limit))
-            sends = isinstance(op.what if isinstance(op, Start) else op, Send)
-            limit.passed = limit.passed or (sends and limit.workers > _MOST_SENDERS)
-            value = None if limit.passed else (yield op)
-        raise _TooMany
-    finally:
-        program.close()
+async def _few_senders(op: Op[Any]) -> Any:
+    """Perform an operation, of a coroutine that it starts, too, unless it is a message. Raises _TooMany."""
+    match op:
+        case Send() | SendReceive() | Start(Send() | SendReceive()):
+            raise _TooMany
+        case Start(what) if not isinstance(what, Op):
+            return await Start(interpreted(what, _few_senders))
+        case _:
+            return await op
 
 
 def often(steps: list[int]) -> str:
@@ -240,7 +223,9 @@ def _what(parameters: Bundle, codec: Codec | None) -> str:
     packing = Packing(whole(parameters.views, codec), parameters.views)
     most = "" if packing.fixed else "at most "
     factor = plain / max(1, packing.num_bytes)
-    return f"{most}{size(packing.num_bytes)} by {codec.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    return (
+        f"{most}{size(packing.num_bytes)} by {codec.facts.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    )
 
 
 def _asked(strategy: Strategy, parameters: Bundle) -> dict[str, str]:
@@ -259,18 +244,20 @@ def _asked(strategy: Strategy, parameters: Bundle) -> dict[str, str]:
     return {name: f", {often(found)}" if found else "" for name, found in steps.items()}
 
 
-def _ops(program: Program[None], flat: Tensor) -> Iterator[Push | Pull]:
+def _ops(program: Program[None], flat: Tensor) -> list[Push | Pull]:
     """The pushes and pulls of a program; all that it asks for is answered at once."""
-    value: Any = None
-    while True:
-        try:
-            op = program.send(value)
-        except StopIteration:
-            return
+    found: list[Push | Pull] = []
+
+    def begin(op: Op[Any]) -> Any:
         what = op.what if isinstance(op, Start) else op
         if isinstance(what, Push | Pull):
-            yield what
-        value = op.handle if isinstance(op, Work) else Work(flat) if isinstance(op, Start) else flat
+            found.append(what)
+        return op.handle if isinstance(op, Work) else Work(flat) if isinstance(op, Start) else flat
+
+    task = Task(program)
+    task.resume(begin)
+    task.result()
+    return found
 
 
 # ---------------------------------------------------------------------- models

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import typer
 
-from polytempo.cli.catalogue import strategy_from
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.replay.message_order import Stop
 from polytempo.replay.records import read_facts
 from polytempo.replay.replay import STOPS, PushSeen, Replayed
 from polytempo.replay.replay import replay as replayed_of
+from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 
 _SHOWN = 20
@@ -31,7 +31,7 @@ def replay(
     if not 0 <= shard < facts.shards:
         raise ValueError(f"--shard {shard}: the run had {facts.shards} shards, numbered from 0")
     with notes_on_stderr():
-        done = replayed_of(run, _job(job or facts.origin), strategy_from(facts.strategy), stop=stop, data=data)
+        done = replayed_of(run, _job(job or facts.origin), parse_strategy(facts.strategy), stop=stop, data=data)
     pushes = [push for push in done.pushes if push.shard == shard]
     if as_json:
         show_json(replace(done, pushes=pushes if inspect else pushes[-_SHOWN:]).as_json())
@@ -53,7 +53,9 @@ def parse_stop(text: str) -> Stop:
 
 def _job(origin: str | None) -> Job:
     if origin is None:
-        raise ValueError("a program gave this run its job; name it with --job path/to/file.py:job")
+        raise ValueError(
+            "the run was started from Python, so its record names no job; name it with --job path/to/file.py:job"
+        )
     return found_job(origin)
 
 

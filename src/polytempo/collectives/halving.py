@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core import Port, Price, send_recv
+from polytempo.core import Port, Price
 
 
 async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
     num_pairs = 1 << (port.size.bit_length() - 1)
     if port.rank >= num_pairs:
         partner = port.rank - num_pairs
-        return buffer.copy_(await send_recv(port, buffer, partner, like=buffer, source=partner))
+        return buffer.copy_(await port.send_receive(buffer, partner, like=buffer, source=partner))
     extra = port.rank + num_pairs
     if extra < port.size:
         buffer.add_(await port.recv(buffer, extra))
@@ -46,11 +46,11 @@ async def _halve_and_double(port: Port, buffer: Tensor, num_ranks: int) -> None:
         mine, theirs = (high, low) if port.rank & distance else (low, high)
         parents.append((distance, mine, theirs))
         partner = port.rank ^ distance
-        mine.add_(await send_recv(port, theirs, partner, like=mine, source=partner))
+        mine.add_(await port.send_receive(theirs, partner, like=mine, source=partner))
         held, distance = mine, distance // 2
     for distance, mine, theirs in reversed(parents):
         partner = port.rank ^ distance
-        theirs.copy_(await send_recv(port, mine, partner, like=theirs, source=partner))
+        theirs.copy_(await port.send_receive(mine, partner, like=theirs, source=partner))
 
 
 def halving_doubling_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

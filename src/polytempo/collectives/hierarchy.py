@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polytempo.collectives.ring import ring, ring_price
 from polytempo.collectives.tree import broadcast_from_root, expect_from_root, reduce_to_root, tree_price
-from polytempo.core import Port, Price, Route, spelled
+from polytempo.core import Port, Price, Route, call_name
 
 
 def hierarchical(between: Route = ring) -> Route:
@@ -24,7 +24,7 @@ def hierarchical(between: Route = ring) -> Route:
     of `between` with N = H: by ring 2(H-1)/H · K bytes through each host's link.
     """
 
-    async def hierarchical(port: Port, buffer: Tensor) -> Tensor:
+    async def route(port: Port, buffer: Tensor) -> Tensor:
         within = port.among([r for r in range(port.size) if port.hosts[r] == port.hosts[port.rank]])
         coming = await expect_from_root(within, buffer)
         buffer = await reduce_to_root(within, buffer)
@@ -33,8 +33,8 @@ def hierarchical(between: Route = ring) -> Route:
             buffer = await between(leaders, buffer)
         return await broadcast_from_root(within, buffer, coming)
 
-    hierarchical.__name__ = spelled("hierarchical", between=between)
-    return hierarchical
+    route.__name__ = call_name(hierarchical, locals())
+    return route
 
 
 def hierarchical_price(

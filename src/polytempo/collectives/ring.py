@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core import Port, Price, send_recv
+from polytempo.core import Port, Price
 
 
 async def ring(port: Port, buffer: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ async def ring(port: Port, buffer: Tensor) -> Tensor:
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for k in range(num_ranks - 1):
         mine = chunks[(rank - k - 1) % num_ranks]
-        mine.add_(await send_recv(port, chunks[(rank - k) % num_ranks], after, like=mine, source=before))
+        mine.add_(await port.send_receive(chunks[(rank - k) % num_ranks], after, like=mine, source=before))
     for k in range(num_ranks - 1):
         theirs = chunks[(rank - k) % num_ranks]
-        theirs.copy_(await send_recv(port, chunks[(rank + 1 - k) % num_ranks], after, like=theirs, source=before))
+        theirs.copy_(await port.send_receive(chunks[(rank + 1 - k) % num_ranks], after, like=theirs, source=before))
     return buffer
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core import Port, Price, send_recv
+from polytempo.core import Port, Price
 
 
 async def star(port: Port, buffer: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ async def star(port: Port, buffer: Tensor) -> Tensor:
     2α + 2(N-1)·K/B. Every other rank sends K.
     """
     if port.rank:
-        return buffer.copy_(await send_recv(port, buffer, 0, like=buffer, source=0))
+        return buffer.copy_(await port.send_receive(buffer, 0, like=buffer, source=0))
     for source in range(1, port.size):
         buffer.add_(await port.recv(buffer, source))
     sending = [await port.start(port.send(buffer, to)) for to in range(1, port.size)]

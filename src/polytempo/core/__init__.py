@@ -1,14 +1,16 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
-from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Law
+from polytempo.core.call_name import call_name
+from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Facts, Law
+from polytempo.core.driver import WAITING, Task, interpreted
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
+from polytempo.core.mesh import Mesh
 from polytempo.core.op import Op, Program, Work
 from polytempo.core.port import Port, world_port
 from polytempo.core.route import Price, Route, native
-from polytempo.core.send_receive import send_recv
 from polytempo.core.state import Late, Residual
-from polytempo.core.strategy import Strategy, Turn, spelled
+from polytempo.core.strategy import Strategy, Turn
 from polytempo.core.transform import (
     Part,
     State,
@@ -24,14 +26,17 @@ from polytempo.core.transform import (
 
 __all__ = [
     "ALONE",
+    "WAITING",
     "Bundle",
     "Codec",
     "CodecState",
     "Deadlock",
     "Drifted",
     "EncodeContext",
+    "Facts",
     "Late",
     "Law",
+    "Mesh",
     "Mismatch",
     "NotFinite",
     "Op",
@@ -45,18 +50,19 @@ __all__ = [
     "Route",
     "State",
     "Strategy",
+    "Task",
     "TimedOut",
     "Transform",
     "Turn",
     "Work",
     "averaging",
+    "call_name",
     "chain",
     "identity",
     "inside",
+    "interpreted",
     "is_idle",
     "native",
-    "send_recv",
-    "spelled",
     "split",
     "stateless",
     "world_port",

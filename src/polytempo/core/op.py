@@ -62,6 +62,30 @@ class Recv(Op[Tensor]):
         return f"recv from rank {self.source} (tag {self.tag})"
 
 
+@dataclass(frozen=True, eq=False)
+class SendReceive(Op[Tensor]):
+    """Hand `buffer` to rank `to`, and answer with a tensor of the shape and dtype of `like` from rank `source`.
+
+    Both are under way at once, the receive first. `buffer` must stay unchanged until the operation is finished.
+    """
+
+    buffer: Tensor
+    to: int
+    like: Tensor
+    source: int
+    tag: int = 0
+    channel: int = 0
+
+    def __str__(self) -> str:
+        return f"send to rank {self.to} and recv from rank {self.source} (tag {self.tag})"
+
+    @property
+    def halves(self) -> tuple[Recv, Send]:
+        """Its two messages, in the order in which a world begins them."""
+        recv = Recv(self.like, self.source, self.tag, self.channel, timeout_s=self.timeout_s)
+        return recv, Send(self.buffer, self.to, self.tag, self.channel, timeout_s=self.timeout_s)
+
+
 class Parcel(Protocol):
     """What travels between mailboxes: a message that knows its size."""
 

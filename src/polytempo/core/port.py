@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
 from torch import Tensor
 
+from polytempo.core.mesh import MOST_GROUPS, Mesh
 from polytempo.core.op import (
     AllGather,
     AllReduce,
@@ -28,6 +28,7 @@ from polytempo.core.op import (
     Recv,
     ReduceScatter,
     Send,
+    SendReceive,
     Start,
     T,
     Take,
@@ -35,6 +36,8 @@ from polytempo.core.op import (
 )
 
 _CHANNELS = 1024
+CHANNELS_OF_A_GROUP = _CHANNELS**2
+"""`Port.channel` is the number of the group in its mesh times this, plus the path of `on_channel`'s numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ class Port:
     rank of position `i`, and `hosts[i]` the host it runs on. Messages match by (sender, receiver,
     channel, tag) in the order of sending; collectives match by (members, channel) in the order of
     calling, which must be the same on every member.
+
+    `meshed` lays a group out on named axes. `along` leads from there to the smaller groups, and from each of these to
+    every other one, because a group keeps the mesh:
+
+        port = port.meshed(data=2, model=3)       rank = 3 · data + model
+        port.along("data")                        the 2 ranks with this rank's `model` coordinate
+        port.along("data").along("model")         the 3 ranks with this rank's `data` coordinate: port.along("model")
     """
 
     rank: int
@@ -52,12 +62,28 @@ class Port:
     hosts: tuple[int, ...]
     channel: int = 0
     timeout_s: float | None = None
-    axes: tuple[tuple[str, int], ...] = ()
+    mesh: Mesh | None = None
+    """How the ranks of `whole` are laid out."""
+    whole: Port | None = None
+    """The group that `meshed` was called on; None: this one."""
 
     @property
     def size(self) -> int:
         """Number of ranks in this group."""
         return len(self.members)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank as the world numbers it."""
+        return self.members[self.rank]
+
+    @property
+    def _group(self) -> int:
+        return self.channel // CHANNELS_OF_A_GROUP
+
+    @property
+    def _path(self) -> int:
+        return self.channel % CHANNELS_OF_A_GROUP
 
     def _world_rank(self, position: int) -> int:
         if not 0 <= position < self.size:
@@ -68,7 +94,7 @@ class Port:
         """Hand `buffer` to position `to`; it must stay unchanged until the operation is finished.
 
         A transport may move it only when the receiver has asked for it. A rank that still has something to receive
-        therefore starts the receive before it sends (`send_recv`). Finished means that the buffer may change: the
+        therefore starts the receive before it sends (`send_receive`). Finished means that the buffer may change: the
         message may be on its way yet, and share the link with the next one.
         """
         return Send(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
@@ -76,6 +102,15 @@ class Port:
     def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """A tensor shaped like `like` from position `source`."""
         return Recv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
+
+    def send_receive(self, buffer: Tensor, to: int, *, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
+        """Hand `buffer` to position `to` and answer with a tensor shaped like `like` from position `source`, at once.
+
+        The receive is begun first: ranks that all send first would wait for each other, and full-duplex links would
+        carry one direction after the other. Cost: one step; memory for what arrives. MPI calls it sendrecv.
+        """
+        there, here = self._world_rank(to), self._world_rank(source)
+        return SendReceive(buffer, there, like, here, tag, self.channel, timeout_s=self.timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Op[Tensor]:
         """The sum over the group, by whatever the world offers. `buffer` is given away."""
@@ -147,25 +182,54 @@ class Port:
         """The parameter server's parameters, flat and lent; see `Pull`."""
         return Pull(clock, timeout_s=self.timeout_s)
 
-    def along(self, axis: str) -> Port:
-        """The group of ranks that differ from this one only along `axis` of the mesh (see `meshed`)."""
-        names = [name for name, _ in self.axes]
-        if axis not in names:
-            raise ValueError(f"no axis {axis!r} in the mesh {dict(self.axes)}; make one with port.meshed({axis}=…)")
-        position = names.index(axis)
-        stride = prod(length for _, length in self.axes[position + 1 :])
-        length = self.axes[position][1]
-        first = self.rank - (self.rank // stride % length) * stride
-        return self.among([first + i * stride for i in range(length)])
+    def along(self, *axes: str) -> Port:
+        """The group of ranks whose coordinates differ from this rank's on no other axes of the mesh.
+
+            along(A) of the rank with coordinates c  =  {ranks with coordinates d : d[a] = c[a] for every axis a ∉ A}
+
+        Its positions run in the mesh's order, the last axis fastest, in whatever order `axes` are named. It keeps the
+        mesh, and this rank its coordinates, so `along(A).along(B)` is `along(B)`. Without an axis it is this rank
+        alone; with all it is the whole group that was laid out.
+
+        Groups with other members have messages of their own, and may talk at the same time. A group that names axes of
+        length 1 besides has the same members and is the same group.
+
+        Raises ValueError for an axis that the mesh lacks, and for one that is named twice.
+        """
+        lengths = {} if self.mesh is None else self.mesh.lengths
+        for axis in axes:
+            if axis not in lengths:
+                raise ValueError(f"no axis {axis!r} in the mesh {lengths}; make one with port.meshed({axis}=…)")
+        if self.mesh is None:
+            raise ValueError("this group has no mesh; make one with port.meshed(data=…)")
+        whole = self.whole or replace(self, channel=self._group * CHANNELS_OF_A_GROUP, timeout_s=None)
+        group = whole.among(self.mesh.group(whole.rank, axes))
+        number = whole._group * MOST_GROUPS + self.mesh.group_number(axes)
+        channel = number * CHANNELS_OF_A_GROUP + self._path
+        if group.size == whole.size:
+            return replace(whole, channel=whole.channel + self._path, timeout_s=self.timeout_s)
+        return replace(group, channel=channel, timeout_s=self.timeout_s, mesh=self.mesh, whole=whole)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on every axis of the mesh; empty without a mesh."""
+        return {} if self.mesh is None else self.mesh.coordinates((self.whole or self).rank)
 
     def meshed(self, **axes: int) -> Port:
-        """This group laid out as a mesh, the last axis varying fastest: `meshed(data=4, stage=2)`."""
-        if prod(axes.values()) != self.size:
-            raise ValueError(f"a mesh {axes} has {prod(axes.values())} places, but the group has {self.size} ranks")
-        return replace(self, axes=tuple(axes.items()))
+        """This group laid out as a mesh, the last axis varying fastest: `meshed(data=4, stage=2)`.
+
+        It replaces the mesh that the group is part of. Raises ValueError where the lengths' product is not `size`.
+        """
+        mesh = Mesh(tuple(axes.items()))
+        if mesh.size != self.size:
+            raise ValueError(f"a mesh {axes} has {mesh.size} places, but the group has {self.size} ranks")
+        return replace(self, mesh=mesh, whole=None)
 
     def among(self, positions: Sequence[int]) -> Port:
-        """The sub-group of `positions`, renumbered in that order; this rank must be one of them."""
+        """The sub-group of `positions`, renumbered in that order; this rank must be one of them.
+
+        It is part of no mesh, and has this group's channel: where both talk at the same time, use `on_channel`.
+        """
         if self.rank not in positions or len(set(positions)) != len(positions):
             raise ValueError(f"rank {self.rank} can only join a group that names it once, not {list(positions)}")
         return Port(
@@ -180,8 +244,10 @@ class Port:
         """The same group with messages of its own, for coroutines that run at the same time."""
         if not 0 <= number < _CHANNELS - 1:
             raise ValueError(f"a port has {_CHANNELS - 1} channels, got number {number}")
-        channel = self.channel * _CHANNELS + number + 1
-        return Port(self.rank, self.members, self.hosts, channel, self.timeout_s, self.axes)
+        path = self._path * _CHANNELS + number + 1
+        if path >= CHANNELS_OF_A_GROUP:
+            raise ValueError(f"channels nest two deep, and this port is two deep already; got number {number}")
+        return replace(self, channel=self._group * CHANNELS_OF_A_GROUP + path)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -47,21 +46,3 @@ class Strategy:
 
     def __str__(self) -> str:
         return self.name
-
-
-def spelled(function: str, **arguments: object) -> str:
-    """A call as a person would write it: `spelled("local_sgd", period=8)` is `local_sgd(period=8)`.
-
-    Functions among the arguments stand for themselves by name: `sync_sgd(route=ring)`. Codecs know how they are
-    written: `local_sgd(codec=top_k(ratio=0.01))`.
-    """
-    inside = ", ".join(f"{key}={_spelled_value(value)}" for key, value in arguments.items())
-    return f"{function}({inside})"
-
-
-def _spelled_value(value: object) -> str:
-    if callable(value) and hasattr(value, "__name__"):
-        return str(value.__name__)
-    if hasattr(value, "wire_bytes") and hasattr(value, "name"):
-        return str(value.name)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank

@@ -4,8 +4,8 @@ from polytempo.data.csv_regression import csv_regression
 from polytempo.data.digits import digits
 from polytempo.data.idx import mnist, read_idx
 from polytempo.data.libsvm import libsvm
-from polytempo.data.plan import Pick, permutation, plan, slices
-from polytempo.data.rows import SparseRows, libsvm_rows, random_rows
+from polytempo.data.plan import Pick, plan
+from polytempo.data.rows import SparseRows, libsvm_rows
 from polytempo.data.shard import DataShard
 from polytempo.data.sparsity import Sparsity, sparsity
 from polytempo.data.split import Split
@@ -23,11 +23,8 @@ __all__ = [
     "libsvm",
     "libsvm_rows",
     "mnist",
-    "permutation",
     "plan",
-    "random_rows",
     "read_characters",
     "read_idx",
-    "slices",
     "sparsity",
 ]

@@ -25,7 +25,7 @@ class Sparsity(NamedTuple):
 def sparsity(indptr: NDArray[np.int64], indices: NDArray[np.int32]) -> Sparsity:
     """Ω, Δ and ρ of samples in compressed rows: row r has the features indices[indptr[r]:indptr[r + 1]].
 
-        rows = pt.data.random_rows(2_000, 500)
+        rows = polytempo.data.rows.random_rows(2_000, 500)
         pt.data.sparsity(rows.starts, rows.columns)
 
     All three are exact; an entry counts whatever its value, and only once a row. Cost of ρ: a sample has at most as

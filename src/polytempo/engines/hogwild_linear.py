@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polytempo.data import SparseRows
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.one_host.sparse_linear import EpochReport, Settings, shared_for, work
 
@@ -33,7 +33,7 @@ class LinearFit:
 def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any) -> LinearFit:
     """Minimise (1/n) Σᵢ log(1 + exp(-yᵢ zᵢ·w)) + λ/2 ‖w‖² by one gradient step a sample, with workers in parallel.
 
-        rows = pt.data.random_rows(2_000, 500)
+        rows = polytempo.data.rows.random_rows(2_000, 500)
         fit = fit_logistic(rows, workers=2, epochs=5)
 
     Every epoch the samples are dealt in a new order, the step size is `lr` · `decay`ᵏ, and the workers, which are

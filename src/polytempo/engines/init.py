@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # holds the group as default arguments if it is loaded after joining: see _leave
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from polytempo.core import TimedOut, world_port
+from polytempo.core import Mesh, TimedOut, world_port
 from polytempo.engines.environment import RankPlace, recognise
 from polytempo.interop.autoload import register
 from polytempo.native.library import available
@@ -31,11 +31,23 @@ _LAST_MOMENT_S = 0.05
 let go of the last tensors within microseconds of answering, and until then Python has to be there."""
 
 
-def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = False) -> ProcessWorld:
+def init(
+    *,
+    mesh: Mapping[str, int] | None = None,
+    timeout_s: float = 300.0,
+    backend: str | None = None,
+    quiet: bool = False,
+) -> ProcessWorld:
     """Join the world that torchrun, Slurm, Open MPI, Ray or Polytempo's own engine has set up around this process.
 
     Says on rank 0's standard error which it recognised. Without any of them it is a world of one. A process
     group that exists already is used as it is. Calling it again returns the same world.
+
+    `mesh` lays the ranks out on named axes, the last one varying fastest: `mesh={"data": 2, "stage": 2}` makes rank 2
+    data 1, stage 0. Ranks along "data" hold the same parameters and see other samples; without a mesh these are all.
+    Ranks along other axes hold parts of one model, and see the same samples. `attach`, `shard` and `Trainer` follow
+    it; the parts talk to each other over `world.port.along("stage")`. Raises ValueError where the lengths do not
+    multiply to the number of ranks, and where the world has another mesh already.
 
     `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by default
     "polytempo" (shared memory) for tensors on CPU where all ranks are on one host and it has the native core, else
@@ -43,7 +55,7 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
     """
     world = current()
     if world.size > 1:
-        return world
+        return _laid_out(world, mesh)
     place = recognise(os.environ)
     launcher = "" if place.launcher == "none" else place.launcher
     if dist.is_initialized():
@@ -51,13 +63,28 @@ def init(*, timeout_s: float = 300.0, backend: str | None = None, quiet: bool = 
         atexit.register(time.sleep, _LAST_MOMENT_S)
     elif place.size == 1:
         _say(launcher, world, quiet)
-        return world
+        return _laid_out(world, mesh)
     else:
         _join(place, timeout_s, backend)
     world = ProcessWorld(dist.get_rank(), _hosts())
     set_current(world)
     if world.rank == 0:
         _say(launcher, world, quiet)
+    return _laid_out(world, mesh)
+
+
+def _laid_out(world: ProcessWorld, mesh: Mapping[str, int] | None) -> ProcessWorld:
+    if mesh is None:
+        return world
+    asked = Mesh(tuple(mesh.items()))
+    if asked.size != world.size:
+        raise ValueError(
+            f"a {asked} is for {asked.size} ranks, and this world has {world.size}; start {asked.size} ranks, or give "
+            "axes whose lengths multiply to the number of ranks"
+        )
+    if world.port.mesh not in (None, asked):
+        raise ValueError(f"this world is a {world.port.mesh} already, and cannot become a {asked}; call init once")
+    world.port = world.port.meshed(**mesh)
     return world
 
 
@@ -97,7 +124,7 @@ def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> 
         return store
     assert place.master_address is not None
     assert place.master_port is not None
-    agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_holds_it = place.launcher == "Polytempo" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = (place.master_address, place.master_port)
     if place.rank or agent_holds_it:
         return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.core import PolytempoError, Strategy
+from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
@@ -31,16 +31,19 @@ from polytempo.one_host.update_rule import hypers_of, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld
 
 
-def host_group(world: ProcessWorld, strategy: Strategy) -> Group | None:
+def host_group(world: ProcessWorld, data: Port, strategy: Strategy) -> Group | None:
     """The group in which `strategy` has one copy of the parameters; None where every rank has its own.
 
-    All ranks call it. Raises ValueError where ranks that should share memory cannot, and the strategy needs it.
+    All ranks call it; `data` are those that hold the same parameters. Raises ValueError where ranks that should share
+    memory cannot, and the strategy needs it.
     """
-    if strategy.one_copy is None or world.size == 1:
+    if strategy.one_copy is None or data.size == 1:
         return None
-    group = world.host_group()
+    parts = world.size // data.size
+    group = world.host_group() if parts == 1 else None
     if group is None:
         why = why_not() or "the ranks are on several hosts"
+        why = why if parts == 1 else f"the mesh has {parts} ranks for the parts of one model"
         if strategy.one_copy != "together":
             raise ValueError(f"{strategy} needs ranks that share memory: {why}; or use sync_sgd()")
         if world.rank == 0:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from polytempo.core.files import replace
 from polytempo.report import plots, served
+from polytempo.report.figure import Figure
+from polytempo.report.headline import headline, remarks
+from polytempo.report.names import labels, short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import look
-from polytempo.report.summary import TIMES, baseline_sentences, labels
-from polytempo.report.table import details_table, facts, summary_table, swatch, tiles
+from polytempo.report.style import DARK, css, css_variables, look
+from polytempo.report.summary import TIMES, baseline_sentences
+from polytempo.report.table import breakable, details_table, facts, numbers, summary_table, swatch, tiles
 from polytempo.report.timeline import Timeline, timeline
 from polytempo.worlds.trace import COMMUNICATION
 
+PLOTLY = "plotly-basic.min.js.gz"
+"""plotly.js-basic-dist-min 4.1.1 of npm, gzipped: lines, bars and axes without the other forty kinds of figures."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SIMULATED = (
-    "Runs marked “simulated” ran under a virtual clock: their seconds, throughput and shares of time are what the "
-    "described cluster would take, not what this computer took."
+    "ran under a virtual clock: seconds, throughput and shares of time are what the described cluster would take, not "
+    "what this computer took."
 )
 
 
@@ -36,10 +39,10 @@ def write_report(path: Path, runs: Sequence[RunRecord], *, title: str) -> None:
 
 
 def page(runs: Sequence[RunRecord], *, title: str) -> str:
-    """The page as HTML, plotly.js included once."""
-    figures: dict[str, go.Figure] = {}
+    """The page as HTML, with plotly.js and the figures in it, gzipped: about 0.6 MB."""
+    figures: dict[str, Figure] = {}
     sections = _curves(runs, figures) + _bars(runs, figures) + _servers(runs, figures) + _timelines(runs, figures)
-    simulated = f"<p>{_SIMULATED}</p>" if any(run.simulated for run in runs) else ""
+    plotly = files("polytempo.report").joinpath(PLOTLY).read_bytes()
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -47,83 +50,98 @@ def page(runs: Sequence[RunRecord], *, title: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{escape(title)}</title>
-<style>{_asset("page.css")}</style>
+<style>{css_variables()}{_asset("page.css")}</style>
 </head>
 <body>
 <header>
 <h1>{escape(title)}</h1>
+<button type="button" id="mode"></button>
 <p>{escape(facts(runs))}</p>
 </header>
 <main>
-{tiles(runs)}
-<h2>Summary</h2>
-<p>{escape(" ".join(baseline_sentences(runs)))}</p>
-{simulated}
-{summary_table(runs)}
-<noscript><p>The figures below need JavaScript; the table above does not.</p></noscript>
+{_findings(runs)}
+{_summary(runs)}
+<noscript><p>The figures below need JavaScript; the numbers above do not.</p></noscript>
 {sections}
 {details_table(runs)}
 </main>
 <footer>Written by Polytempo. This file is complete in itself: it loads nothing from the network.</footer>
-<script type="application/json" id="figures">{_embedded(figures)}</script>
-<script>{get_plotlyjs()}</script>
-<script>{_asset("page.js")}</script>
+<script type="text/plain" id="figures">{_packed(_embedded(figures))}</script>
+<script type="text/plain" id="plotly">{b64encode(plotly).decode()}</script>
+<script>const DARK = {json.dumps(DARK)};
+{_asset("page.js")}</script>
 </body>
 </html>
 """
 
 
-def _curves(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
-    time = "virtual time" if all(run.simulated for run in runs) else "time"
-    cards = [
-        _curve_card(runs, figures, "loss", "seconds", f"Loss against {time}"),
-        _curve_card(runs, figures, "loss", "samples", "Loss against samples"),
-        _curve_card(runs, figures, "accuracy", "seconds", f"Accuracy against {time}"),
-        _curve_card(runs, figures, "accuracy", "samples", "Accuracy against samples"),
-    ]
-    if not any(cards):
-        return "<h2>Learning</h2><p>These runs left no metrics.</p>"
-    advice = " Click a strategy in a legend to hide or show it in all figures." if len(runs) > 1 else ""
-    no_accuracy = "" if any(cards[2:]) else " This job measures no accuracy."
+def _findings(runs: Sequence[RunRecord]) -> str:
+    found = f'<p class="headline">{escape(headline(runs))}</p>' if headline(runs) else ""
+    return found + "".join(f'<p class="remark">{escape(remark)}</p>' for remark in remarks(runs))
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    """The numbers, and what is to be known before they are compared. A single run is not compared."""
+    if len(runs) == 1:
+        return numbers(runs[0]) + (f"<p>This run {_SIMULATED}</p>" if runs[0].simulated else "")
+    seeds = "Each strategy ran once, so small differences may be chance."
+    simulated = any(run.simulated for run in runs)
     return (
-        f"<h2>Learning</h2><p>Against time: how fast a strategy gets there on this hardware. Against samples: how much "
-        f'it learns from the same data.{advice}{no_accuracy}</p><div class="grid">{"".join(cards)}</div>'
+        f"{tiles(runs)}<h2>Summary</h2><p>{escape(' '.join(baseline_sentences(runs)))} {seeds}</p>"
+        f"{f'<p>Runs marked “simulated” {_SIMULATED}</p>' if simulated else ''}{summary_table(runs)}"
     )
 
 
-def _curve_card(
-    runs: Sequence[RunRecord], figures: dict[str, go.Figure], quantity: str, over: str, heading: str
-) -> str:
+def _curves(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    time = "virtual time" if all(run.simulated for run in runs) else "time"
+    cards = [
+        _curve_card(runs, figures, "accuracy", "seconds", f"Accuracy against {time}"),
+        _curve_card(runs, figures, "accuracy", "samples", "Accuracy against samples"),
+        _curve_card(runs, figures, "loss", "seconds", f"Loss against {time}"),
+        _curve_card(runs, figures, "loss", "samples", "Loss against samples"),
+    ]
+    if not any(cards):
+        return f"<h2>Learning</h2><p>{_left(runs, 'no metrics')}</p>"
+    no_accuracy = "" if any(cards[:2]) else "This job measures no accuracy."
+    if len(runs) == 1:
+        return f'<h2>Learning</h2><p>{no_accuracy}</p><div class="grid">{"".join(cards)}</div>'
+    return (
+        f"<h2>Learning</h2><p>Against time: how fast a strategy gets there on this hardware. Against samples: how much "
+        f"it learns from the same data. Click a strategy to hide or show it in all figures. {no_accuracy}</p>"
+        f'<div>{_run_legend(runs)}<div class="grid">{"".join(cards)}</div></div>'
+    )
+
+
+def _curve_card(runs: Sequence[RunRecord], figures: dict[str, Figure], quantity: str, over: str, heading: str) -> str:
     figure = plots.curves(runs, quantity, over)
     if figure is None:
         return ""
-    return _card(figures, f"{quantity}-{over}", heading, "", figure, _run_legend(runs), lines=True)
+    note = plots.left_out(runs, quantity, over)
+    caption = f"{note} A double click shows all of it." if note else ""
+    return _card(figures, f"{quantity}-{over}", heading, caption, figure, lines=True)
 
 
-def _bars(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
+def _bars(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    if len(runs) == 1:
+        return ""  # its numbers stand in the summary, and one bar compares nothing
     against = f"How many times as many samples per second as the baseline; the dotted line is 1{TIMES}."
+    waiting = "The share of its time that a rank communicates, waiting for the others included."
     cards = [
         _card(figures, "throughput", "Throughput", "Samples per second, all workers.", plots.throughput_bars(runs)),
         _card(figures, "speed-up", "Speed-up", against, plots.speed_up_bars(runs)),
-        _card(
-            figures,
-            "communication",
-            "Share of time in communication",
-            "Time that a rank spent in communication, waiting for the others included.",
-            plots.communication_bars(runs),
-        ),
-        _card(figures, "bytes", "Bytes sent per rank", "Over the whole run.", plots.bytes_bars(runs)),
+        _card(figures, "communication", "Communication", waiting, plots.communication_bars(runs)),
+        _card(figures, "bytes", "Sent per rank", "Bytes over the whole run.", plots.bytes_bars(runs)),
     ]
     return f'<h2>Speed and communication</h2><div class="grid">{"".join(cards)}</div>'
 
 
-def _servers(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
+def _servers(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
     if not any(served.has_server(run) for run in runs):
         return ""
     figure = served.staleness_bars(runs)
     caption = "Counted in each shard: how many updates its weights had between a worker's reading and its gradient."
-    legend = _run_legend(runs, served.has_server) if len(runs) > 1 else ""
-    card = "" if figure is None else _card(figures, "staleness", "Staleness", caption, figure, legend, lines=True)
+    key = _run_key(runs, served.has_server) if len(runs) > 1 else ""
+    card = "" if figure is None else _card(figures, "staleness", "Staleness", caption, figure, key, lines=True)
     return (
         "<h2>Parameter server</h2><p>A worker is idle while it waits for the server's answers or for work.</p>"
         f"{served.staleness_table(runs)}<p></p>{card}<details><summary>Workers one by one</summary>"
@@ -131,17 +149,19 @@ def _servers(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
     )
 
 
-def _timelines(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
+def _timelines(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
     drawn = {number: drawing for number, run in enumerate(runs) if (drawing := timeline(run)) is not None}
     if not drawn:
-        return "<h2>Timeline of a few steps</h2><p>These runs left no trace.</p>"
-    names = labels(runs)
+        return f"<h2>Timeline of a few steps</h2><p>{_left(runs, 'no trace')}</p>"
+    names = short_labels(runs)
     first = next((n for n in drawn if not COMMUNICATION.isdisjoint(drawn[n].colors)), min(drawn))
     options = "".join(
         f'<option value="{number}"{" selected" if number == first else ""}>{escape(names[number])}</option>'
         for number in drawn
     )
     chooser = f'<label for="timeline-run">Run</label><select id="timeline-run" autocomplete="off">{options}</select>'
+    if len(drawn) == 1:
+        chooser = "" if len(runs) == 1 else f"<p>{escape(names[first])}</p>"
     panels = "".join(_timeline_panel(number, drawing, figures) for number, drawing in drawn.items())
     return (
         "<h2>Timeline of a few steps</h2><p>A row is a rank: computation above, communication below it. A bar of "
@@ -150,11 +170,11 @@ def _timelines(runs: Sequence[RunRecord], figures: dict[str, go.Figure]) -> str:
     )
 
 
-def _timeline_panel(number: int, drawing: Timeline, figures: dict[str, go.Figure]) -> str:
+def _timeline_panel(number: int, drawing: Timeline, figures: dict[str, Figure]) -> str:
     key = f"timeline-{number}"
     figures[key] = drawing.figure
     items = "".join(
-        f'<li><span class="square" style="background:{color}"></span>{escape(op)}'
+        f'<li><span class="square" style="background:{css(color)}"></span>{escape(op)}'
         f'<span class="kind">{"communication" if op in COMMUNICATION else "computation"}</span></li>'
         for op, color in drawing.colors.items()
     )
@@ -165,41 +185,66 @@ def _timeline_panel(number: int, drawing: Timeline, figures: dict[str, go.Figure
 
 
 def _card(
-    figures: dict[str, go.Figure],
+    figures: dict[str, Figure],
     key: str,
     heading: str,
     caption: str,
-    figure: go.Figure,
-    legend: str = "",
+    figure: Figure,
+    key_of_colors: str = "",
     *,
     lines: bool = False,
 ) -> str:
     figures[key] = figure
     text = f"<p>{escape(caption)}</p>" if caption else ""
     place = _place(key, figure, "", "data-lines" if lines else "")
-    return f'<section class="card"><h3>{escape(heading)}</h3>{text}{place}{legend}</section>'
+    return f'<section class="card"><h3>{escape(heading)}</h3>{text}{place}{key_of_colors}</section>'
 
 
-def _place(key: str, figure: go.Figure, more_class: str = "", attribute: str = "") -> str:
-    height = figure.layout.height
+def _place(key: str, figure: Figure, more_class: str = "", attribute: str = "") -> str:
+    height = figure.layout["height"]
     return f'<div class="plot {more_class}" id="{key}" style="height:{height}px" {attribute}></div>'
 
 
-def _run_legend(runs: Sequence[RunRecord], shown: Callable[[RunRecord], bool] = lambda run: True) -> str:
+def _run_legend(runs: Sequence[RunRecord]) -> str:
+    """The one legend of all curves, which stays in sight; short names, the calls in full when pointed at."""
     items = "".join(
-        f'<li><button type="button" data-run="{number}" aria-pressed="true">{swatch(look(number))}'
-        f"<span>{escape(label)}</span></button></li>"
-        for number, label in enumerate(labels(runs))
+        f'<li><button type="button" data-run="{number}" aria-pressed="true" title="{escape(call)}">'
+        f"{swatch(look(number))}<span>{breakable(label)}</span></button></li>"
+        for number, (label, call) in enumerate(zip(short_labels(runs), labels(runs), strict=True))
+    )
+    return f'<ul class="legend shared" aria-label="Strategies">{items}</ul>'
+
+
+def _run_key(runs: Sequence[RunRecord], shown: Callable[[RunRecord], bool]) -> str:
+    """Which color is which run, where only some of them are drawn."""
+    items = "".join(
+        f'<li><span class="square" style="background:{css(look(number).color)}"></span>{escape(label)}</li>'
+        for number, label in enumerate(short_labels(runs))
         if shown(runs[number])
     )
     return f'<ul class="legend">{items}</ul>'
 
 
-def _embedded(figures: dict[str, go.Figure]) -> str:
-    """The figures as JSON that no text in them can break out of."""
-    plain: dict[str, Any] = {key: json.loads(figure.to_json()) for key, figure in figures.items()}
-    content = json.dumps(plain, separators=(",", ":"))
-    return content.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _left(runs: Sequence[RunRecord], what: str) -> str:
+    return f"{'This run' if len(runs) == 1 else 'These runs'} left {what}."
+
+
+def _embedded(figures: dict[str, Figure]) -> str:
+    """The figures as JSON; numbers with the six digits that a screen can show."""
+    return json.dumps({key: _rounded(figure._asdict()) for key, figure in figures.items()}, separators=(",", ":"))
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _packed(text: str) -> str:
+    """Text gzipped and in base64, which no text can break out of; the same for the same text."""
+    return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _asset(name: str) -> str:

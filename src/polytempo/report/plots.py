@@ -1,4 +1,4 @@
-"""Plotly figures as pure functions of runs: curves over time or samples, and one bar a run."""
+"""Figures as pure functions of runs: curves over time or samples, and one bar a run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import html
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import plotly.graph_objects as go
-
+from polytempo.report.axes import Line, axes_of
+from polytempo.report.figure import Figure, empty_figure
+from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import look
-from polytempo.report.summary import TIMES, Summary, finite, human_bytes, labels, summaries
+from polytempo.report.style import PAPER, QUIET, look
+from polytempo.report.summary import TIMES, Summary, finite, human_bytes, percent, summaries
 
 MAX_POINTS = 60
 """Longer curves are drawn as means over this many windows."""
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-_GRID, _INK, _QUIET = "#E6E9EE", "#1F2933", "#52606D"
 
 
 class Unit(NamedTuple):
@@ -28,68 +26,97 @@ class Unit(NamedTuple):
     seconds: float
 
 
-def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> go.Figure | None:
+def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None:
     """`quantity` ("loss" or "accuracy") over "seconds" or "samples": a line a run. None where no run has any.
 
     Loss is the training loss, accuracy that of the test data.
     """
-    kind = "train" if quantity == "loss" else "test"
     unit = time_unit(runs) if over == "seconds" else Unit("", 1.0)
-    lines = [windowed(points(run, kind, over, quantity), MAX_POINTS) for run in runs]
+    lines = lines_of(runs, quantity, over)
     if not any(lines):
         return None
-    figure = go.Figure(layout=plain_layout(height=360))
-    for number, (line, label) in enumerate(zip(lines, labels(runs), strict=True)):
+    figure = empty_figure(340, time_title(runs) if over == "seconds" else "Samples (all workers)")
+    for number, (line, label) in enumerate(zip(lines, short_labels(runs), strict=True)):
         style, text = look(number), html.escape(label, quote=False)
-        figure.add_scatter(
-            x=[x / unit.seconds for x, _ in line],
-            y=[y for _, y in line],
-            name=text,
-            meta=number,
-            mode="lines+markers",
-            line={"color": style.color, "dash": style.dash.plotly, "width": 2},
-            marker={"symbol": style.symbol.plotly, "size": _some(len(line), number), "line": {"width": 0}},
-            hovertemplate=_hover(text, quantity, over, unit),
+        figure.data.append(
+            {
+                "type": "scatter",
+                "x": [x for x, _ in line],
+                "y": [y for _, y in line],
+                "name": text,
+                "meta": number,
+                "mode": "lines+markers",
+                "line": {"color": style.color, "dash": style.dash.plotly, "width": 2},
+                "marker": {
+                    "symbol": style.symbol.plotly,
+                    "color": style.color,
+                    "size": _some(len(line), number),
+                    "line": {"width": 0},
+                },
+                "hovertemplate": _hover(text if len(runs) > 1 else "", quantity, over, unit),
+            }
         )
-    figure.update_xaxes(
-        title_text=time_title(runs) if over == "seconds" else "Samples (all workers)", rangemode="tozero"
-    )
-    _quantity_axis(figure, quantity, [y for line in lines for _, y in line])
+    _crop(figure, lines, quantity)
     return figure
 
 
-def throughput_bars(runs: Sequence[RunRecord]) -> go.Figure:
+def left_out(runs: Sequence[RunRecord], quantity: str, over: str) -> str:
+    """A sentence on the runs whose curves leave the figure that `curves` draws, "" where none does."""
+    lines = lines_of(runs, quantity, over)
+    beyond = axes_of(lines, quantity).beyond if any(lines) else []
+    if not beyond:
+        return ""
+    names = short_labels(runs)
+    ends = [lines[number][-1][1] for number in beyond]
+    shown = [percent(end, 1) if quantity == "accuracy" else f"{end:.3g}" for end in ends]
+    listed = ", ".join(f"{names[number]} (ends at {end})" for number, end in zip(beyond, shown, strict=True))
+    return f"Leaving this view: {listed}."
+
+
+def lines_of(runs: Sequence[RunRecord], quantity: str, over: str) -> list[Line]:
+    """The points of each run as they are drawn: seconds in the unit of the axis."""
+    kind = "train" if quantity == "loss" else "test"
+    scale = time_unit(runs).seconds if over == "seconds" else 1.0
+    lines = [windowed(points(run, kind, over, quantity), MAX_POINTS) for run in runs]
+    return [[(x / scale, y) for x, y in line] for line in lines]
+
+
+def throughput_bars(runs: Sequence[RunRecord]) -> Figure:
     """Samples per second, a bar a run."""
     return _bars(runs, lambda line: line.samples_per_s, "Throughput (samples/s)", lambda value: f"{value:,.0f}")
 
 
-def speed_up_bars(runs: Sequence[RunRecord]) -> go.Figure:
+def speed_up_bars(runs: Sequence[RunRecord]) -> Figure:
     """Speed-up against the baseline, a bar a run; a line marks 1×."""
-    figure = _bars(
-        runs, lambda line: line.speed_up, f"Speed-up ({TIMES} baseline)", lambda value: f"{value:.2f}{TIMES}"
-    )
-    figure.add_vline(x=1, line={"color": _QUIET, "width": 1, "dash": "dot"}, layer="below")
+    title = f"Speed-up ({TIMES} baseline)"
+    figure = _bars(runs, lambda line: line.speed_up, title, lambda value: f"{value:.2f}{TIMES}")
+    ends = {"x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
+    mark = {"type": "line", "line": {"color": QUIET, "width": 1, "dash": "dot"}, "layer": "below", **ends}
+    figure.layout["shapes"] = [mark]
     return figure
 
 
-def communication_bars(runs: Sequence[RunRecord]) -> go.Figure:
+def communication_bars(runs: Sequence[RunRecord]) -> Figure:
     """The share of time in communication, a bar a run."""
-    title = "Time in communication (% of the run)"
-    figure = _bars(runs, lambda line: line.communication_share, title, lambda value: f"{value:.1%}")
-    return figure.update_xaxes(tickformat="~%")
+    title = "Communication (% of the time)"
+    figure = _bars(runs, lambda line: line.communication_share, title, lambda value: percent(value, 1))
+    figure.xaxis["tickformat"] = "~%"
+    return figure
 
 
-def bytes_bars(runs: Sequence[RunRecord]) -> go.Figure:
+def bytes_bars(runs: Sequence[RunRecord]) -> Figure:
     """Bytes sent per rank, a bar a run; on a logarithmic axis where they differ more than a hundredfold."""
     figure = _bars(runs, lambda line: line.bytes_sent, "Sent per rank (bytes)", human_bytes)
     sizes = [line.bytes_sent for line in summaries(runs) if line.bytes_sent > 0]
     if sizes and max(sizes) > 100 * min(sizes):
         low, high = math.floor(math.log10(min(sizes))) - 1, math.log10(max(sizes))
         high += 0.25 * (high - low)
-        figure.update_traces(base=10.0**low, x=[max(0.0, line.bytes_sent - 10.0**low) for line in summaries(runs)])
-        figure.update_xaxes(type="log", range=[low, high], dtick=math.ceil((high - low) / 5))
-        figure.update_xaxes(title_text="Sent per rank (bytes, logarithmic)")
-    return figure.update_xaxes(tickformat="~s", ticksuffix="B")
+        longer = [max(0.0, line.bytes_sent - 10.0**low) for line in summaries(runs)]
+        figure.data[0].update(base=10.0**low, x=longer)
+        figure.xaxis.update(type="log", range=[low, high], dtick=math.ceil((high - low) / 5))
+        figure.xaxis["title"]["text"] = "Sent per rank (bytes, logarithmic)"
+    figure.xaxis.update(tickformat="~s", ticksuffix="B")
+    return figure
 
 
 def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[float, float]]:
@@ -127,20 +154,23 @@ def time_title(runs: Sequence[RunRecord]) -> str:
     return f"Time ({unit}; virtual where simulated)" if True in worlds else f"Time ({unit})"
 
 
-def _quantity_axis(figure: go.Figure, quantity: str, values: list[float]) -> None:
+def _crop(figure: Figure, lines: Sequence[Line], quantity: str) -> None:
+    axes = axes_of(lines, quantity)
+    figure.xaxis["range"], figure.yaxis["range"] = list(axes.x), list(axes.y)
     if quantity == "accuracy":
-        figure.update_yaxes(title_text="Test accuracy (%)", tickformat="~%")
+        figure.yaxis["title"]["text"] = "Test accuracy (%)"
+        figure.yaxis["tickformat"] = "~%"
         return
-    spread_out = min(values) > 0 and max(values) > 20 * min(values)
-    figure.update_yaxes(title_text="Training loss (logarithmic)" if spread_out else "Training loss")
-    if spread_out:
-        figure.update_yaxes(type="log", dtick="D2" if max(values) < 1000 * min(values) else 1, tickformat="~g")
+    figure.yaxis["title"]["text"] = "Training loss (logarithmic)" if axes.log else "Training loss"
+    if axes.log:
+        dtick = "D2" if axes.y[1] - axes.y[0] < 3 else 1
+        figure.yaxis.update(type="log", dtick=dtick, tickformat="~g")
 
 
 def _hover(label: str, quantity: str, over: str, unit: Unit) -> str:
     value = "accuracy %{y:.2%}" if quantity == "accuracy" else "loss %{y:.4g}"
     place = f"%{{x:.4g}} {unit.name}" if over == "seconds" else "%{x:,.0f} samples"
-    return f"{label}<br>{value} after {place}<extra></extra>"
+    return f"{label}<br>{value} after {place}<extra></extra>" if label else f"{value} after {place}<extra></extra>"
 
 
 def _some(count: int, number: int) -> list[int]:
@@ -151,33 +181,39 @@ def _some(count: int, number: int) -> list[int]:
 
 def _bars(
     runs: Sequence[RunRecord], value: Callable[[Summary], float | None], title: str, text: Callable[[float], str]
-) -> go.Figure:
+) -> Figure:
     """A horizontal bar a run, its name above it: long names fit on a phone."""
     values = [value(line) for line in summaries(runs)]
-    names = [folded(label) for label in labels(runs)]
+    names = [folded(label) for label in short_labels(runs)]
     name_lines = max(name.count("<br>") for name in names) + 1
     row_height = 34 + 16 * name_lines
-    figure = go.Figure(layout=plain_layout(height=76 + row_height * len(runs)))
-    figure.add_bar(
-        x=[0.0 if number is None else number for number in values],
-        y=list(range(len(runs))),
-        text=["not measured" if number is None else text(number) for number in values],
-        orientation="h",
-        width=20 / row_height,
-        offset=0.5 - 27 / row_height,
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": [look(number).color for number in range(len(runs))]},
-        hovertext=names,
-        hovertemplate="%{hovertext}<br>%{text}<extra></extra>",
+    figure = empty_figure(76 + row_height * len(runs), title)
+    figure.data.append(
+        {
+            "type": "bar",
+            "x": [0.0 if number is None else number for number in values],
+            "y": list(range(len(runs))),
+            "text": ["not measured" if number is None else text(number) for number in values],
+            "orientation": "h",
+            "width": 20 / row_height,
+            "offset": 0.5 - 27 / row_height,
+            "textposition": "outside",
+            "cliponaxis": False,
+            "marker": {"color": [look(number).color for number in range(len(runs))]},
+            "hovertext": [html.escape(line.call, quote=False) for line in summaries(runs)],
+            "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
+        }
     )
-    for number, name in enumerate(names):
-        place = {"x": 0, "xref": "paper", "xanchor": "left", "y": number + 0.5 - 28 / row_height, "yanchor": "bottom"}
-        figure.add_annotation(text=name, showarrow=False, align="left", borderpad=0, bgcolor="#FFFFFF", **place)
-    figure.update_yaxes(visible=False, range=[len(runs) - 0.5, -0.5])
-    figure.update_layout(margin={"l": 20, "r": 20, "t": 4, "b": 52})
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.layout["annotations"] = [
+        {"text": name, "showarrow": False, "borderpad": 0, "bgcolor": PAPER, "y": row + 0.5 - 28 / row_height, **place}
+        for row, name in enumerate(names)
+    ]
+    figure.layout["margin"] = {"l": 20, "r": 20, "t": 4, "b": 52}
+    figure.yaxis.update(visible=False, range=[len(runs) - 0.5, -0.5])
     most = max((number for number in values if number is not None), default=0.0)
-    return figure.update_xaxes(title_text=title, range=[0, most * 1.25 or 1], nticks=6)
+    figure.xaxis.update(range=[0, most * 1.25 or 1], nticks=6)
+    return figure
 
 
 def folded(label: str, width: int = 44) -> str:
@@ -189,29 +225,3 @@ def folded(label: str, width: int = 44) -> str:
         lines.append(rest[:place].strip())
         rest = rest[place:].strip()
     return "<br>".join(html.escape(line, quote=False) for line in [*lines, rest] if line)
-
-
-def plain_layout(height: int) -> dict[str, Any]:
-    """What all figures share: axes, fonts and margins, without title and legend, which belong to the page."""
-    axis = {
-        "gridcolor": _GRID,
-        "linecolor": "#9AA5B1",
-        "zeroline": False,
-        "automargin": True,
-        "ticks": "outside",
-        "ticklen": 4,
-        "tickcolor": "#9AA5B1",
-        "title": {"standoff": 10, "font": {"size": 13, "color": _QUIET}},
-    }
-    return {
-        "template": "none",
-        "height": height,
-        "margin": {"l": 56, "r": 18, "t": 14, "b": 52},
-        "font": {"family": FONT, "size": 12, "color": _INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "#FFFFFF",
-        "hoverlabel": {"namelength": -1, "bgcolor": "#FFFFFF", "font": {"family": FONT, "color": _INK}},
-        "showlegend": False,
-        "xaxis": {**axis, "showline": True},
-        "yaxis": axis,
-    }

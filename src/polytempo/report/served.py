@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-import plotly.graph_objects as go
-
-from polytempo.report.plots import plain_layout
+from polytempo.report.figure import Figure, empty_figure
+from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import look
-from polytempo.report.summary import TIMES, labels
+from polytempo.report.summary import TIMES, percent
+from polytempo.report.table import scrolling
 
 _MOST_BARS = 60
 """A longer range of staleness is drawn in classes of several values."""
@@ -26,7 +26,7 @@ def has_server(run: RunRecord) -> bool:
     return bool(run.result.get("server"))
 
 
-def staleness_bars(runs: Sequence[RunRecord]) -> go.Figure | None:
+def staleness_bars(runs: Sequence[RunRecord]) -> Figure | None:
     """Which part of its gradients was how stale, for each run with a server. None where no gradient was counted."""
     counts = {number: _counts(run) for number, run in enumerate(runs) if has_server(run)}
     counts = {number: count for number, count in counts.items() if count}
@@ -34,26 +34,30 @@ def staleness_bars(runs: Sequence[RunRecord]) -> go.Figure | None:
         return None
     most = max(max(count) for count in counts.values())
     width = -(-(most + 1) // _MOST_BARS)
-    figure = go.Figure(layout=plain_layout(height=320))
-    names = labels(runs)
+    figure = empty_figure(320, "Staleness (updates)", "Gradients (%)")
+    names = short_labels(runs)
     for number, count in counts.items():
         classes = Counter[int]()
         for tau, gradients in count.items():
             classes[tau // width] += gradients
         total, name = sum(classes.values()), html.escape(names[number], quote=False)
         places = sorted(classes)
-        figure.add_bar(
-            x=[(place + 0.5) * width - 0.5 for place in places],
-            y=[classes[place] / total for place in places],
-            name=name,
-            meta=number,
-            marker={"color": look(number).color, "line": {"width": 0}},
-            hovertext=[_span(place, width) for place in places],
-            hovertemplate=f"{name}<br>staleness %{{hovertext}}: %{{y:.2%}}<extra></extra>",
+        figure.data.append(
+            {
+                "type": "bar",
+                "x": [(place + 0.5) * width - 0.5 for place in places],
+                "y": [classes[place] / total for place in places],
+                "name": name,
+                "meta": number,
+                "marker": {"color": look(number).color, "line": {"width": 0}},
+                "hovertext": [_span(place, width) for place in places],
+                "hovertemplate": f"{name}<br>staleness %{{hovertext}}: %{{y:.2%}}<extra></extra>",
+            }
         )
-    figure.update_xaxes(title_text="Staleness (updates between reading and applying)", range=[-0.5, most + 0.5])
-    figure.update_yaxes(title_text="Gradients (%)", tickformat="~%", rangemode="tozero")
-    return figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0.0)
+    figure.xaxis.update(range=[-0.5, most + 0.5], tick0=0, dtick=-(-(most + 1) // 12))  # whole numbers
+    figure.yaxis.update(tickformat="~%", rangemode="tozero")
+    figure.layout.update(barmode="group", bargap=0.15, bargroupgap=0.0)
+    return figure
 
 
 def staleness_table(runs: Sequence[RunRecord]) -> str:
@@ -123,12 +127,14 @@ def _worker_row(label: str, worker: dict[str, Any]) -> str:
         f"{worker['steps']:,}",
         f"{worker['samples']:,}",
         f"{worker['samples_per_s']:,.0f}",
-        f"{worker['idle_share']:.1%}",
+        percent(worker["idle_share"], 1),
     )
 
 
 def _servers(runs: Sequence[RunRecord]) -> list[tuple[str, dict[str, Any]]]:
-    return [(label, run.result["server"]) for run, label in zip(runs, labels(runs), strict=True) if has_server(run)]
+    return [
+        (label, run.result["server"]) for run, label in zip(runs, short_labels(runs), strict=True) if has_server(run)
+    ]
 
 
 def _counts(run: RunRecord) -> dict[int, int]:
@@ -153,6 +159,4 @@ def _row(label: str, *cells: str) -> str:
 
 
 def _table(name: str, headings: str, rows: str) -> str:
-    return (
-        f'<div class="scroll"><table id="{name}"><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
+    return scrolling(f'<table id="{name}"><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>')

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
 
 TIMES = "\u00d7"
@@ -17,6 +17,8 @@ class Summary(NamedTuple):
     """One run's line in the table. None where a run has no such number; a loss that is not finite is infinite."""
 
     label: str
+    call: str
+    """The strategy's call in full."""
     simulated: bool
     workers: int
     steps: int
@@ -33,12 +35,13 @@ class Summary(NamedTuple):
 def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
     """One line a run, in their order. Speed-up is samples/s over the baseline's (see `baseline_sentences`)."""
     lines = []
-    for run, label in zip(runs, labels(runs), strict=True):
+    for run, label in zip(runs, short_labels(runs), strict=True):
         result = run.result
-        against = float(runs[_baseline(runs, run.simulated)].result["samples_per_s"])
+        against = float(runs[baseline_of(runs, run.simulated)].result["samples_per_s"])
         lines.append(
             Summary(
                 label,
+                str(result["strategy"]),
                 run.simulated,
                 int(result["workers"]),
                 int(result["steps"]),
@@ -55,32 +58,16 @@ def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
     return lines
 
 
-def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A different name for every run: its strategy, and only where needed the workers and a number."""
-    names = [str(run.result["strategy"]) + (" (simulated)" if run.simulated else "") for run in runs]
-    sizes = [int(run.result["workers"]) for run in runs]
-    sizes_of = {name: {size for other, size in zip(names, sizes, strict=True) if other == name} for name in names}
-    names = [
-        f"{name}, {plural(size, 'worker')}" if len(sizes_of[name]) > 1 else name
-        for name, size in zip(names, sizes, strict=True)
-    ]
-    counts, seen, different = Counter(names), Counter[str](), []
-    for name in names:
-        seen[name] += 1
-        different.append(name if counts[name] == 1 else f"{name} #{seen[name]}")
-    return different
-
-
 def baseline_sentences(runs: Sequence[RunRecord]) -> list[str]:
     """Which run speed-ups are measured against, in words; simulated and real runs have one each."""
     sentences = []
     for simulated in sorted({run.simulated for run in runs}):
-        number = _baseline(runs, simulated)
+        number = baseline_of(runs, simulated)
         alone = runs[number].result["workers"] == 1
         mixed = len({run.simulated for run in runs}) == 2
         which = "the run with one worker" if alone else "the first of them" if mixed else "the first run"
         of_them = _kind(simulated) if mixed else "Speed-ups"
-        sentences.append(f"{of_them} are samples/s relative to {labels(runs)[number]}, {which}.")
+        sentences.append(f"{of_them} are samples/s relative to {short_labels(runs)[number]}, {which}.")
     return sentences
 
 
@@ -88,7 +75,8 @@ def _kind(simulated: bool) -> str:
     return "Speed-ups of simulated runs" if simulated else "Speed-ups of runs on real processes"
 
 
-def _baseline(runs: Sequence[RunRecord], simulated: bool) -> int:
+def baseline_of(runs: Sequence[RunRecord], simulated: bool) -> int:
+    """The number of the run that others of its world are measured against: one worker's, or the first."""
     same_world = [number for number, run in enumerate(runs) if run.simulated == simulated]
     alone = [number for number in same_world if runs[number].result["workers"] == 1]
     return (alone or same_world)[0]
@@ -103,6 +91,11 @@ def finite(value: object) -> float | None:
 
 def _loss(value: object) -> float | None:
     return math.inf if value is not None and finite(value) is None else finite(value)
+
+
+def percent(share: float, decimals: int = 2) -> str:
+    """A share in percent, its sign after a space that no line breaks at: `percent(0.975, 1)` is `97.5 %`."""
+    return f"{100 * share:.{decimals}f}\u00a0%"
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -124,8 +117,3 @@ def human_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
-
-
-def plural(count: int, noun: str) -> str:
-    """`plural(1, "worker")` is `1 worker`, `plural(2, "worker")` is `2 workers`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

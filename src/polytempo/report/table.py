@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from polytempo.report.names import plural, short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import LineStyle, look
-from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, labels, plural, summaries
+from polytempo.report.style import LineStyle, css, look
+from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, percent, summaries
 
 
 class Column(NamedTuple):
@@ -26,14 +27,22 @@ def _or_nothing(value: float | None, form: str) -> str:
     return "n/a" if value is None else format(value, form)
 
 
+def _percent_or_nothing(value: float | None, decimals: int) -> str:
+    return "n/a" if value is None else percent(value, decimals)
+
+
 def _negative(value: float | None) -> float | None:
     return None if value is None else -value
 
 
 COLUMNS = (
-    Column("Workers", "", lambda line: f"{line.workers:,}"),
-    Column("Steps", "", lambda line: f"{line.steps:,}"),
-    Column("Samples", "all workers", lambda line: f"{line.samples:,}"),
+    Column("Accuracy", "test", lambda line: _percent_or_nothing(line.accuracy, 2), lambda line: line.accuracy),
+    Column(
+        "Loss",
+        "final",
+        lambda line: "not finite" if line.loss == math.inf else _or_nothing(line.loss, ".4g"),
+        lambda line: _negative(line.loss),
+    ),
     Column("Time", "", lambda line: human_seconds(line.seconds)),
     Column(
         "Throughput",
@@ -46,20 +55,17 @@ COLUMNS = (
         "Speed-up", f"{TIMES} baseline", lambda line: "n/a" if line.speed_up is None else f"{line.speed_up:.2f}{TIMES}"
     ),
     Column(
-        "Loss",
-        "final",
-        lambda line: "not finite" if line.loss == math.inf else _or_nothing(line.loss, ".4g"),
-        lambda line: _negative(line.loss),
-    ),
-    Column("Accuracy", "test", lambda line: _or_nothing(line.accuracy, ".2%"), lambda line: line.accuracy),
-    Column(
         "Sent",
         "per rank",
         lambda line: human_bytes(line.bytes_sent),
         lambda line: -line.bytes_sent if line.workers > 1 else None,
     ),
-    Column("Communication", "share of time", lambda line: _or_nothing(line.communication_share, ".1%")),
+    Column("Communication", "share of time", lambda line: _percent_or_nothing(line.communication_share, 1)),
+    Column("Samples", "all workers", lambda line: f"{line.samples:,}"),
+    Column("Steps", "", lambda line: f"{line.steps:,}"),
+    Column("Workers", "", lambda line: f"{line.workers:,}"),
 )
+"""What a reader asks first stands first: on a phone the others lie to the right."""
 
 
 def summary_table(runs: Sequence[RunRecord]) -> str:
@@ -73,22 +79,29 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
             f"<td{' class=best' if number in best[place] else ''}>{escape(column.text(line))}</td>"
             for place, column in enumerate(COLUMNS)
         )
-        name = f'<span class="run">{swatch(look(number))}<span>{breakable(line.label)}</span></span>'
+        call = "" if line.label.startswith(line.call) else f'<small class="call">{breakable(line.call)}</small>'
+        name = f'<span class="run">{swatch(look(number))}<span>{breakable(line.label)}</span></span>{call}'
         rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
-    return (
-        '<div class="scroll"><table id="summary"><thead><tr><th>Strategy<small></small></th>'
-        f"{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    return scrolling(
+        '<table id="summary"><thead><tr><th>Strategy<small></small></th>'
+        f"{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
 
+def scrolling(table: str) -> str:
+    """A table in a frame that scrolls where it is too wide, says that it does, and takes the arrow keys."""
+    frame = f'<div class="scroll" tabindex="0" role="region" aria-label="Table, scrolls sideways">{table}</div>'
+    return f'{frame}<p class="hint">Scroll sideways for more columns \u2192</p>'
+
+
 def tiles(runs: Sequence[RunRecord]) -> str:
-    """The headline numbers: who is most accurate (or has the least loss), who is fastest, who sends least."""
+    """The headline numbers of a comparison: who is most accurate (or has the least loss), is fastest, sends least."""
     lines = summaries(runs)
     quality = [line for line in lines if line.accuracy is not None]
     found: list[tuple[str, str, Summary]] = []
     if quality:
         best = max(quality, key=lambda line: line.accuracy or 0.0)
-        found.append(("Highest test accuracy", f"{best.accuracy:.2%}", best))
+        found.append(("Highest test accuracy", percent(best.accuracy or 0.0), best))
     elif losses := [line for line in lines if line.loss is not None and line.loss < math.inf]:
         best = min(losses, key=lambda line: line.loss or 0.0)
         found.append(("Lowest loss", f"{best.loss:.4g}", best))
@@ -97,12 +110,29 @@ def tiles(runs: Sequence[RunRecord]) -> str:
     if sending := [line for line in lines if line.workers > 1]:
         frugal = min(sending, key=lambda line: line.bytes_sent)
         found.append(("Least sent per rank", human_bytes(frugal.bytes_sent), frugal))
-    items = "".join(
-        f"<div><dt>{escape(name if len(lines) > 1 else name.split(' ', 1)[1].capitalize())}</dt>"
-        f"<dd><strong>{escape(value)}</strong>{escape(line.label)}</dd></div>"
-        for name, value, line in found
+    return _tiles("", [(name, value, _of(line)) for name, value, line in found])
+
+
+def numbers(run: RunRecord) -> str:
+    """All numbers of a run that is compared with none, as tiles: what the summary's columns say of it."""
+    line = summaries([run])[0]
+    found = [(column, column.text(line)) for column in COLUMNS if column.heading not in ("Workers", "Speed-up")]
+    return _tiles(
+        "numbers",
+        [(column.heading, text, f"<small>{escape(column.unit)}</small>") for column, text in found if text != "n/a"],
     )
-    return f'<dl class="tiles">{items}</dl>'
+
+
+def _tiles(more_class: str, found: Sequence[tuple[str, str, str]]) -> str:
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd><strong>{escape(value)}</strong>{below}</dd></div>"
+        for name, value, below in found
+    )
+    return f'<dl class="tiles {more_class}">{items}</dl>'
+
+
+def _of(line: Summary) -> str:
+    return f'<span title="{escape(line.call)}">{breakable(line.label)}</span>'
 
 
 def facts(runs: Sequence[RunRecord]) -> str:
@@ -127,20 +157,21 @@ def details_table(runs: Sequence[RunRecord]) -> str:
     keys = ("world", "job", "epochs", "batch_size", "seed", "threads", "parameters_sha256", "trace_hash")
     headings = "".join(f"<th>{escape(key.replace('_', ' '))}</th>" for key in ("strategy", *keys))
     rows = "".join(
-        f"<tr><td>{escape(label)}</td>"
+        f'<tr><th scope="row" title="{escape(str(run.result["strategy"]))}">{escape(label)}</th>'
         + "".join(f'<td class="text"><code>{escape(_short(run.result.get(key)))}</code></td>' for key in keys)
         + "</tr>"
-        for run, label in zip(runs, labels(runs), strict=True)
+        for run, label in zip(runs, short_labels(runs), strict=True)
     )
     return (
-        "<details><summary>Seeds and hashes: to repeat these runs</summary>"
-        f'<div class="scroll"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+        "<details><summary>Seeds and hashes: to repeat "
+        f"{'this run' if len(runs) == 1 else 'these runs'}</summary>"
+        f"{scrolling(f'<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>')}</details>"
     )
 
 
 def breakable(label: str) -> str:
-    """A label as HTML that may break into lines before its parenthesis and after commas."""
-    return escape(label).replace("(", "<wbr>(")
+    """A label as HTML that may break into lines at its parentheses, after underscores and after commas."""
+    return escape(label).replace("(", "(<wbr>").replace("_", "_<wbr>").replace("=", "=<wbr>")
 
 
 def swatch(style: LineStyle) -> str:
@@ -148,8 +179,8 @@ def swatch(style: LineStyle) -> str:
     dash = f' stroke-dasharray="{style.dash.svg}"' if style.dash.svg else ""
     marker = f'<polygon points="{style.symbol.outline}"/>' if style.symbol.outline else '<circle r="4.5"/>'
     return (
-        f'<svg class="swatch" viewBox="-15 -6 30 12" aria-hidden="true" fill="{style.color}">'
-        f'<path d="M-15 0H15" stroke="{style.color}" stroke-width="2" fill="none"{dash}/>{marker}</svg>'
+        f'<svg class="swatch" viewBox="-15 -6 30 12" aria-hidden="true" style="color:{css(style.color)}">'
+        f'<path d="M-15 0H15"{dash}/>{marker}</svg>'
     )
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import plotly.graph_objects as go
-
-from polytempo.report.plots import plain_layout
+from polytempo.report.figure import Figure, empty_figure
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import COMMUNICATION_COLORS, COMPUTE_COLORS
+from polytempo.report.style import COMMUNICATION_COLORS, COMPUTE_COLORS, GRID, PAPER
 from polytempo.report.summary import human_bytes
 from polytempo.worlds.trace import COMMUNICATION, WAITING, Event
 
@@ -21,7 +19,7 @@ NUM_STEPS = 4
 class Timeline(NamedTuple):
     """A figure, the colors of its operations, and a sentence on what part of the run it shows."""
 
-    figure: go.Figure
+    figure: Figure
     colors: dict[str, str]
     caption: str
 
@@ -37,35 +35,42 @@ def timeline(run: RunRecord, num_steps: int = NUM_STEPS) -> Timeline | None:
     ranks = sorted({event.rank for event in shown})
     lanes = sorted({_lane(event.op) for event in shown})
     colors = operation_colors(sorted({event.op for event in shown}, key=lambda op: (_lane(op), op)))
-    figure = go.Figure(layout=plain_layout(height=100 + max(28, 18 * len(lanes)) * len(ranks)))
+    title = f"{'Virtual time' if run.simulated else 'Time'} since the first bar ({unit})"
+    figure = empty_figure(100 + max(28, 18 * len(lanes)) * len(ranks), title, "Rank")
     for op, color in colors.items():
         events = [event for event in shown if event.op == op]
         height = 0.84 / len(lanes)
         offset = -0.42 + height * (lanes.index(_lane(op)) + 0.5)
-        figure.add_bar(
-            name=op,
-            orientation="h",
-            base=[(event.start_s - begin_s) * scale for event in events],
-            x=[(event.end_s - event.start_s) * scale for event in events],
-            y=[ranks.index(event.rank) + offset for event in events],
-            width=height * 0.94,
-            marker={"color": color, "line": _edges(events, color, length_s)},
-            hovertext=[_description(event, scale, unit) for event in events],
-            hovertemplate="%{hovertext}<extra></extra>",
+        figure.data.append(
+            {
+                "type": "bar",
+                "name": op,
+                "orientation": "h",
+                "base": [(event.start_s - begin_s) * scale for event in events],
+                "x": [(event.end_s - event.start_s) * scale for event in events],
+                "y": [ranks.index(event.rank) + offset for event in events],
+                "width": height * 0.94,
+                "marker": {"color": color, "line": _edges(events, color, length_s)},
+                "hovertext": [_description(event, scale, unit) for event in events],
+                "hovertemplate": "%{hovertext}<extra></extra>",
+            }
         )
-    figure.update_layout(barmode="overlay", bargap=0)
-    figure.update_xaxes(title_text=f"{'Virtual time' if run.simulated else 'Time'} since the first bar ({unit})")
-    figure.update_yaxes(
-        title_text="Rank",
+    _rows(figure, ranks)
+    return Timeline(figure, colors, _caption(run, shown, ranks))
+
+
+def _rows(figure: Figure, ranks: Sequence[int]) -> None:
+    """A row a rank, the first on top, with a line between them."""
+    figure.layout.update(barmode="overlay", bargap=0)
+    figure.yaxis.update(
         tickvals=list(range(len(ranks))),
         ticktext=[str(rank) for rank in ranks],
         range=[len(ranks) - 0.5, -0.5],
         showgrid=False,
         ticks="",
     )
-    for row in range(1, len(ranks)):
-        figure.add_hline(y=row - 0.5, line={"color": "#E6E9EE", "width": 1})
-    return Timeline(figure, colors, _caption(run, shown, ranks))
+    across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"color": GRID, "width": 1}}
+    figure.layout["shapes"] = [{**across, "y0": row - 0.5, "y1": row - 0.5} for row in range(1, len(ranks))]
 
 
 def excerpt(events: Sequence[Event], num_steps: int = NUM_STEPS) -> list[Event]:
@@ -120,7 +125,7 @@ def _description(event: Event, scale: float, unit: str) -> str:
 def _edges(events: Sequence[Event], color: str, length_s: float) -> dict[str, object]:
     """White edges part the bars, but would hide short ones: those are edged in their own color."""
     wide = [event.end_s - event.start_s > 0.01 * length_s for event in events]
-    return {"color": ["#FFFFFF" if yes else color for yes in wide], "width": [1.0 if yes else 0.6 for yes in wide]}
+    return {"color": [PAPER if yes else color for yes in wide], "width": [1.0 if yes else 0.6 for yes in wide]}
 
 
 def _unit(seconds: float) -> tuple[float, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import CodecState, Residual
+from polytempo.core.codec import PartlyGiven
 
 
 class RangeState(NamedTuple):
@@ -37,7 +38,7 @@ def redistribute(before: Sequence[RangeState], start: int, shape: tuple[int, ...
 
 def residuals(state: CodecState) -> Iterator[Tensor]:
     """The residuals in a state: what its codec has not sent yet."""
-    if hasattr(state, "given"):  # not all that ranks would add up is to be given: `dgc`
+    if isinstance(state, PartlyGiven):  # not all that ranks would add up is to be given: `dgc`
         yield from state.given()[0]
     elif isinstance(state, Residual):
         if state.residual is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class RunOptions:
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
     transport: Literal["shared", "tcp"] = "shared"
-    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts."""
+    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
+    always TCP where an engine's processes share no memory."""
     restarts: int = 20
     """With a parameter server: how many processes may be started in place of others that were killed."""
     reshape: Mapping[int, int] = field(default_factory=dict)
@@ -66,3 +68,36 @@ class RunOptions:
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
             raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` says what each means."""
+
+    epochs: float | None
+    steps: int | None
+    until: Mapping[str, float]
+    batch_size: int | None
+    lr: float | None
+    seed: int
+    data: Path | str | None
+    out: Path | str | None
+    resume: bool
+    threads: int | None
+    allow_nan: bool
+    checkpoint_every: int | None
+    on_drift: Literal["stop", "restore", "ignore"]
+    timeout_s: float
+    transport: Literal["shared", "tcp"]
+    restarts: int
+    reshape: Mapping[int, int]
+
+
+def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOptions:
+    """`options`, or those of no option given, with the keywords' in their place. `ValueError` for a wrong keyword."""
+    known = [each.name for each in fields(RunOptions)]
+    for name in keywords:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(f"there is no option {name!r}{meant}; there are: {', '.join(known)}")
+    return replace(options or RunOptions(), **keywords)  # type: ignore[arg-type]  # folders as text become Paths there

@@ -7,7 +7,7 @@ from typing import Literal
 from torch.optim import SGD, Optimizer
 
 from polytempo import aggregation
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def adasum(of: Literal["gradients", "updates"] | None = None) -> Strategy:
@@ -33,7 +33,7 @@ def adasum(of: Literal["gradients", "updates"] | None = None) -> Strategy:
     `DistributedOptimizer(op=Adasum)`. That merges updates under SGD, too.
     """
     if of == "updates":
-        return Strategy(spelled("adasum", of=of), parameters=aggregation.from_anchor(aggregation.adasum()))
+        return Strategy(call_name(adasum, locals()), parameters=aggregation.from_anchor(aggregation.adasum()))
     if of not in (None, "gradients"):
         raise ValueError(f'of must be "gradients", "updates" or None, got {of!r}')
 
@@ -47,5 +47,5 @@ def adasum(of: Literal["gradients", "updates"] | None = None) -> Strategy:
             f"{type(optimizer).__name__} divides by the gradient's size; use adasum(of='updates'), or adasum()"
         )
 
-    strategy = Strategy(spelled("adasum", of=of), gradients=aggregation.adasum(), by_optimizer=by_optimizer)
+    strategy = Strategy(call_name(adasum, locals()), gradients=aggregation.adasum(), by_optimizer=by_optimizer)
     return strategy

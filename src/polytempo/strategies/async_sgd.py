@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, spelled
-from polytempo.server.codecs import spelled_codecs
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
@@ -38,7 +37,7 @@ def async_sgd(
     n_fetch = 1 and no local step).
     """
     return served(
-        spelled("async_sgd", shards=shards, replicas=replicas, rate=rate, **spelled_codecs(codec, pull_codec)),
+        call_name(async_sgd, locals()),
         service(
             on_arrival(),
             shards=shards,

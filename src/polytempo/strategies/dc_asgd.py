@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.corrections import compensate
 from polytempo.server.rules.rate import rate_of
@@ -24,6 +24,6 @@ def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: fl
     (DC-ASGD-c). Its adaptive form is left out.
     """
     return served(
-        spelled("dc_asgd", strength=strength, shards=shards, replicas=replicas, rate=rate),
+        call_name(dc_asgd, locals()),
         service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),), rate=rate_of(rate)),
     )

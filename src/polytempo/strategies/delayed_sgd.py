@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
-from polytempo.core import Route, Strategy, native, spelled
+from polytempo.core import Route, Strategy, call_name, native
 from polytempo.synchronization import delayed
 
 
@@ -19,4 +19,4 @@ def delayed_sgd(delay: int = 1, route: Route = native) -> Strategy:
 
     Source: J. Langford, A. Smola and M. Zinkevich, "Slow learners are fast", 2009; Y. Li et al., "Pipe-SGD", 2018.
     """
-    return Strategy(spelled("delayed_sgd", delay=delay, route=route), gradients=delayed(delay, mean(route)))
+    return Strategy(call_name(delayed_sgd, locals()), gradients=delayed(delay, mean(route)))

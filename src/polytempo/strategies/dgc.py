@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo import compression
 from polytempo.compression import through
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def dgc(
@@ -32,7 +32,7 @@ def dgc(
     """
     codec = compression.dgc(ratio, momentum, clip, warmup_steps, dense_below=exact_below)
     return Strategy(
-        spelled("dgc", ratio=ratio, momentum=momentum, clip=clip, warmup_steps=warmup_steps, exact_below=exact_below),
+        call_name(dgc, locals()),
         gradients=through(codec, exact_below=0),
         momentum=momentum,
     )

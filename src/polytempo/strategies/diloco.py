@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, mean, nesterov
 from polytempo.compression import through
-from polytempo.compression.paths import Path
-from polytempo.core import Codec, Route, Strategy, Transform, chain, native, spelled
+from polytempo.compression.exchange import WireRoute
+from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.core.codec import check_codec
 from polytempo.synchronization import every
 
@@ -14,7 +14,7 @@ def diloco(
     period: int = 16,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    route: Route | Path = native,
+    route: Route | WireRoute = native,
     codec: Codec | None = None,
 ) -> Strategy:
     """After `period` local steps, the mean movement of the workers is the gradient of a Nesterov step.
@@ -26,27 +26,29 @@ def diloco(
     `local_sgd`.
 
     Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
-    The paper uses AdamW inside and H = 500; its outer constants (0.7, 0.9) are the defaults here.
+    The paper uses AdamW inside, with a learning rate that decays, and H = 500; its outer constants (0.7, 0.9) are the
+    defaults here. A movement that repeats adds up to lr / (1 - μ) = 7 times itself, so an inner learning rate that was
+    tuned for another strategy goes too far: take a seventh of it, or write `outer_momentum=0.5` (1.4 times), as the
+    demo does.
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """
-    arguments = {"period": period, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "route": route}
     meet = chain(mean_movement(route, codec), nesterov(outer_lr, outer_momentum))
     return Strategy(
-        spelled("diloco", **arguments, **({} if codec is None else {"codec": codec})),
+        call_name(diloco, locals()),
         parameters=every(period, from_anchor(meet)),
         synchronized=period == 1,
     )
 
 
-def mean_movement(route: Route | Path, codec: Codec | None) -> Transform:
+def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:
     """The mean of what the workers moved, by `codec` if there is one; `native` then is the way that suits the codec."""
     if codec is None:
         return mean(route)  # type: ignore[arg-type]
     check_codec(codec)
-    if getattr(codec, "feeds_itself", False):
+    if codec.facts.memory == "own":
         raise ValueError(
-            f"{codec.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
+            f"{codec.facts.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
             "codec=feedback(top_k(…))"
         )
     return through(codec, route=None if route is native else route)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, spelled
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import UpdateRule
-from polytempo.server.codecs import spelled_codecs
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.service import choice, served, service
 from polytempo.server.worker.pull import pull
@@ -46,18 +45,7 @@ def downpour(
     There the local step is plain SGD; here it is the job's own optimizer's. There a fetch may end in the middle of one.
     """
     return served(
-        spelled(
-            "downpour",
-            push_every=push_every,
-            pull_every=pull_every,
-            shards=shards,
-            replicas=replicas,
-            optimizer=optimizer,
-            lr=lr,
-            warm_start=warm_start,
-            overlap=overlap,
-            **spelled_codecs(codec, pull_codec),
-        ),
+        call_name(downpour, locals()),
         service(
             on_arrival(),
             shards=shards,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, identity, spelled
+from polytempo.core import Strategy, call_name, identity
 from polytempo.core.rule import UpdateRule
 from polytempo.server.rules.elastic import elastic
 from polytempo.server.rules.elastic_share import elastic_share
@@ -27,7 +27,7 @@ def easgd(
     and 2. There a gradient of before the exchange is applied after it; here a worker steps first and exchanges then.
     """
     return served(
-        spelled("easgd", period=period, alpha=alpha, beta=beta, shards=shards, replicas=replicas),
+        call_name(easgd, locals()),
         service(
             elastic_share(beta) if alpha is None else elastic(alpha),
             shards=shards,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.rate import rate_of
@@ -58,16 +58,6 @@ def flexrr(
         rule, shards=shards, replicas=replicas, deals="evenly", waits=True, rate=rate_of(None) if bound else None
     )
     return served(
-        spelled(
-            "flexrr",
-            helpers=helpers,
-            behind=behind,
-            first_offer=first_offer,
-            later_offers=later_offers,
-            grain=grain,
-            bound=bound,
-            shards=shards,
-            replicas=replicas,
-        ),
+        call_name(flexrr, locals()),
         replace(served_by, reassigns=replace(parts, slack=bound), numbers_per_batch=parts.slices + 1),
     )

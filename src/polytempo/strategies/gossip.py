@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import Graph, mix, ring_graph
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 from polytempo.synchronization import every
 
 
@@ -21,6 +21,4 @@ def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
 
     Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
     """
-    return Strategy(
-        spelled("gossip", graph=graph, period=period), parameters=every(period, mix(graph)), synchronized=False
-    )
+    return Strategy(call_name(gossip, locals()), parameters=every(period, mix(graph)), synchronized=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 Update = Literal["free", "locked", "in_turn"]
 
@@ -29,4 +29,4 @@ def hogwild(update: Update = "free") -> Strategy:
     """
     if update not in get_args(Update):
         raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {update!r}")
-    return Strategy(spelled("hogwild", update=update), synchronized=False, one_copy=update)
+    return Strategy(call_name(hogwild, locals()), synchronized=False, one_copy=update)

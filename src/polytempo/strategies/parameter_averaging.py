@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
-from polytempo.core import Route, Strategy, native, spelled
+from polytempo.core import Route, Strategy, call_name, native
 from polytempo.synchronization import every
 
 
@@ -25,7 +25,7 @@ def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: R
     averaging", 2014; P. Moritz et al., "SparkNet", 2016.
     """
     return Strategy(
-        spelled("parameter_averaging", period=period, optimizer_state=optimizer_state, route=route),
+        call_name(parameter_averaging, locals()),
         parameters=every(period, mean(route)),
         synchronized=period == 1,
         carries_optimizer=optimizer_state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
-from polytempo.core import Route, Strategy, native, spelled
+from polytempo.core import Route, Strategy, call_name, native
 from polytempo.synchronization import after, every, until
 
 
@@ -18,7 +18,7 @@ def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = nativ
     Source: T. Lin, S. U. Stich, K. K. Patel and M. Jaggi, "Don't use large mini-batches, use local SGD", 2020.
     """
     return Strategy(
-        spelled("post_local_sgd", switch_step=switch_step, period=period, route=route),
+        call_name(post_local_sgd, locals()),
         gradients=until(switch_step, mean(route)),
         parameters=after(switch_step, every(period, mean(route))),
         synchronized=period == 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import low_rank
-from polytempo.core import Route, Strategy, native, spelled
+from polytempo.core import Route, Strategy, call_name, native
 
 
 def power_sgd(rank: int = 2, route: Route = native, exact_below: int = 1024) -> Strategy:
@@ -20,6 +20,6 @@ def power_sgd(rank: int = 2, route: Route = native, exact_below: int = 1024) -> 
     distributed optimization", 2019.
     """
     return Strategy(
-        spelled("power_sgd", rank=rank, route=route, exact_below=exact_below),
+        call_name(power_sgd, locals()),
         gradients=low_rank(rank, route, exact_below=exact_below),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from polytempo import compression
 from polytempo.compression import through
-from polytempo.compression.paths import Path
-from polytempo.core import Strategy, spelled
+from polytempo.compression.exchange import WireRoute
+from polytempo.core import Strategy, call_name
 
 
 def qsgd(
-    levels: int = 7, bucket: int = 128, seed: int = 0, route: Path | None = None, exact_below: int = 1024
+    levels: int = 7, bucket: int = 128, seed: int = 0, route: WireRoute | None = None, exact_below: int = 1024
 ) -> Strategy:
     """Numbers become l/s of their bucket's norm, s = `levels`: l is drawn so that the expectation is the gradient.
 
@@ -25,6 +25,6 @@ def qsgd(
     """
     codec = compression.qsgd(levels=levels, bucket=bucket, seed=seed)
     return Strategy(
-        spelled("qsgd", levels=levels, bucket=bucket, seed=seed, route=route, exact_below=exact_below),
+        call_name(qsgd, locals()),
         gradients=through(codec, route=route, exact_below=exact_below),
     )

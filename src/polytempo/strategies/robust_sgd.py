@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import Merge, median, merged
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def robust_sgd(merge: Merge = median) -> Strategy:
@@ -17,4 +17,4 @@ def robust_sgd(merge: Merge = median) -> Strategy:
     Source: P. Blanchard et al., "Machine learning with adversaries", 2017; D. Yin et al., "Byzantine-robust
     distributed learning: towards optimal statistical rates", 2018.
     """
-    return Strategy(spelled("robust_sgd", merge=merge), gradients=merged(merge))
+    return Strategy(call_name(robust_sgd, locals()), gradients=merged(merge))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
-from polytempo.core import Strategy, native, spelled
+from polytempo.core import Strategy, call_name, native
 
 
 def shared_memory() -> Strategy:
@@ -18,4 +18,4 @@ def shared_memory() -> Strategy:
 
     Source: the rule is that of J. Chen et al., "Revisiting distributed synchronous SGD", 2016; the layout is ours.
     """
-    return Strategy(spelled("shared_memory"), gradients=mean(native), one_copy="together")
+    return Strategy(call_name(shared_memory, locals()), gradients=mean(native), one_copy="together")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo.aggregation import vote
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import sign, through
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
@@ -34,4 +34,4 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
         transform = through(fed_back(sign(scaled=True)), exact_below=exact_below)
     else:
         transform = through(sign(scaled=False), vote, exact_below=exact_below)
-    return Strategy(spelled("sign_sgd", feedback=feedback, exact_below=exact_below), gradients=transform)
+    return Strategy(call_name(sign_sgd, locals()), gradients=transform)

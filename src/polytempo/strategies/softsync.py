@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, spelled
-from polytempo.server.codecs import spelled_codecs
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.server.rules.rate import rate_of
 from polytempo.server.rules.softsync import softsync as rule
 from polytempo.server.rules.staleness import constant, inverse
@@ -39,15 +38,7 @@ def softsync(
     """
     scales = {"constant": constant, "inverse": inverse}
     return served(
-        spelled(
-            "softsync",
-            n=n,
-            shards=shards,
-            replicas=replicas,
-            scale=scale,
-            rate=rate,
-            **spelled_codecs(codec, pull_codec),
-        ),
+        call_name(softsync, locals()),
         service(
             rule(n, choice("scale", scale, scales)),
             shards=shards,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, spelled
-from polytempo.server.codecs import spelled_codecs
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.server.rules.bounded_staleness import within
 from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served, service
@@ -32,7 +31,7 @@ def ssp(
     as 1/√t; here that is left to the job's schedule.
     """
     return served(
-        spelled("ssp", bound=bound, shards=shards, replicas=replicas, rate=rate, **spelled_codecs(codec, pull_codec)),
+        call_name(ssp, locals()),
         service(
             within(bound),
             shards=shards,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core import Codec, Strategy, spelled
-from polytempo.server.codecs import spelled_codecs
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.softsync import softsync
 from polytempo.server.rules.staleness import inverse
@@ -41,7 +40,7 @@ def staleness_aware(
     2016, section 3.
     """
     return served(
-        spelled("staleness_aware", n=n, shards=shards, replicas=replicas, **spelled_codecs(codec, pull_codec)),
+        call_name(staleness_aware, locals()),
         service(
             on_arrival(inverse) if n is None else softsync(n, inverse),
             shards=shards,

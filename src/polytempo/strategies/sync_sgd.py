@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
-from polytempo.core import Route, Strategy, native, spelled
+from polytempo.core import Route, Strategy, call_name, native
 
 
 def sync_sgd(route: Route = native) -> Strategy:
@@ -16,4 +16,4 @@ def sync_sgd(route: Route = native) -> Strategy:
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016.
     """
-    return Strategy(spelled("sync_sgd", route=route), gradients=mean(route))
+    return Strategy(call_name(sync_sgd, locals()), gradients=mean(route))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.compression import feedback, threshold, through
-from polytempo.core import Strategy, spelled
+from polytempo.core import Strategy, call_name
 
 
 def threshold_sgd(tau: float = 0.05, density: float | None = 0.01, exact_below: int = 1024) -> Strategy:
@@ -26,6 +26,6 @@ def threshold_sgd(tau: float = 0.05, density: float | None = 0.01, exact_below: 
     """
     codec = feedback(threshold(tau=tau, density=density))
     return Strategy(
-        spelled("threshold_sgd", tau=tau, density=density, exact_below=exact_below),
+        call_name(threshold_sgd, locals()),
         gradients=through(codec, exact_below=exact_below),
     )

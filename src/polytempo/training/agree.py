@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import polytempo
 from polytempo.core import Mismatch, Port, Strategy
 from polytempo.spec.plain_values import written
+from polytempo.training.ports import Ports, mesh_of
 
 _NOTHING = "nothing"
 _MAX_BYTES = 64 * 2**20
@@ -41,14 +42,15 @@ async def agree(port: Port, facts: Mapping[str, Any]) -> None:
     """
     described = await gather_json(port, dict(facts))
     for rank, theirs in enumerate(described):
-        _refuse(rank, described[0], theirs)
+        _refuse(port, rank, described[0], theirs)
 
 
-def _refuse(rank: int, first: Any, theirs: Any) -> None:
+def _refuse(port: Port, rank: int, first: Any, theirs: Any) -> None:
     difference = _first_difference("", first, theirs)
     if difference:
         name, value, other = difference
-        raise Mismatch(f"ranks disagree about {name}: rank 0 has {value!r}, rank {rank} has {other!r}")
+        a, b = port.members[0], port.members[rank]
+        raise Mismatch(f"ranks disagree about {name}: rank {a} has {value!r}, rank {b} has {other!r}")
 
 
 def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any] | None:
@@ -69,23 +71,32 @@ def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any] | None:
 
 
 async def agree_to_train(
-    port: Port, model: nn.Module, optimizer: Optimizer, strategy: Strategy, asked: Mapping[str, Any]
+    ports: Ports, model: nn.Module, optimizer: Optimizer, strategy: Strategy, asked: Mapping[str, Any]
 ) -> None:
-    """Compare between all ranks what they are about to train, how, and what `attach` was `asked` for besides.
+    """Compare between ranks what they are about to train, how, and what `attach` was `asked` for besides.
+
+    All ranks have the same mesh, strategy and options; those along "data" the same model and optimizer, too.
 
     Parameters and buffers are compared by name, place, shape and dtype; optimizers by class, and each of their groups
     by its options and the names of its parameters. Where rank 0's optimizer has state and another rank's has none (one
     rank has loaded a checkpoint), options are not compared between these two: they come from rank 0 with the state.
     """
-    mine = {**_software(strategy), **_of_model(model), **_of_optimizer(model, optimizer), **asked}
-    described = await gather_json(port, mine)
+    of_all = {"mesh": str(mesh_of(ports.whole)), **_software(strategy), **asked}
+    of_part = {**_of_model(model), **_of_optimizer(model, optimizer)}
+    if ports.model.size == 1:
+        await _agree_on_part(ports.whole, of_all | of_part)
+    else:
+        await agree(ports.whole, of_all)
+        await _agree_on_part(ports.data, of_part)
+
+
+async def _agree_on_part(port: Port, facts: Mapping[str, Any]) -> None:
+    described = await gather_json(port, dict(facts))
     first = described[0]
     for rank, theirs in enumerate(described):
-        loaded = first["optimizer has state"] and not theirs["optimizer has state"]
+        loaded = first.get("optimizer has state") and not theirs.get("optimizer has state")
         left_out = {"optimizer has state"} | ({"optimizer options"} if loaded else set())
-        _refuse(
-            rank, *({key: value for key, value in facts.items() if key not in left_out} for facts in (first, theirs))
-        )
+        _refuse(port, rank, *({key: facts[key] for key in facts if key not in left_out} for facts in (first, theirs)))
 
 
 def _software(strategy: Strategy) -> dict[str, Any]:

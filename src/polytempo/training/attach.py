@@ -24,12 +24,15 @@ from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
+from polytempo.training.buffers import BufferRule
 from polytempo.training.drift_watch import OnDrift, watch
 from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
+from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
-from polytempo.training.replica import BufferRule, Replica, take_over
+from polytempo.training.ports import ports_of
+from polytempo.training.replica import Replica
 from polytempo.training.trainable_parameters import sparse_tables, trainable
 from polytempo.worlds import ProcessWorld, current
 
@@ -62,20 +65,20 @@ def attach(
     train later (`add_param_group`, thawed layers, a new optimizer) needs detach() and a new attach; `step` says so. Of
     an optimizer that wraps another, as SAM and Lookahead do, attach the one whose `step` is called.
 
-    Rank 0's parameters, buffers and optimizer state are given to all ranks first, after checking that all run the same
-    strategy on the same model with the same versions (`Mismatch` names both values).
+    All ranks take rank 0's parameters, buffers and optimizer state, once all have the same strategy, model and versions
+    (`Mismatch` names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are those along "data", for each part.
 
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
     strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
     GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
     refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
-    Gradients put into `.grad` by hand (`autograd.grad`) are exchanged by `step` where no backward pass came since the
-    last step, and taken for edits of its answer where one did: let that pass be inside `no_sync()`.
-    After `model.load_state_dict()` (by all ranks) the strategy begins anew from there; other changes in place, as
-    clipped weights, count as movements of the step. A parameter that this rank did not use counts as a zero gradient;
-    with `find_unused` one that no rank used keeps `.grad` None, for one more small all-reduce a step. Under
-    `shared_memory()` `.grad` is this rank's own gradient, `step` does all the rest and waits for all (so all take or
-    skip it alike), clipping is the handle's `clip_grad_norm_`, and other changes of parameters are made by one rank.
+    Gradients put into `.grad` by hand are exchanged by `step` where no backward pass came since the last step, and are
+    edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by all
+    ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the step.
+    A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank used keeps
+    `.grad` None, for one more small all-reduce a step. Under `shared_memory()` `.grad` is this rank's own gradient,
+    `step` does all the rest and waits for all (so all take or skip it alike), clipping is the handle's
+    `clip_grad_norm_`, and other changes of parameters are made by one rank.
 
     `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
     strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
@@ -115,16 +118,17 @@ def _handle(
     world: ProcessWorld, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: _Options
 ) -> Handle:
     asked = options._asdict() | {"scaler": scaler_facts(options.scaler)}
-    world.drive(agree_to_train(world.port, model, optimizer, strategy, asked))
-    group = host_group(world, strategy)
-    if world.size > 1:
-        world.drive(_begin(world.port, model, optimizer, shares=group is not None))
+    ports = ports_of(world.port)
+    world.drive(agree_to_train(ports, model, optimizer, strategy, asked))
+    group = host_group(world, ports.data, strategy)
+    if ports.data.size > 1:
+        world.drive(_begin(ports.data, model, optimizer, shares=group is not None))
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     replica = Replica(
         model,
         optimizer,
         own,
-        world.size,
+        ports.data.size,
         bucket_bytes=options.bucket_bytes,
         buffer_rule=options.buffers,
         empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
@@ -132,8 +136,8 @@ def _handle(
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)
-    replica.drift = watch(world, replica, options.on_drift)
-    return Handle(world, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
+    replica.drift = watch(world, ports.data, replica, options.on_drift)
+    return Handle(world, ports, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
 
 
 def _check(model: nn.Module, strategy: Strategy) -> None:
@@ -151,7 +155,7 @@ def _attached(model: nn.Module) -> Handle | None:
 
 
 async def _begin(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool) -> None:
-    await take_over(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
+    await broadcast_model(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
     await broadcast_optimizer(port, optimizer)
 
 

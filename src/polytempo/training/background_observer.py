@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.core import Port, Work
+from polytempo.core import Mesh, Port, Work
 from polytempo.core.files import made, replace
 from polytempo.core.state import Scalar
 from polytempo.spec.options import RunOptions
@@ -26,6 +26,7 @@ from polytempo.training.background import Background
 from polytempo.training.checkpoint import CheckpointError, partial_folder
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.ports import mesh_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.snapshot import about, complete, part_of, written_part
 from polytempo.worlds import ProcessWorld
@@ -41,6 +42,7 @@ class _Parts(NamedTuple):
     root: Path
     size: int
     notes: Mapping[str, Scalar]
+    mesh: Mesh
 
 
 class BackgroundObserver:
@@ -113,7 +115,7 @@ class BackgroundObserver:
             raise TimeoutError(
                 f"step {moment.step}: no checkpoint could be written for {context.options.timeout_s:g} s"
             )
-        part, parts = part_of(port, context), _Parts(out / "checkpoint", port.size, about(port, context))
+        part, parts = part_of(port, context), _Parts(out / "checkpoint", port.size, about(port, context), mesh_of(port))
         write = partial(written_part, context, parts.root, moment.step, port.rank, part)
         self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
@@ -181,7 +183,7 @@ class BackgroundObserver:
             files = [self._hash_file(parts.root, step, rank) for rank in range(parts.size)]
             if not all(file.exists() for file in files):
                 return False
-            complete(parts.root, step, [file.read_text(encoding="ascii") for file in files], parts.notes)
+            complete(parts.root, step, [file.read_text(encoding="ascii") for file in files], parts.notes, parts.mesh)
             del self._uncommitted[step]
         return True
 

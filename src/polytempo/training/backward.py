@@ -18,6 +18,7 @@ from polytempo.collectives import tree
 from polytempo.training.bucket import Bucket
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
+from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld
 
@@ -31,13 +32,14 @@ class Backward:
     def __init__(
         self,
         world: ProcessWorld,
+        ports: Ports,
         replica: Replica,
         members: JoinMembership,
         *,
         find_unused: bool,
         scale: LossScale | None = None,
     ) -> None:
-        self._world, self._replica, self._members = world, replica, members
+        self._world, self._ports, self._replica, self._members = world, ports, replica, members
         self._find_unused, self._scale = find_unused, scale
         self.silent = False
         """Whether gradients only accumulate now."""
@@ -140,7 +142,7 @@ class Backward:
             self._launch(self._replica.buckets[len(self._launched)])
 
     def _launch(self, bucket: Bucket) -> None:
-        self._launched.append(self._world.launch(self._replica.exchange(self._world.port, bucket)))
+        self._launched.append(self._world.launch(self._replica.exchange(self._ports.data, bucket)))
 
     # ------------------------------------------------------------------ the end of a pass
 
@@ -156,11 +158,11 @@ class Backward:
 
     def finish(self) -> None:
         """Start what has not been started, and wait for everything."""
-        if self._world.size > 1:
+        if self._ports.data.size > 1:
             self._world.record("compute", self.mark_s)
         try:
             self._members.agree_on_share()
-            used = self._used() if self._find_unused or self._world.size == 1 else None
+            used = self._used() if self._find_unused or self._ports.data.size == 1 else None
             for bucket in self._replica.buckets[len(self._launched) :]:
                 self._launch(bucket)
             if used is not None:
@@ -182,7 +184,7 @@ class Backward:
         parameters: list[nn.Parameter] = list(self._replica.trainable.values())
         if self._replica.loss_scale is None:
             scale.look(parameters)
-        self._world.drive(scale.agree(self._world.port, parameters))
+        self._world.drive(scale.agree(self._ports.whole, parameters))
 
     def _used(self) -> list[Tensor]:
         return [
@@ -194,7 +196,7 @@ class Backward:
         """Parameters that no rank used keep `.grad` None."""
         if not used:
             return
-        total = self._world.drive(tree(self._world.port, torch.cat(used)))
+        total = self._world.drive(tree(self._ports.data, torch.cat(used)))
         for bucket, counts in zip(self._replica.buckets, total.split([len(u) for u in used]), strict=True):
             names = zip(bucket.parameters, counts.tolist(), strict=True)
             bucket.keep_none = frozenset(name for name, count in names if not count)

@@ -4,7 +4,7 @@
       step-00000100/            complete: renamed into place only after everything in it was on the disk
         rank-0.safetensors      this rank's tensors; its scalars as one JSON string in the metadata
         rank-1.safetensors
-        manifest.json           every file's size and sha256, and its own sha256
+        manifest.json           every file's size, sha256 and place in the mesh, and its own sha256
       .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
       .step-00000100.replaced/  the old version of a step that is being saved again
 
@@ -24,22 +24,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polytempo.core import files
+from polytempo.core import Mesh, files
 from polytempo.core.errors import PolytempoError
 from polytempo.core.state import Scalar
+from polytempo.training.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    PartFile,
+    along_data,
+    decoded,
+    encoded,
+    part_name,
+    scalars_of,
+)
 
-FORMAT = "polytempo-checkpoint"
-VERSION = 1
 KEPT = 2
 _TRIES = 100
-MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 _MANIFEST = "manifest.json"
@@ -66,22 +72,6 @@ class CheckpointPart:
     scalars: dict[str, Scalar]
 
 
-class PartFile(NamedTuple):
-    """A rank's file as the manifest describes it."""
-
-    name: str
-    num_bytes: int
-    sha256: str
-
-
-class Manifest(NamedTuple):
-    """What a checkpoint holds: its step, one file a rank in the order of ranks, and the writer's own notes."""
-
-    step: int
-    parts: tuple[PartFile, ...]
-    about: dict[str, Scalar]
-
-
 def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
@@ -106,8 +96,10 @@ def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
         ) from error
 
 
-def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Scalar]) -> Path:
+def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Scalar], mesh: Mesh | None = None) -> Path:
     """Make the parts of `step` (one hash per rank) the newest checkpoint. Rank 0 calls it when all parts are written.
+
+    `mesh`: how the ranks are laid out; without one, all lie along "data".
 
     Until the rename the previous checkpoint is the newest, from then on this one: there is no state in between.
     Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
@@ -115,7 +107,10 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
     """
     folder, final = partial_folder(root, step), _final(root, step)
     parts = [_finished_part(folder, rank, sha256) for rank, sha256 in enumerate(hashes)]
-    content = _encoded(Manifest(step, tuple(parts), dict(about)))
+    mesh = mesh or along_data(len(parts))
+    if mesh.size != len(parts):
+        raise ValueError(f"a {mesh} has {mesh.size} ranks, and {len(parts)} have written; pass a hash for each rank")
+    content = encoded(Manifest(step, tuple(parts), dict(about), mesh))
     try:
         for stray in set(os.listdir(folder)) - {part.name for part in parts}:
             files.remove(folder / stray)
@@ -148,13 +143,9 @@ def read_manifest(path: Path) -> Manifest:
     if len(content) > MAX_MANIFEST_BYTES:
         raise _damaged(path, file, f"is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
-        manifest = _decoded(content)
-        encoded = _encoded(manifest)
+        return decoded(content)
     except _FORGED as error:
         raise _damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
-    if encoded != content:
-        raise _damaged(path, file, "is damaged (it does not match its own sha256)")
-    return manifest
 
 
 def read_part(path: Path, rank: int) -> CheckpointPart:
@@ -172,16 +163,11 @@ def read_part(path: Path, rank: int) -> CheckpointPart:
             raise _damaged(path, file, "is damaged (its sha256 is not the manifest's)")
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-            return CheckpointPart(tensors, _scalars(opened.metadata()))
+            return CheckpointPart(tensors, scalars_of(opened.metadata()))
     except OSError as error:
         raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
     except (SafetensorError, *_FORGED) as error:
         raise _damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
-
-
-def part_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"rank-{rank}.safetensors"
 
 
 def partial_folder(root: Path, step: int) -> Path:
@@ -262,36 +248,6 @@ def _declared_bytes(file: Path) -> int:
     return 8 + header_bytes + max(ends, default=0)
 
 
-def _encoded(manifest: Manifest) -> bytes:
-    """The manifest as the one JSON text that stands for it, its own sha256 last."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": manifest.step,
-        "parts": [part._asdict() for part in manifest.parts],
-        "about": manifest.about,
-    }
-    sha256 = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    content = json.dumps({**body, "sha256": sha256}, indent=1).encode() + b"\n"
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise ValueError(f"the manifest has {len(content)} bytes, the most is {MAX_MANIFEST_BYTES}; shorten `about`")
-    return content
-
-
-def _decoded(content: bytes) -> Manifest:
-    document: dict[str, Any] = json.loads(content)
-    if (document["format"], document["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"format {document['format']!r} version {document['version']!r}, not {FORMAT!r} {VERSION}")
-    parts = tuple(PartFile(**entry) for entry in document["parts"])
-    if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
-        raise ValueError("a step, a size or a hash that is none")
-    if not parts:
-        raise ValueError("no part of any rank")
-    if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:
-        raise ValueError("the parts are not one a rank, in order")
-    return Manifest(document["step"], parts, _checked_scalars(document["about"]))
-
-
 def _move_into_place(folder: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}.replaced")
     if os.path.lexists(final):
@@ -334,16 +290,6 @@ def _sync(path: Path) -> None:
 def _size(file: Path) -> int:
     with files.opened(file) as stream:
         return os.fstat(stream.fileno()).st_size
-
-
-def _scalars(metadata: Mapping[str, str]) -> dict[str, Scalar]:
-    return _checked_scalars(json.loads(metadata["scalars"]))
-
-
-def _checked_scalars(found: Any) -> dict[str, Scalar]:
-    if not isinstance(found, dict) or any(isinstance(value, list | dict) for value in found.values()):
-        raise ValueError("no scalars by name")
-    return found
 
 
 def _sha256(file: Path) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import Port, Program
-from polytempo.training.evaluate import Evaluation, Score, evaluate, tensors_of
+from polytempo.training.evaluate import Evaluation, Score, evaluate, of_first_part, tensors_of
+from polytempo.training.ports import ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
 from polytempo.training.snapshot import save
@@ -21,6 +22,8 @@ from polytempo.worlds import ProcessWorld
 
 class CollectiveObserver:
     """The observer of real ranks whose strategy lets them wait for each other. See `training.Observer`.
+
+    Where a model lies in parts, the score is that of the ranks of its first part.
 
     Cost of a score: 1/N of the test set on each of N ranks; and the mean of the models where they differ.
     """
@@ -70,12 +73,13 @@ class CollectiveObserver:
         self, port: Port, context: TrainingContext, moment: Moment, given: Mapping[str, Tensor] | None
     ) -> None:
         assert self._evaluation is not None
-        replica = context.replica
+        replica, (_, data, model) = context.replica, ports_of(port)
         if given is None:
             given = {}
-            if port.size > 1 and not replica.strategy.synchronized:
-                given = await replica.consensus(port) | await replica.consensus_buffers(port)
-        score = await evaluate(port, self._evaluation, {**tensors_of(replica.model), **given})
+            if data.size > 1 and not replica.strategy.synchronized:
+                given = await replica.consensus(data) | await replica.consensus_buffers(data)
+        score = await evaluate(data, self._evaluation, {**tensors_of(replica.model), **given})
+        score = await of_first_part(model, score)
         self._newest, self._reached = (moment.step, score), meets(score, context.options)
         if port.rank == 0:
             context.record(moment.row("test") | score._asdict())

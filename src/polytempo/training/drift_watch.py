@@ -34,8 +34,9 @@ from polytempo.training.drift import (
     looked,
     value_of,
 )
+from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import broadcast_optimizer
-from polytempo.training.replica import Replica, take_over
+from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld, beside
 
 OnDrift = Literal["stop", "restore", "ignore"]
@@ -53,13 +54,13 @@ _REMEDY = (
 
 
 class DriftWatch:
-    """One rank's part. All ranks make one, and call its methods at the same places of their exchanges.
+    """One rank's part. All ranks of `data` make one, and call its methods at the same places of their exchanges.
 
     Its messages stand in no trace and in no total of bytes: a run is the same with and without.
     """
 
-    def __init__(self, world: ProcessWorld, replica: Replica, what: Compared, on_drift: OnDrift) -> None:
-        self._world, self._replica = beside(world), proxy(replica)
+    def __init__(self, world: ProcessWorld, data: Port, replica: Replica, what: Compared, on_drift: OnDrift) -> None:
+        self._world, self._data, self._replica = beside(world), data, proxy(replica)
         self._what, self._on_drift = what, on_drift
         self._walk = Walk()
         self._look: DriftLook | None = None
@@ -85,7 +86,7 @@ class DriftWatch:
         if self._exchanges > self._due:
             look, self._look = self._look or DriftLook(self._replica.step, 0, 0, 0, 0, 1, 1), None
             look = look._replace(num_slices=self._walk.num_slices, every=self._cost.affordable(self._exchanges))
-            self._pending = self._world.launch(_gathered(self._world.port, look))
+            self._pending = self._world.launch(_gathered(self._data, look))
             self._due = self._exchanges + self._every - 1
         self._cost.spent_ns += time.thread_time_ns() - begin_ns
 
@@ -117,7 +118,7 @@ class DriftWatch:
         self._hear()
         tensors = list(comparable(self._replica, self._what).values())
         look = looked(self._replica, self._what, tensors, buffers=buffers)
-        self._judge(self._world.drive(_gathered(self._world.port, look)))
+        self._judge(self._world.drive(_gathered(self._data, look)))
 
     def end(self) -> None:
         """Finish what is under way."""
@@ -132,27 +133,31 @@ class DriftWatch:
         verdict = judged(looks)
         if not verdict.others:
             return
-        descriptions = self._world.drive(gather_json(self._world.port, described(self._replica, self._what)))
-        text = _told(looks, verdict, descriptions)
+        descriptions = self._world.drive(gather_json(self._data, described(self._replica, self._what)))
+        text = _told(self._data, looks, verdict, descriptions)
         restores = self._on_drift == "restore" and verdict.healthy
         if not restores or self._num_restores == _MAX_RESTORES:
-            raise Drifted(text + ". " + _REMEDY, verdict.others if verdict.healthy else [])
+            raise Drifted(text + ". " + _REMEDY, self._named(verdict.others) if verdict.healthy else [])
         self._num_restores += 1
-        self._world.drive(_restored(self._world.port, self._replica, self._what, verdict))
+        self._world.drive(_restored(self._data, self._replica, self._what, verdict))
         self._replica.step = descriptions[verdict.healthy[0]]["step"]
         self._walk, self._look = Walk(), None
-        if self._world.rank == 0:
-            print(f"polytempo: {text}; took over the state of rank {verdict.healthy[0]}", file=sys.stderr)
+        if self._data.rank == 0:
+            source = self._named(verdict.healthy)[0]
+            print(f"polytempo: {text}; took over the state of rank {source}", file=sys.stderr)
+
+    def _named(self, positions: Sequence[int]) -> list[int]:
+        return [self._data.members[position] for position in positions]
 
 
-def watch(world: ProcessWorld, replica: Replica, on_drift: OnDrift) -> DriftWatch | None:
+def watch(world: ProcessWorld, data: Port, replica: Replica, on_drift: OnDrift) -> DriftWatch | None:
     """The watch over what the strategy promises to be equal; None where it promises nothing, or none is wanted."""
     if on_drift not in ("stop", "restore", "ignore"):
         raise ValueError(f"on_drift must be 'stop', 'restore' or 'ignore', got {on_drift!r}")
     what = compared(replica)
-    if world.size == 1 or on_drift == "ignore" or what is None:
+    if data.size == 1 or on_drift == "ignore" or what is None:
         return None
-    return DriftWatch(world, replica, what, on_drift)
+    return DriftWatch(world, data, replica, what, on_drift)
 
 
 class _Cost:
@@ -188,12 +193,12 @@ async def _gathered(port: Port, look: DriftLook) -> list[DriftLook]:
 
 async def _restored(port: Port, replica: Replica, what: Compared, verdict: DriftVerdict) -> None:
     source, into = verdict.healthy[0], frozenset(verdict.others)
-    await take_over(port, replica.model, source=source, into=into)
+    await broadcast_model(port, replica.model, source=source, into=into)
     if what.optimizer:
         await broadcast_optimizer(port, replica.optimizer, source=source, into=into)
 
 
-def _told(looks: Sequence[DriftLook], verdict: DriftVerdict, descriptions: Sequence[Any]) -> str:
+def _told(port: Port, looks: Sequence[DriftLook], verdict: DriftVerdict, descriptions: Sequence[Any]) -> str:
     """Who differs in what, with both sides."""
     first = (verdict.healthy or verdict.others)[0]
     other = next(rank for rank in verdict.others if looks[rank][:5] != looks[first][:5])
@@ -206,17 +211,18 @@ def _told(looks: Sequence[DriftLook], verdict: DriftVerdict, descriptions: Seque
         name = f"a hash of {kinds[field]}" if field in kinds else "the number of optimizer steps"
         values = [f"{getattr(look, field):x}" for look in looks]
     said = ", ".join(
-        f"{value} on {_ranks([r for r, v in enumerate(values) if v == value])}" for value in dict.fromkeys(values)
+        f"{value} on {_ranks(port, [r for r, v in enumerate(values) if v == value])}" for value in dict.fromkeys(values)
     )
     step = max(look.steps for look in looks)
     if verdict.healthy:
-        who = f"{_ranks(verdict.others)} drifted from {_ranks(verdict.healthy)}"
+        who = f"{_ranks(port, verdict.others)} drifted from {_ranks(port, verdict.healthy)}"
     else:
-        who = f"{_ranks(verdict.others)} have drifted apart, and no majority says which of them is right"
+        who = f"{_ranks(port, verdict.others)} have drifted apart, and no majority says which of them is right"
     return f"step {step}: {who}: {name} is {said}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(port: Port, positions: Sequence[int]) -> str:
+    ranks = [port.members[position] for position in positions]
     if len(ranks) > 8:
         return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

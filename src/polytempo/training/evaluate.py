@@ -6,6 +6,7 @@ A model is scored in a copy that only scoring uses: its modes, its buffers and w
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -103,6 +104,15 @@ class Evaluation:
 async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
     """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
     return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+
+
+async def of_first_part(model: Port, score: Score) -> Score:
+    """The score that the rank of the model's first part has, on all ranks of `model`."""
+    if model.size == 1:
+        return score
+    accuracy = torch.nan if score.accuracy is None else score.accuracy
+    loss, accuracy = (await model.broadcast(torch.tensor([score.loss, accuracy], dtype=torch.float64))).tolist()
+    return Score(loss, None if math.isnan(accuracy) else accuracy)
 
 
 def means(sums: Tensor) -> Score:

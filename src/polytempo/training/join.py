@@ -10,16 +10,18 @@ import torch
 from torch import nn
 
 from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.training.buffers import MemberWeight
 from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld
 from polytempo.worlds.shares import Batch
 
 
 class JoinMembership:
-    """This rank's part in exchanges: its batch's share, or, while ranks may leave, equal parts of those still here."""
+    """This rank's part in exchanges over `data`: its batch's share, or, while ranks may leave, equal ones."""
 
-    def __init__(self, world: ProcessWorld, replica: Replica) -> None:
-        self._world, self._replica = world, replica
+    def __init__(self, world: ProcessWorld, data: Port, replica: Replica) -> None:
+        self._world, self._data, self._replica = world, data, replica
         self._batch: Batch | None = None
         """What the model was given since the last step, if it comes from `pt.shard`."""
         self.joining = False
@@ -40,7 +42,7 @@ class JoinMembership:
                 f"{strategy} waits for every rank's turn, also of those that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take hogwild()"
             )
-        self.joining = self._world.size > 1
+        self.joining = self._data.size > 1
         try:
             yield
             self._left = True
@@ -50,7 +52,7 @@ class JoinMembership:
                 self._take_consensus()
         finally:
             self.joining = self._left = False
-            self._replica.weight, self._replica.source = None, 0
+            self._replica.member = MemberWeight()
 
     @property
     def share(self) -> float | None:
@@ -74,18 +76,18 @@ class JoinMembership:
             self._share_among_active(1.0)
 
     def _share_among_active(self, active: float) -> bool:
-        mine = torch.zeros(self._world.size)
-        mine[self._world.rank] = active
-        who = self._world.drive(tree(self._world.port, mine)).nonzero().flatten().tolist()
+        mine = torch.zeros(self._data.size)
+        mine[self._data.rank] = active
+        who = self._world.drive(tree(self._data, mine)).nonzero().flatten().tolist()
         if who:
-            self._replica.share = self._replica.weight = active / len(who)
-            self._replica.source = who[0]
+            self._replica.share = active / len(who)
+            self._replica.member = MemberWeight(active / len(who), who[0])
         return bool(who)
 
     @torch.no_grad()
     def _take_consensus(self) -> None:
-        port, replica = self._world.port, self._replica
-        agreed = self._world.drive(replica.consensus(port)) | self._world.drive(replica.consensus_buffers(port))
+        data, replica = self._data, self._replica
+        agreed = self._world.drive(replica.consensus(data)) | self._world.drive(replica.consensus_buffers(data))
         for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
             if name in agreed:
                 tensor.copy_(agreed[name])

@@ -22,12 +22,14 @@ from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
+from polytempo.training.ports import Ports, ports_of
 from polytempo.training.replica import Replica
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
-"""One optimizer step on one batch of so many samples; answers the batch's mean loss."""
+"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
@@ -84,8 +86,7 @@ class Observer(Protocol):
 class TrainingContext:
     """Everything that one rank needs for a run."""
 
-    job: Job
-    options: RunOptions
+    spec: RunSpec
     replica: Replica
     shard: DataShard
     data: Data
@@ -98,6 +99,16 @@ class TrainingContext:
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
+
+    @property
+    def job(self) -> Job:
+        """The run's."""
+        return self.spec.job
+
+    @property
+    def options(self) -> RunOptions:
+        """The run's, as they were given."""
+        return self.spec.options
 
 
 class TrainingSummary(NamedTuple):
@@ -124,14 +135,19 @@ class TrainingSummary(NamedTuple):
 
 
 async def train(port: Port, context: TrainingContext) -> TrainingSummary:
-    """Train until the options' end: steps, epochs, or what `until` asks for."""
+    """Train until the options' end: steps, epochs, or what `until` asks for.
+
+    `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
+    the same batches and draw the same random numbers.
+    """
     _check(context)
+    ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     samples_before, seconds_before = _position(context)[1], context.seconds
     meter = Meter(samples_before, seconds_before)
     scored_step = context.replica.step
     while not _over(context):
-        if not await _rest_of_epoch(port, context, meter, clock):
+        if not await _rest_of_epoch(ports, context, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
         if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
@@ -145,10 +161,11 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
     await context.replica.settle()
-    parameters, buffers = await context.replica.consensus(port), await context.replica.consensus_buffers(port)
+    parameters = await context.replica.consensus(ports.data)
+    buffers = await context.replica.consensus_buffers(ports.data)
     guard = context.replica.guard
     if guard is not None:
-        guard.catch_up(port.rank)
+        guard.catch_up(port.world_rank)
         check_final(parameters, context.unchecked, moment.step)
     score, reached = await context.observer.finish(port, context, moment, parameters | buffers)
     if guard is not None and score is not None:
@@ -168,22 +185,23 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     )
 
 
-async def _rest_of_epoch(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
+async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    port, data = ports.whole, ports.data
     a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
     batches = iter(context.shard)
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
-        seed_step(context.options.seed, port.rank, step, "data")
+        seed_step(context.spec.seed, data.rank, step, "data")
         batch = next_batch(context.job, batches)
         if batch is None:
             break
         context.observer.begins(port.rank, step)
         await port.mark(step)
-        seed_step(context.options.seed, port.rank, step, "model")
+        seed_step(context.spec.seed, data.rank, step, "model")
         context.replica.share = context.shard.share
-        meter.add(await context.take_step(port, batch, context.shard.batch_samples))
+        meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
             context.scheduler.step()
         if (step + 1) % a_row_every == 0:
@@ -203,7 +221,7 @@ def _saves_at(context: TrainingContext, step: int) -> bool:
 async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
     if context.options.out is not None:
         if context.replica.guard is not None:
-            context.replica.guard.catch_up(port.rank)
+            context.replica.guard.catch_up(port.world_rank)
         moment = await _moment(port, context, clock)
         context.seconds = moment.seconds
         await context.observer.save(port, context, moment)
@@ -233,13 +251,10 @@ def _over(context: TrainingContext) -> bool:
 
 
 def _finished(context: TrainingContext) -> bool:
-    options = context.options
-    if options.steps is not None and context.replica.step >= options.steps:
+    steps, epochs = context.options.steps, context.spec.epochs
+    if steps is not None and context.replica.step >= steps:
         return True
-    if options.epochs is None and options.steps is not None:
-        return False
-    default = context.job.epochs * (10 if options.until else 1)
-    return _position(context)[0] >= (options.epochs or default) - 1e-9
+    return epochs is not None and _position(context)[0] >= epochs - 1e-9
 
 
 def _check(context: TrainingContext) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from polytempo.data.shard import DataShard
+from polytempo.training.ports import ports_of
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -90,9 +91,11 @@ def shard(
     """This rank's batches of `source`, an epoch for every iteration.
 
     All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an
-    epoch whatever the number of workers; see `polytempo.data.Shard` for the remainder and for resuming.
-    `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers.
+    epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
+    `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
+    has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
     """
     world = world or current()
-    inner = DataShard(source, rank=world.rank, size=world.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
+    data = ports_of(world.port).data
+    inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
     return WorldShard(world, inner)

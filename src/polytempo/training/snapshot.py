@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import NotFinite, Port, Work
+from polytempo.core import Mesh, NotFinite, Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.spec.plain_values import plain, typed
 from polytempo.training.agree import agree, gather_json
@@ -31,6 +31,7 @@ from polytempo.training.checkpoint import (
 )
 from polytempo.training.guard import MODEL, check_saved
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.ports import DATA, mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.replica import saved_states
 
@@ -38,16 +39,17 @@ V = TypeVar("V")
 
 
 async def save(port: Port, context: TrainingContext, root: Path) -> None:
-    """Every rank writes its part of a checkpoint in `root`; rank 0 then makes it the newest.
+    """Every rank writes its part of a checkpoint in `root`; rank 0 of the world, `port`, then makes it the newest.
 
-    Where all ranks hold equal parameters and optimizer state, rank 0 writes them for all.
+    Where ranks along "data" hold equal parameters and optimizer state, the first of them writes these for all: so
+    each part of a model is written once.
     """
     await context.replica.settle()
     part = _part(context, context.replica.state(), whole=_writes_all(port, context))
     step = context.replica.step
     hashes = await gather_json(port, written_part(context, root, step, port.rank, part))
     if port.rank == 0:
-        complete(root, step, hashes, about(port, context))
+        complete(root, step, hashes, about(port, context), mesh_of(port))
     await port.barrier()
 
 
@@ -69,10 +71,10 @@ def written_part(context: TrainingContext, root: Path, step: int, rank: int, par
     return write_part(root, step, rank, part)
 
 
-def complete(root: Path, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar]) -> None:
+def complete(root: Path, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> None:
     """`commit`, or where a rank has left out its part, removal of the others' parts."""
     if all(hashes):
-        commit(root, step, hashes, notes)
+        commit(root, step, hashes, notes, mesh)
     else:
         shutil.rmtree(partial_folder(root, step), ignore_errors=True)
 
@@ -125,17 +127,18 @@ def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
 
 
 def _writes_all(port: Port, context: TrainingContext) -> bool:
-    """Whether this rank writes model and optimizer: one does for all where they are alike."""
+    """Whether this rank writes model and optimizer: one along "data" does for all where they are alike."""
     alike = context.replica.strategy.synchronized and not context.replica.exchanges_parameters  # else optimizers differ
-    return port.rank == 0 or not alike
+    return ports_of(port).data.rank == 0 or not alike
 
 
 async def load(port: Port, context: TrainingContext, root: Path) -> int:
     """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
 
-    With another number of ranks than saved, rank r takes the optimizer and the strategy's state of saved
-    rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks still owed (residuals of
-    error feedback) goes to exactly one rank each, so that their sum stays what it was.
+    With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
+    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks still owed
+    (residuals of error feedback) goes to exactly one rank each, so that their sum stays what it was. Another mesh
+    beside that is a ValueError.
 
     A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
     it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError, as are
@@ -157,8 +160,9 @@ async def load(port: Port, context: TrainingContext, root: Path) -> int:
         raise ValueError(f"{folder} was saved by {saved}, this run uses {strategy}; use the same")
     if job != context.job.name:
         raise ValueError(f"{folder} was saved by job {job!r}, this run trains {context.job.name!r}; use another --out")
+    saved_ranks = _saved_ranks(folder, manifest.mesh, port)
     try:
-        fresh = _go_on(port, context, folder, len(manifest.parts))
+        fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
@@ -171,19 +175,32 @@ async def load(port: Port, context: TrainingContext, root: Path) -> int:
     return context.replica.step
 
 
-def _go_on(port: Port, context: TrainingContext, folder: Path, saved_ranks: int) -> list[Any]:
-    """Take over what the ranks saved. Returns the learning rates that were in force before."""
-    own = read_part(folder, port.rank % saved_ranks)
+def _saved_ranks(folder: Path, saved: Mesh, port: Port) -> list[int]:
+    """The saved ranks that held what this rank holds, along "data"."""
+    mine = mesh_of(port)
+    old, new = ({axis: n for axis, n in mesh.axes if axis != DATA and n > 1} for mesh in (saved, mine))
+    if old != new:
+        raise ValueError(
+            f"{folder} was saved by ranks in a {saved}, and this run's are in a {mine}; only the number of ranks along "
+            f"{DATA!r} may change: lay out this run like the saved one, or check --out"
+        )
+    own = saved.rank({axis: coordinate for axis, coordinate in mine.coordinates(port.rank).items() if axis != DATA})
+    return saved.group(own, [DATA] if DATA in saved.lengths else [])
+
+
+def _go_on(data: Port, context: TrainingContext, folder: Path, saved: Sequence[int]) -> list[Any]:
+    """Take over what ranks `saved` that held the same. Returns the learning rates that were in force before."""
+    own = read_part(folder, saved[data.rank % len(saved)])
     synchronized = context.replica.strategy.synchronized
-    whole = own if "optimizer" in own.scalars else read_part(folder, 0)
+    whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
     model = _under(whole.tensors, "model/")
-    if not synchronized and saved_ranks != port.size:
-        parts = [_under(read_part(folder, rank).tensors, "model/") for rank in range(saved_ranks)]
+    if not synchronized and len(saved) != data.size:
+        parts = [_under(read_part(folder, rank).tensors, "model/") for rank in saved]
         model = {name: _mean([part[name] for part in parts]) for name in model}
     context.replica.model.load_state_dict(model)
     fresh = _rates(context.replica.optimizer)
     optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
-    debtors = [own if s == port.rank else read_part(folder, s) for s in range(port.rank, saved_ranks, port.size)]
+    debtors = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
     context.replica.restore(_strategy(own), [_strategy(part) for part in debtors])
     context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     context.seconds = float(own.scalars["seconds"] or 0.0)

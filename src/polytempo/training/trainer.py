@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, replica_of, schedule_of
 from polytempo.spec.objective import loss_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
+from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import attach
@@ -30,6 +31,7 @@ from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
+from polytempo.training.ports import mesh_of
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.snapshot import load
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
@@ -47,6 +49,10 @@ class Trainer:
     Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
     leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
+
+    Where `pt.init(mesh=…)` has laid out the ranks, those along "data" train one part of a model: the job's `model()`
+    makes the part of `world.port.coordinates`, and its `loss` is that part's. The parameters in the result are those of
+    this rank's part, scores are those of the first part.
     """
 
     def __init__(
@@ -56,39 +62,38 @@ class Trainer:
         options: RunOptions | None = None,
         *,
         world: ProcessWorld | None = None,
-        **more: Any,
+        **more: Unpack[OptionKeywords],
     ) -> None:
         self.job = job
-        self.options = replace(options or RunOptions(), **more)
+        self.options = with_keywords(options, more)
         self.world = world or current()
         options = self.options
-        torch.manual_seed(options.seed)
-        self.model: nn.Module = model_of(job)
+        spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
+        self.model, optimizer = replica_of(spec)
         self.data = data_of(job, options.data)
-        lr = options.lr or job.lr
-        optimizer = optimizer_of(job, self.model, lr)
-        self.batch_size = options.batch_size or job.batch_size
+        self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
-        facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
+        facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
+        facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
-            *(self.model, optimizer, strategy or sync_sgd()),
+            *(self.model, optimizer, spec.strategy),
             world=self.world,
-            seed=options.seed,
+            seed=spec.seed,
             on_drift=options.on_drift,
             allow_nan=options.allow_nan,
         )
+        data = self.handle.ports.data
         shard = DataShard(
             self.data.training(),
-            rank=self.world.rank,
-            size=self.world.size,
-            batch_size=self.batch_size,
-            seed=options.seed,
+            rank=data.rank,
+            size=data.size,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
         )
         self.context = TrainingContext(
-            job=job,
-            options=options,
+            spec=spec,
             replica=self.handle.replica,
             shard=shard,
             data=self.data,
@@ -162,7 +167,7 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
         optimizer.zero_grad()
         loss = loss_of(job, model, batch)
         if replica.guard is not None:
-            replica.guard.loss(loss, replica.step, port.rank)
+            replica.guard.loss(loss, replica.step, port.world_rank)
         loss.backward()
         optimizer.step()
         return loss
@@ -198,8 +203,8 @@ def result_of(
         train_loss=summary.train_loss,
         bytes_sent_per_rank=num_bytes / num_ranks,
         communication_share=communication_share,
-        batch_size=context.options.batch_size or context.job.batch_size,
-        seed=context.options.seed,
+        batch_size=context.spec.batch_size,
+        seed=context.spec.seed,
         threads=torch.get_num_threads(),
         parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,

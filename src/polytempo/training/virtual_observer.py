@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
 from polytempo.training.snapshot import about, complete, write_when_landed
@@ -51,7 +51,8 @@ class VirtualObserver:
 
     Scored is the mean of what the ranks have when each has finished the step; where they are in step, what the first
     one has; where they share one copy of the parameters, that copy when rank 0 is there. So a score may come late:
-    then `until` ends the run before the first step that no rank has begun.
+    then `until` ends the run before the first step that no rank has begun. Where a model lies in parts,
+    the ranks of its first part are scored.
 
     Memory: the sums of the scores under way, each in float64.
     """
@@ -81,29 +82,34 @@ class VirtualObserver:
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
-        replica = context.replica
-        if replica.strategy.synchronized or self.size == 1:
+        replica, (_, data, model) = context.replica, ports_of(port)
+        if model.rank:
+            return
+        if replica.strategy.synchronized or data.size == 1:
             if self._newest is None or self._newest[0] < moment.step:
-                self._complete(context, moment, tensors_of(replica.model))
+                self._complete(context, moment, tensors_of(replica.model), data.size)
         elif is_hogwild(replica.strategy):
-            if port.rank == 0:
-                self._complete(context, moment, tensors_of(replica.model))
+            if data.rank == 0:
+                self._complete(context, moment, tensors_of(replica.model), data.size)
         else:
             mean = self._means.setdefault(moment.step, _Mean())
             averaged, others = replica.averaged_tensors()
-            mean.add(port.rank, averaged, others)
-            if mean.count == self.size:
-                self._complete(context, moment, self._means.pop(moment.step).taken())
+            mean.add(data.rank, averaged, others)
+            if mean.count == data.size:
+                self._complete(context, moment, self._means.pop(moment.step).taken(), data.size)
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
         if context.options.checkpoint_every is None:
             return
         assert context.options.out is not None
-        root, notes = context.options.out / "checkpoint", about(port, context)
+        root, notes, mesh = context.options.out / "checkpoint", about(port, context), mesh_of(port)
 
         def written(sha256: str) -> None:
-            self._written(root, moment.step, port.rank, sha256, notes)
+            hashes = self._hashes.setdefault(moment.step, {})
+            hashes[port.rank] = sha256
+            if len(hashes) == self.size:
+                complete(root, moment.step, _in_order(self._hashes.pop(moment.step)), notes, mesh)
 
         self._saves.append(await write_when_landed(port, context, root, written))
 
@@ -116,25 +122,19 @@ class VirtualObserver:
         if port.rank or self._evaluation is None:
             return None, None
         if self._newest is None or self._newest[0] != moment.step:
-            self._complete(context, moment, tensors_of(context.replica.model) | dict(final))
+            self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
         assert self._newest is not None
         reached = self._stop is not None if context.options.until else None
         return self._newest[1], reached
 
-    def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor]) -> None:
+    def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:
         assert self._evaluation is not None
         with kept_random_states():
-            score = self._evaluation.score(tensors, parts=self.size)
+            score = self._evaluation.score(tensors, parts)
         self._newest = moment.step, score
         self.record(moment.row("test") | score._asdict())
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1
-
-    def _written(self, root: Path, step: int, rank: int, sha256: str, notes: Mapping[str, Any]) -> None:
-        hashes = self._hashes.setdefault(step, {})
-        hashes[rank] = sha256
-        if len(hashes) == self.size:
-            complete(root, step, _in_order(self._hashes.pop(step)), notes)
 
 
 def _in_order(hashes: Mapping[int, str]) -> Sequence[str]:

@@ -45,7 +45,7 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         flops = updates.varied(flops_per_sample * samples)
         update = replica.optimizer.step
-        computed = partial(forward_and_backward, batch, port.rank)
+        computed = partial(forward_and_backward, batch, port.world_rank)
         loss: Tensor = await _step(port, replica, flops, computed, update, updates)
         return loss
 

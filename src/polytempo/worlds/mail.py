@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from polytempo.core import Deadlock, Port, Program, TimedOut, world_port
+from polytempo.core import WAITING, Deadlock, Port, Program, Task, TimedOut, world_port
 from polytempo.core.op import Alone, Compute, Mark, Now, Op, Post, Start, Take, Work
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
@@ -32,57 +32,52 @@ class Mail(Protocol):
 
 
 class _Strand:
-    """A coroutine under way, or finished."""
+    """A coroutine under way, or finished, and those that wait for it."""
 
-    __slots__ = ("coroutine", "done", "error", "followers", "value", "world")
+    __slots__ = ("followers", "task", "world")
 
     def __init__(self, world: MailWorld, coroutine: Program[Any]) -> None:
-        self.world, self.coroutine = world, coroutine
-        self.done = False
-        self.value: Any = None
-        self.error: Exception | None = None
+        self.world, self.task = world, Task(coroutine)
         self.followers: list[_Strand] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the coroutine is over."""
+        return self.task.done
 
     def wait(self) -> Any:
         """What the coroutine returns, once it has."""
         while not self.done:
             self.world.serve()
-        if self.error is not None:
+        if self.task.error is not None:
             self.world.unseen.pop(self, None)
-            raise self.error
+            raise self.task.error
         self.world.check_unseen()
-        return self.value
+        return self.task.value
 
-    def resume(self, value: Any, error: Exception | None) -> None:
+    def resume(self, value: Any = None, error: Exception | None = None) -> None:
         """Answer what it waits for, and run it until it has to wait again, or is finished."""
-        while True:
-            try:
-                op = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
-            except StopIteration as stop:
-                return self._finish(stop.value, None)
-            except Exception as uncaught:
-                return self._finish(None, uncaught)
-            value, error = None, None
-            try:
-                match op:
-                    case Take(wait_s):
-                        return self.world.awaits_mail(self, wait_s)
-                    case Work(_Strand() as other) if not other.done:
-                        return other.followers.append(self)
-                    case Work(_Strand() as other):
-                        self.world.unseen.pop(other, None)
-                        value, error = other.value, other.error
-                    case _:
-                        value = self.world.perform(op)
-            except Exception as raised:  # at the await, as in the other worlds
-                error = raised
-
-    def _finish(self, value: Any, error: Exception | None) -> None:
-        self.done, self.value, self.error = True, value, error
+        if not self.task.resume(self._begin, value, error):
+            return
+        value, error = self.task.value, self.task.error
         if error is not None and not self.followers:
             self.world.unseen[self] = error
         for follower in self.followers:
             follower.resume(value, error)
+
+    def _begin(self, op: Op[Any]) -> Any:
+        match op:
+            case Take(wait_s):
+                self.world.awaits_mail(self, wait_s)
+                return WAITING
+            case Work(_Strand() as other) if not other.task.done:
+                other.followers.append(self)
+                return WAITING
+            case Work(_Strand() as other):
+                self.world.unseen.pop(other, None)
+                return other.task.result()
+            case _:
+                return self.world.perform(op)
 
 
 class _Taker(NamedTuple):
@@ -137,7 +132,7 @@ class MailWorld:
     def launch(self, coroutine: Program[Any]) -> _Strand:
         """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
         strand = _Strand(self, coroutine)
-        strand.resume(None, None)
+        strand.resume()
         return strand
 
     def awaits_mail(self, strand: _Strand, wait_s: float | None) -> None:
@@ -158,7 +153,7 @@ class MailWorld:
         self._takers.remove(taker)
         if mail is not None:
             self._record("take", taker.since_s, 0, mail[0])
-        taker.strand.resume(mail, None)
+        taker.strand.resume(mail)
 
     def check_unseen(self) -> None:
         """Raise the first error of a coroutine that nobody awaited, before this node waits or ends: nobody may ever."""

@@ -1,75 +1,14 @@
-"""Where what has arrived meets who waits for it: the queues of a virtual world's messages, and its nodes' mailboxes."""
+"""The mailboxes of a virtual world's nodes."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
 from math import inf
-from typing import Any, Generic, Protocol, TypeVar
 
 from polytempo.core.op import Parcel, Post, Take
+from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Flight
-
-Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
-
-
-class MessageQueues(Generic[Key, Item]):
-    """For each key what has arrived and nobody has asked for, or who has asked and nothing has arrived.
-
-    Both are served first come, first served.
-    """
-
-    def __init__(self) -> None:
-        self._arrived: dict[Key, deque[Item]] = defaultdict(deque)
-        self._asking: dict[Key, deque[Flight]] = defaultdict(deque)
-
-    def ask(self, key: Key, flight: Flight) -> Item | None:
-        """The oldest that has arrived; None: `flight` waits from now on."""
-        if self._arrived[key]:
-            return self._arrived[key].popleft()
-        self._asking[key].append(flight)
-        return None
-
-    def arrive(self, key: Key, item: Item) -> Flight | None:
-        """Who has waited longest for `item`; None: it waits itself."""
-        asking = self._asking[key]
-        while asking:
-            flight = asking.popleft()
-            if not flight.done:
-                return flight
-        self._arrived[key].append(item)
-        return None
-
-    def asking(self) -> Iterator[tuple[Key, Flight]]:
-        """Everyone who waits, with the key."""
-        return ((key, flight) for key, flights in self._asking.items() for flight in flights)
-
-    def clear(self, key: Key) -> None:
-        """Forget what has arrived and who has asked."""
-        self._arrived.pop(key, None)
-        self._asking.pop(key, None)
-
-
-class Clockwork(Protocol):
-    """What mail needs of a world."""
-
-    now_s: float
-
-    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
-        """Do `action` then; not if it is the deadline of an operation that is over by then."""
-
-    def end(
-        self,
-        flight: Flight,
-        kind: str,
-        sent_bytes: int,
-        value: Any,
-        peer: int = -1,
-        error: BaseException | None = None,
-    ) -> None:
-        """An operation has its answer."""
+from polytempo.worlds.queues import MessageQueues
 
 
 class NodeMailbox:

@@ -1,13 +1,18 @@
-"""The collectives of a virtual world that some of their members have reached."""
+"""The collectives of a virtual world: its members' calls are brought together, and end together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
+from polytempo.cluster import Cluster
 from polytempo.core import Mismatch
 from polytempo.core.op import Collective
+from polytempo.worlds.clockwork import Clockwork
+from polytempo.worlds.collective import members_answers, members_bytes, members_seconds
+from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Flight, Meeting, facts, signature
 
 _MOST_TUPLES = 4096
@@ -66,3 +71,57 @@ class Meetings:
                 self._tuples.clear()
             known = self._tuples[id(members)] = members, self._groups.setdefault(members, len(self._groups))
         return known[1]
+
+
+class Collectives:
+    """Performs collectives: when the last member has called, the answers are made and the end is known."""
+
+    def __init__(self, world: Clockwork, network: Network, cluster: Cluster, hosts: Sequence[int]) -> None:
+        self._world, self._network, self._cluster, self._hosts = world, network, cluster, hosts
+        self._meetings = Meetings()
+
+    def join(self, flight: Flight, op: Collective[Any]) -> None:
+        """One member calls."""
+        world = self._world
+        gone = next((member for member in op.members if member in world.lost), None) if world.lost else None
+        if gone is not None:
+            return world.fail(flight, gone)
+        meeting, complete = self._meetings.join(flight, op)
+        if meeting.clash is not None:
+            world.at(world.now_s, lambda: self._call_off(meeting))
+        elif complete:
+            self._settle(meeting)
+
+    def lose(self, rank: int) -> None:
+        """`rank` is gone: fail what waits for it."""
+        for flight in self._meetings.without(rank):
+            self._world.fail(flight, rank)
+
+    def open(self) -> Iterable[Meeting]:
+        """Those that some members have not reached."""
+        return self._meetings.open()
+
+    def _call_off(self, meeting: Meeting) -> None:
+        for flight, _ in list(meeting.arrived.values()):
+            self._world.land(flight, None, meeting.clash)
+
+    def _settle(self, meeting: Meeting) -> None:
+        ordered = [meeting.arrived[member] for member in meeting.first.members]
+        ops = [op for _, op in ordered]
+        try:
+            answers = members_answers(ops)
+        except Mismatch as clash:
+            meeting.clash = clash
+            return self._world.at(self._world.now_s, lambda: self._call_off(meeting))
+        members = meeting.first.members
+        link = self._cluster.slowest_link(tuple(self._hosts[member] for member in members))
+        waiting_s = members_seconds(ops, link.latency_s, inf)
+        busy_s = members_seconds(ops, 0.0, link.bytes_per_s)
+        end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)
+        kind, sent = meeting.first.kind, members_bytes(ops)
+
+        def end() -> None:
+            for (flight, _), answer, sent_bytes in zip(ordered, answers, sent, strict=True):
+                self._world.end(flight, kind, sent_bytes, answer)
+
+        self._world.at(end_s, end)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Program, ReduceScatter
+from polytempo.core import Task
+from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 
 
 @dataclass(slots=True, eq=False)
@@ -19,8 +20,9 @@ class Flight:
     started_s: float
     done: bool = False
     value: Any = None
-    error: BaseException | None = None
-    waiters: list[Strand] = field(default_factory=list)
+    error: Exception | None = None
+    waiters: list[Callable[[Any, Exception | None], None]] = field(default_factory=list)
+    """What to call with the answer."""
 
     def __str__(self) -> str:
         return str(self.op)
@@ -30,7 +32,7 @@ class Flight:
 class Strand:
     """A coroutine of a rank: its program, or something that it started."""
 
-    coroutine: Program[Any]
+    task: Task[Any]
     flight: Flight
     main: bool
     waits_for: Flight | None = None

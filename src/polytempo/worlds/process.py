@@ -1,169 +1,50 @@
 """The process world: performs the operations of one real rank through torch.distributed.
 
-A coroutine advances only when it is launched or waited for, in the order of the program. Every rank
-runs the same program, so every rank issues its collectives in the same order, which the transports need.
+A coroutine advances when it is launched or waited for, in the order of the program. Every rank runs the same program,
+so every rank issues its collectives in the same order, which the transports need. Where messages travel between hosts,
+a thread goes on with the coroutines that were launched while the program computes (`worlds.progress`). The trace does
+not show when: each line stands where it would stand if the program had done everything itself.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
 from torch.distributed import distributed_c10d
-from torch.distributed.constants import default_pg_timeout
 
-from polytempo.core import PeerLost, PolytempoError, Port, TimedOut, world_port
-from polytempo.core.op import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Alone,
-    Barrier,
-    Broadcast,
-    Collective,
-    Compute,
-    Mark,
-    Now,
-    Op,
-    Program,
-    Recv,
-    ReduceScatter,
-    Send,
-    Start,
-    Work,
-)
+from polytempo.core import Port, TimedOut, world_port
+from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
 from polytempo.native.group import Group
 from polytempo.native.library import available
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
+from polytempo.worlds.pending import Pair, Pending
+from polytempo.worlds.progress import Progress
 from polytempo.worlds.shares import Shares
+from polytempo.worlds.strand import Strand
 from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.transport import Begun, Transport, group_timeout_s
 
 T = TypeVar("T")
 
-_TAGS_PER_CHANNEL = 1024
-_LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
-_LATE = re.compile(r"timed? ?out", re.I)
-
-
-class _Pending:
-    """An operation under way, or finished."""
-
-    __slots__ = ("answer", "done", "error", "event", "op", "work", "world")
-
-    def __init__(self, world: ProcessWorld, op: Op[Any], event: Event, work: Any, answer: Callable[[], Any]) -> None:
-        self.world, self.op, self.event, self.work, self.answer = world, op, event, work, answer
-        self.done = work is None
-        self.error: BaseException | None = None
-        if self.done:
-            world.trace.add(event._replace(end_s=world.now_s()))
-
-    def wait(self) -> Any:
-        """The operation's answer, once it is finished."""
-        if not self.done:
-            self.done = True
-            since_s = self.world.now_s()
-            try:
-                limit_s = self.op.timeout_s
-                self.work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
-            except RuntimeError as error:
-                self.error = self.world.translated(self.op, self.event, error)
-            end_s = self.world.now_s()
-            self.world.waited_s += end_s - since_s
-            self.world.trace.add(self.event._replace(end_s=end_s))
-        if self.error is not None:
-            raise self.error
-        return self.answer()
-
-
-class _Strand:
-    """A coroutine under way, or finished."""
-
-    __slots__ = ("coroutine", "done", "error", "value", "waits_for", "world")
-
-    def __init__(self, world: ProcessWorld, coroutine: Program[Any]) -> None:
-        self.world, self.coroutine = world, coroutine
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.waits_for: _Pending | _Strand | None = None
-
-    def wait(self) -> Any:
-        """What the coroutine returns, once it has."""
-        self.advance(block=True)
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def advance(self, *, block: bool) -> None:
-        """Run until finished, or, without `block`, until something has to be waited for."""
-        while not self.done:
-            value, error = None, None
-            if self.waits_for is not None:
-                if not block and not self.waits_for.done:
-                    return
-                try:
-                    value = self.waits_for.wait()
-                except Exception as raised:
-                    error = raised
-                self.waits_for = None
-            self._resume(value, error)
-
-    def _resume(self, value: Any, error: BaseException | None) -> None:
-        world = self.world
-        while True:
-            try:
-                op = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
-            except StopIteration as stop:
-                self.done, self.value = True, stop.value
-                return
-            except Exception as uncaught:
-                self.done, self.error = True, uncaught
-                return
-            value, error = None, None
-            try:
-                match op:
-                    case Alone(work, _):
-                        with world.alone(op.timeout_s):
-                            value = world.compute(work)
-                    case Compute(work, _):
-                        value = world.compute(work)
-                    case Now():
-                        value = world.now_s()
-                    case Mark(step):
-                        world.step = step
-                    case Start(what):
-                        value = Work(world.issue(what) if isinstance(what, Op) else world.launch(what))
-                    case Work(handle):
-                        self.waits_for = handle
-                        return
-                    case _:
-                        self.waits_for = world.issue(op)
-                        return
-            except Exception as raised:  # at the await, as in the virtual world
-                error = raised
+_UNTIL_AWAITED = -1
+"""The step of what the thread has begun: it belongs to the step in which the program waits for it."""
 
 
 class ProcessWorld:
     """One real rank of `group` (a process group or a backend), or of the initialised default one, or alone."""
 
     def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
-        self.rank, self.size, self._whole = rank, len(hosts), group
+        self.rank, self.size = rank, len(hosts)
+        self.transport = Transport(rank, self.size, group)
+        self.progress = Progress() if group is None and len(set(hosts)) > 1 else None
+        """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
         self.step, self.waited_s = 0, 0.0
@@ -173,7 +54,6 @@ class ProcessWorld:
         self.shares = Shares()
         self._zero_s = time.monotonic()
         self._lock: HostLock | None = None
-        self._groups: dict[tuple[int, ...], Any] = {}
         self._host_group: Group | None = None
         self._asked_for_host_group = False
 
@@ -199,14 +79,30 @@ class ProcessWorld:
 
     def drive(self, coroutine: Program[T]) -> T:
         """Run a coroutine to its end."""
-        value: T = _Strand(self, coroutine).wait()
+        value: T = Strand(self, coroutine).wait()
         return value
 
-    def launch(self, coroutine: Program[Any]) -> _Strand:
+    def launch(self, coroutine: Program[Any]) -> Strand:
         """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
-        strand = _Strand(self, coroutine)
-        strand.advance(block=False)
+        strand = Strand(self, coroutine, self.progress)
+        if self.progress is None:
+            strand.advance(block=False)
+            return strand
+        with self.progress.changed:
+            strand.advance(block=False)
+            if not strand.done:
+                self.progress.add(strand)
         return strand
+
+    @property
+    def in_program(self) -> bool:
+        """Whether this is called by the program itself, not by the thread that goes on meanwhile."""
+        return self.progress is None or self.progress.here() is None
+
+    @staticmethod
+    def waits_for(answer: Any) -> bool:
+        """Whether what `perform` returned has to be waited for."""
+        return isinstance(answer, Pending | Pair | Strand)
 
     # ------------------------------------------------------------------ operations
 
@@ -224,7 +120,7 @@ class ProcessWorld:
         if self.port.hosts.count(self.port.hosts[self.rank]) == 1:
             yield
             return
-        limit_s = timeout_s or group_timeout_s(self._whole)
+        limit_s = timeout_s or self.transport.timeout_s
         if self._lock is None:
             self._lock = HostLock(distributed_c10d._get_default_store(), self.port.hosts[self.rank])
         since_s = self.now_s()
@@ -240,77 +136,88 @@ class ProcessWorld:
     def record(self, kind: str, start_s: float) -> None:
         """Write the line of something that this rank did from `start_s` until now."""
         now_s = self.now_s()
-        self.trace.add(Event(self.rank, self.step, kind, 0, min(start_s, now_s), now_s))  # `begin` moves the zero
+        self.write(self._event(kind, 0)._replace(start_s=min(start_s, now_s), end_s=now_s))  # `begin` moves the zero
 
-    def issue(self, op: Op[Any]) -> _Pending:
-        """Begin an operation."""
-        start_s = self.now_s()
-        try:
-            if isinstance(op, Collective):
-                event = Event(self.rank, self.step, op.kind, member_bytes(op, self.rank), start_s, start_s)
-                return self._collective(op, event)
-            return self._message(op, start_s)
-        except RuntimeError as error:
-            peer = op.to if isinstance(op, Send) else op.source if isinstance(op, Recv) else -1
-            event = Event(self.rank, self.step, str(op), 0, start_s, start_s, peer)
-            raise self.translated(op, event, error) from error
+    def write(self, event: Event) -> None:
+        """Put a line into the trace; where the thread has done it, when the program waits for it."""
+        strand = None if self.progress is None else self.progress.here()
+        if strand is not None:
+            strand.note(event)
+        else:
+            self.trace.add(event if event.step != _UNTIL_AWAITED else event._replace(step=self.step))
 
-    def _message(self, op: Op[Any], start_s: float) -> _Pending:
-        whole = self._group(self.port.members)
+    def waited(self, since_s: float) -> None:
+        """The program has waited for other ranks from `since_s` until now. The thread's waiting costs nothing."""
+        if self.in_program:
+            self.waited_s += self.now_s() - since_s
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation, or what has to be waited for."""
         match op:
-            case Send(buffer, to, tag, channel):
-                event = Event(self.rank, self.step, "send", num_bytes(buffer), start_s, start_s, to)
-                work = whole.send([buffer.contiguous()], to, _wire_tag(channel, tag)) if buffer.numel() else None
-                return _Pending(self, op, event, work, lambda: None)
-            case Recv(like, source, tag, channel):
-                event = Event(self.rank, self.step, "recv", 0, start_s, start_s, source)
-                into = torch.empty_like(like, memory_format=torch.contiguous_format)
-                work = whole.recv([into], source, _wire_tag(channel, tag)) if like.numel() else None
-                return _Pending(self, op, event, work, lambda: into)
+            case Alone(work, _):
+                with self.alone(op.timeout_s):
+                    return self.compute(work)
+            case Compute(work, _):
+                return self.compute(work)
+            case Now():
+                return self.now_s()
+            case Mark(step):
+                self.step = step
+                return None
+            case Start(what):
+                return Work(self.issue(what) if isinstance(what, Op) else self.launch(what))
+            case Work(handle):
+                return self._started(handle)
+            case _:
+                return self._started(self.issue(op))
+
+    def issue(self, op: Op[Any]) -> Pending | Pair:
+        """Begin an operation that other ranks take part in."""
+        match op:
+            case Send(buffer, to):
+                event = self._event("send", num_bytes(buffer), to)
+                return self._begun(op, event, self.transport.send)
+            case Recv(_, source):
+                return self._begun(op, self._event("recv", 0, source), self.transport.recv)
+            case SendReceive():
+                return self._send_receive(op)
+            case Collective():
+                event = self._event(op.kind, member_bytes(op, self.rank))
+                return self._begun(op, event, self.transport.collective)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
 
-    def _collective(self, op: Collective[Any], event: Event) -> _Pending:
-        if len(op.members) == 1:
-            return _Pending(self, op, event, None, lambda: _alone(op))
-        group, ranks = self._group(op.members), sorted(op.members)
-        match op:
-            case AllReduce(buffer):
-                work = group.allreduce([buffer], _options(AllreduceOptions, op))
-                return _Pending(self, op, event, work, lambda: buffer)
-            case Broadcast(buffer, source):
-                options = _options(BroadcastOptions, op)
-                options.rootRank = ranks.index(source)
-                return _Pending(self, op, event, group.broadcast([buffer], options), lambda: buffer)
-            case AllGather(buffer):
-                gathered = [torch.empty_like(buffer) for _ in ranks]
-                work = group.allgather([gathered], [buffer.contiguous()], _options(AllgatherOptions, op))
-                order = [ranks.index(member) for member in op.members]
-                return _Pending(self, op, event, work, lambda: [gathered[i] for i in order])
-            case ReduceScatter(buffer):
-                pieces = buffer.chunk(len(ranks))
-                ordered = [pieces[op.members.index(member)] for member in ranks]
-                mine = torch.empty_like(ordered[ranks.index(self.rank)])
-                work = group.reduce_scatter([mine], [ordered], _options(ReduceScatterOptions, op))
-                return _Pending(self, op, event, work, lambda: mine)
-            case AllToAll(pieces, likes):
-                ordered = [pieces[op.members.index(member)] for member in ranks]
-                sizes = [likes[op.members.index(member)].numel() for member in ranks]
-                arrived = pieces[0].new_empty(sum(sizes))
-                work = group.alltoall_base(
-                    *(arrived, torch.cat(ordered), sizes, [piece.numel() for piece in ordered]),
-                    _options(AllToAllOptions, op),
-                )
-                order = [ranks.index(member) for member in op.members]
-                return _Pending(self, op, event, work, lambda: [arrived.split(sizes)[i] for i in order])
-            case Barrier():
-                options = _options(BarrierOptions, op)
-                options.device = torch.device("cpu")
-                return _Pending(self, op, event, group.barrier(options), lambda: None)
-        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
+    @staticmethod
+    def _started(awaited: Any) -> Any:
+        """What is awaited now: it is held no longer."""
+        if isinstance(awaited, Pending | Pair):
+            awaited.start()
+        return awaited
+
+    def _event(self, kind: str, sent_bytes: int, peer: int = -1) -> Event:
+        now_s, step = self.now_s(), self.step if self.in_program else _UNTIL_AWAITED
+        return Event(self.rank, step, kind, sent_bytes, now_s, now_s, peer)
+
+    def _begun(self, op: Any, event: Event, begin: Callable[[Any], Begun]) -> Pending:
+        try:
+            return Pending(self, op, event, begin(op))
+        except RuntimeError as error:
+            raise self.translated(op, event, error) from error
+
+    def _send_receive(self, op: SendReceive) -> Pair:
+        recv, send = op.halves
+        came, went = self._event("recv", 0, op.source), self._event("send", num_bytes(op.buffer), op.to)
+        return Pair(self._begun(recv, came, self.transport.recv), self._begun(send, went, self.transport.send))
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in the words that both worlds use."""
+        step = self.step if event.step == _UNTIL_AWAITED else event.step
+        return self.transport.translated(op, step, event.peer, error)
 
     def forget_groups(self) -> None:
         """Let go of groups, so that their transport can end. The world is of no use afterwards."""
-        self._groups, self._whole = {}, None
+        if self.progress is not None:
+            self.progress.close()
+        self.transport.forget()
         self._host_group, self._asked_for_host_group = None, True
 
     @property
@@ -333,68 +240,3 @@ class ProcessWorld:
             if self.drive(how_many()) == self.size:
                 self._host_group = shared_by_all(self.rank, self.size, group_timeout_s())
         return self._host_group
-
-    def _group(self, members: tuple[int, ...]) -> Any:
-        if len(members) == self.size:
-            return self._whole or dist.group.WORLD
-        if self._whole is not None:
-            raise ValueError(f"collectives of some ranks {members} need the default process group; use another route")
-        if members not in self._groups:
-            timeout = timedelta(seconds=group_timeout_s())
-            self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
-        return self._groups[members]
-
-    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
-        """A transport's error in the words that both worlds use."""
-        match error:
-            case PeerLost(peer=lost, reason=reason):
-                return PeerLost(self.rank, event.step, str(op), lost, reason)
-            case TimedOut(timeout_s=timeout_s, reason=reason):
-                return TimedOut(self.rank, event.step, str(op), timeout_s, reason)
-            case PolytempoError():
-                return error
-        text = str(error)
-        peer = event.peer if event.peer >= 0 else None
-        if _LATE.search(text):
-            return TimedOut(self.rank, event.step, str(op), op.timeout_s or group_timeout_s(self._whole))
-        if _LOST.search(text):
-            return PeerLost(self.rank, event.step, str(op), peer, text.splitlines()[0][:200])
-        return error
-
-
-def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
-    options = kind()
-    if op.timeout_s is not None:
-        options.timeout = timedelta(seconds=op.timeout_s)
-    return options
-
-
-def _wire_tag(channel: int, tag: int) -> int:
-    if not 0 <= tag < _TAGS_PER_CHANNEL or channel >= 2**21:
-        raise ValueError(f"tags run from 0 to {_TAGS_PER_CHANNEL - 1} and channels nest two deep: tag {tag}, {channel}")
-    return channel * _TAGS_PER_CHANNEL + tag
-
-
-def _alone(op: Collective[Any]) -> Any:
-    match op:
-        case AllGather(buffer):
-            return [buffer.clone()]
-        case AllToAll(pieces, _):
-            return [pieces[0].clone()]
-        case Barrier():
-            return None
-        case AllReduce(buffer) | ReduceScatter(buffer) | Broadcast(buffer, _):
-            return buffer
-    raise TypeError(f"{op!r} is no collective of a world")
-
-
-def group_timeout_s(group: Any = None) -> float:
-    """The deadline that the process group (None: the default one) was made with."""
-    world = group or dist.group.WORLD
-    assert world is not None
-    if isinstance(own := getattr(world, "timeout", None), timedelta):
-        return own.total_seconds()
-    backend = world._get_backend(world._device_types[0]) if isinstance(world, dist.ProcessGroup) else world
-    options = getattr(backend, "options", None)
-    timeout = getattr(options, "_timeout", default_pg_timeout)
-    return float(timeout.total_seconds())

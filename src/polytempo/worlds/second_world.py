@@ -10,4 +10,6 @@ def beside(world: ProcessWorld) -> ProcessWorld:
 
     All ranks must still begin their collectives in the same order, those of both worlds together.
     """
-    return ProcessWorld(world.rank, world.port.hosts, group=world._whole, max_events=0)
+    other = ProcessWorld(world.rank, world.port.hosts, group=world.transport.group, max_events=0)
+    other.transport.share_groups(world.transport)  # of a mesh's axes: made once
+    return other

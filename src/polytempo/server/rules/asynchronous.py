@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Staleness, Update
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.staleness import constant, weighed
 
 
@@ -23,7 +23,7 @@ def on_arrival(scale: Staleness = constant) -> Rule:
             return state, [*applied(arrival, situation, scale), Answer(arrival.worker)]
         return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
 
-    return Rule(spelled("on_arrival", scale=scale), dict, receive)
+    return Rule(call_name(on_arrival, locals()), dict, receive)
 
 
 def applied(arrival: Arrival, situation: Situation, scale: Staleness) -> list[Action]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.first_gradients import first
 
 
@@ -15,4 +15,4 @@ def all_but(backups: int) -> Rule:
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         return first(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
 
-    return first(1)._replace(name=spelled("all_but", backups=backups), receive=receive)
+    return first(1)._replace(name=call_name(all_but, locals()), receive=receive)

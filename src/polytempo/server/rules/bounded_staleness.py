@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Answer, Arrival, Rule, RuleState, Situation, Staleness
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.asynchronous import applied
 from polytempo.server.rules.staleness import constant
 
@@ -56,4 +56,4 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
     def init() -> RuleState:
         return {"clocks": {}, "offsets": {}, "pulls": {}}
 
-    return Rule(spelled("within", bound=bound, scale=scale), init, receive)
+    return Rule(call_name(within, locals()), init, receive)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Modified
-from polytempo.core.strategy import spelled
 
 
 def clip(norm: float) -> Modified:
@@ -22,7 +22,7 @@ def clip(norm: float) -> Modified:
         length = float(torch.linalg.vector_norm(gradient))
         return gradient * (norm / length) if length > norm else gradient
 
-    return Modified(spelled("clip", norm=norm), apply)
+    return Modified(call_name(clip, locals()), apply)
 
 
 def compensate(strength: float) -> Modified:
@@ -42,4 +42,4 @@ def compensate(strength: float) -> Modified:
         assert basis is not None  # because of needs_basis
         return torch.addcmul(gradient, gradient.square(), weights - basis, value=strength)
 
-    return Modified(spelled("compensate", strength=strength), apply, needs_basis=True)
+    return Modified(call_name(compensate, locals()), apply, needs_basis=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.bounded_staleness import within
 from polytempo.server.rules.synchronous_step import WaitingPushes, in_samples, stepwise
 
@@ -41,7 +41,7 @@ def covered(slices: int, bound: int = 0) -> Rule:
         return bool(arrival.tickets) and all(number % (slices + 1) != slices for number in arrival.tickets)
 
     rule = _bounded(bound, is_part, slices) if bound else _step_by_step(is_part)
-    return rule._replace(name=spelled("covered", slices=slices, bound=bound))
+    return rule._replace(name=call_name(covered, locals()))
 
 
 def _bounded(bound: int, is_part: IsPart, slices: int) -> Rule:

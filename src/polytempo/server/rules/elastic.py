@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Answer, Arrival, Mix, Rule, RuleState, Situation
-from polytempo.core.strategy import spelled
 
 
 def elastic(alpha: float) -> Rule:
@@ -23,4 +23,4 @@ def elastic(alpha: float) -> Rule:
             return state, [Mix(arrival.worker, alpha), Answer(arrival.worker)]
         return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
 
-    return Rule(spelled("elastic", alpha=alpha), dict, receive)
+    return Rule(call_name(elastic, locals()), dict, receive)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.elastic import elastic
 
 
@@ -19,4 +19,4 @@ def elastic_share(beta: float) -> Rule:
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         return elastic(beta / max(1, len(situation.members))).receive(state, arrival, situation)
 
-    return elastic(beta)._replace(name=spelled("elastic_share", beta=beta), receive=receive)
+    return elastic(beta)._replace(name=call_name(elastic_share, locals()), receive=receive)

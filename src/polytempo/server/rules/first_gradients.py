@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Answer, Arrival, Drop, Rule, RuleState, Situation
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.synchronous_step import stepwise
 
 
@@ -22,7 +22,7 @@ def first(n: int) -> Rule:
     """
     if n < 1:
         raise ValueError(f"first needs n >= 1 gradients, got {n}")
-    steps = stepwise(spelled("first", n=n), lambda waiting, workers: len(waiting) >= min(n, workers))
+    steps = stepwise(call_name(first, locals()), lambda waiting, workers: len(waiting) >= min(n, workers))
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         if arrival.kind == "push" and arrival.basis < situation.version:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Staleness, Update
-from polytempo.core.strategy import spelled
 from polytempo.server.rules.staleness import constant, weighed
 
 
@@ -45,4 +45,4 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
             actions.append(Answer(arrival.worker))
         return summed, actions
 
-    return Rule(spelled("softsync", n=n, scale=scale, workers=workers), int, receive)
+    return Rule(call_name(softsync, locals()), int, receive)

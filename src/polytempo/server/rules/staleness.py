@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from math import exp
 
+from polytempo.core.call_name import call_name
 from polytempo.core.rule import Add, Arrival, Drop, Situation, Staleness
-from polytempo.core.strategy import spelled
 
 
 def constant(tau: int) -> float:
@@ -35,7 +35,7 @@ def power(p: float) -> Staleness:
     def scale(tau: int) -> float:
         return float(tau**-p) if tau > 0 else 1.0
 
-    return _named(scale, spelled("power", p=p))
+    return _named(scale, call_name(power, locals()))
 
 
 def exponential(rate: float) -> Staleness:
@@ -49,7 +49,7 @@ def exponential(rate: float) -> Staleness:
     def scale(tau: int) -> float:
         return exp(-rate * tau)
 
-    return _named(scale, spelled("exponential", rate=rate))
+    return _named(scale, call_name(exponential, locals()))
 
 
 def cutoff(limit: int) -> Staleness:
@@ -60,7 +60,7 @@ def cutoff(limit: int) -> Staleness:
     def scale(tau: int) -> float:
         return 1.0 if tau <= limit else 0.0
 
-    return _named(scale, spelled("cutoff", limit=limit))
+    return _named(scale, call_name(cutoff, locals()))
 
 
 def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | Drop:

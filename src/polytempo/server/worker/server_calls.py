@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from polytempo.core import Port, Program
+from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
 from polytempo.server.message import Outbox, Reply, View
-from polytempo.server.worker.client import Client, Pending
+from polytempo.server.worker.client import Client, PendingExchange
 
 T = TypeVar("T")
 
@@ -27,30 +27,7 @@ _INSTANT_S = 1e-6
 
 async def through(client: Client, port: Port, program: Program[T]) -> T:
     """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
-    mail = _Mail(client, port)
-    value: Any = None
-    error: Exception | None = None
-    while True:
-        try:
-            op = program.send(value) if error is None else program.throw(error)
-        except StopIteration as stop:
-            answer: T = stop.value
-            return answer
-        value, error = None, None
-        try:
-            match op:
-                case Push() | Pull():
-                    value = await mail.finished(await mail.begun(op))
-                case Start(Push() | Pull() as what):
-                    value = Work(await mail.begun(what))
-                case Work(Pending() as pending):
-                    value = await mail.finished(pending)
-                case Take(wait_s):
-                    value = await mail.taken(wait_s)
-                case _:
-                    value = await op
-        except Exception as raised:  # at the program's await
-            error = raised
+    return await interpreted(program, _Mail(client, port).perform)
 
 
 class _Mail:
@@ -60,7 +37,21 @@ class _Mail:
         self._client, self._port = client, port
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
-    async def begun(self, op: Push | Pull) -> Pending:
+    async def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation of the program."""
+        match op:
+            case Push() | Pull():
+                return await self.finished(await self.begun(op))
+            case Start(Push() | Pull() as what):
+                return Work(await self.begun(what))
+            case Work(PendingExchange() as pending):
+                return await self.finished(pending)
+            case Take(wait_s):
+                return await self.taken(wait_s)
+            case _:
+                return await op
+
+    async def begun(self, op: Push | Pull) -> PendingExchange:
         """Send a push or pull on its way."""
         client = self._client
         if flops := client.flops(pushes=isinstance(op, Push)):
@@ -71,7 +62,7 @@ class _Mail:
         await self._post(client.outbox(await self._port.now()))
         return pending
 
-    async def finished(self, pending: Pending) -> Any:
+    async def finished(self, pending: PendingExchange) -> Any:
         """Wait for a push or pull."""
         await self._until(lambda: pending.done, None)
         return pending.value

@@ -1,0 +1,56 @@
+"""What a text describes: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from polytempo import aggregation, cluster, collectives, compression, strategies
+from polytempo.cluster import Cluster, Stragglers
+from polytempo.core import Strategy
+from polytempo.spec.call import split_calls
+from polytempo.spec.names import COMPARED, names
+from polytempo.spec.resolution import Function
+
+_FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
+_FOLDERS["strategies"] = strategies
+
+
+def _imported(folder: str) -> Mapping[str, Function]:
+    module = _FOLDERS[folder]
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+NAMES = names(_imported)
+STRATEGIES, CODECS, WAYS = NAMES.strategies, NAMES.codecs, NAMES.ways
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy that a text describes, as the command line and files of options write it.
+
+        pt.parse_strategy("local_sgd(period=8, route=ring)")
+
+    `str(strategy)` is such a text: `parse_strategy(str(strategy))` makes the same strategy again, in any process.
+    Nothing in the text is evaluated as Python.
+
+    Errors: ValueError where there is no such strategy, codec, route, … or argument; it lists those that there are.
+    """
+    strategy = NAMES.strategy(text)
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def parse_strategies(text: str | None) -> list[Strategy]:
+    """The strategies of a list with commas, or the usual ones to compare."""
+    return [parse_strategy(each) for each in split_calls(text or COMPARED)]
+
+
+def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
+    """The cluster that `text` describes, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given."""
+    found = NAMES.cluster(text)
+    assert isinstance(found, Cluster)
+    if stragglers is None:
+        return found
+    distribution = cast(Stragglers, NAMES.distribution(stragglers))
+    return replace(found, stragglers=distribution, name=f"{found.name}, stragglers {stragglers}")

@@ -1,0 +1,41 @@
+"""`Ports`: the two groups that training deals with on one rank: those of the same parameters, and those of one model.
+
+             model 0          model 1
+data 0       rank 0 ◀─ model ─▶ rank 1        parts of one model; they see the same samples
+               ▲                  ▲
+              data               data         the same parameters; they see other samples
+               ▼                  ▼
+data 1       rank 2             rank 3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polytempo.core import Mesh, Port
+
+DATA = "data"
+"""The axis along which ranks hold the same parameters. Along all other axes they hold parts of one model."""
+
+
+class Ports(NamedTuple):
+    """One rank's groups."""
+
+    whole: Port
+    data: Port
+    """Ranks that hold the same parameters. Gradients and parameters are exchanged here."""
+    model: Port
+    """Ranks that hold the parts of one model, each part once."""
+
+
+def ports_of(whole: Port) -> Ports:
+    """The groups in a world by its mesh. Without one, all ranks hold the same parameters."""
+    if whole.mesh is None:
+        return Ports(whole, whole, whole.among([whole.rank]))
+    others = [axis for axis in whole.mesh.lengths if axis != DATA]
+    return Ports(whole, whole.along(*[DATA] * (DATA in whole.mesh.lengths)), whole.along(*others))
+
+
+def mesh_of(whole: Port) -> Mesh:
+    """How a world is laid out; without a mesh, along the data axis alone."""
+    return whole.mesh or Mesh(((DATA, whole.size),))

@@ -1,0 +1,194 @@
+"""What a text can name, and how the command line lists it."""
+
+from __future__ import annotations
+
+import json
+from inspect import signature
+from itertools import pairwise
+
+import pytest
+
+import polytempo as pt
+from laws.catalogue import ROWS, Row
+from polytempo import strategies
+from polytempo.cli.main import app
+from polytempo.cli.strategies import described, source_in
+from polytempo.core import Strategy
+from polytempo.spec.call import parse_call
+from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
+from polytempo.spec.declaration import declared
+from polytempo.spec.names import COMPARED
+from polytempo.spec.resolution import signature_of
+
+
+@pytest.mark.parametrize("name", strategies.__all__)
+def test_every_strategy_can_be_named_and_has_a_paper(name: str) -> None:
+    """Alone, with its defaults, and as it calls itself."""
+    strategy = parse_strategy(name)
+    assert isinstance(strategy, Strategy)
+    assert parse_strategy(str(strategy)).name == strategy.name
+    entry = described(name, STRATEGIES[name])
+    assert entry.signature.startswith(f"{name}(")
+    assert entry.summary.endswith(".")
+    assert entry.source
+
+
+@pytest.mark.parametrize("name", strategies.__all__)
+def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
+    """In the signature's order, but for codecs that are not given."""
+    listed = parse_call(str(STRATEGIES[name]())).keywords
+    assert list(listed) == [key for key in signature(STRATEGIES[name]).parameters if not key.endswith("codec")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sync_sgd(route=ring)",
+        "sync_sgd(tree)",
+        "sync_sgd(route=halving_doubling)",
+        "sync_sgd(route=star)",
+        "sync_sgd(route=hierarchical)",
+        "sync_sgd(route=hierarchical(between=tree))",
+        "gossip(graph=ring)",
+        "gossip(graph=exponential, period=2)",
+        "gossip(graph=random_pairs(seed=3))",
+        "gossip(graph=complete)",
+        "robust_sgd(merge=median)",
+        "robust_sgd(merge=trimmed_mean(cut=2))",
+        "robust_sgd(merge=krum)",
+        "robust_sgd(merge=vote)",
+        "one_bit_sgd(route=all_gather)",
+        "top_k_sgd(route=reduce_scatter)",
+        "bf16_sgd(route=ring)",
+    ],
+)
+def test_routes_graphs_and_merges_are_named(text: str) -> None:
+    """Those that take arguments may be named without them."""
+    assert parse_strategy(text).name.startswith(text.partition("(")[0])
+
+
+def test_a_list_of_strategies() -> None:
+    """And the usual one, of at least six."""
+    assert [each.name for each in parse_strategies("adasum, local_sgd(period=3)")] == [
+        strategies.adasum().name,
+        strategies.local_sgd(period=3).name,
+    ]
+    assert len(parse_strategies(None)) == len(parse_strategies(COMPARED)) >= 6
+
+
+def test_clusters() -> None:
+    """Links by the number; stragglers inside or beside; the name says both."""
+    cluster = parse_cluster("ethernet(gbit_per_s=8)", "lognormal(sigma=0.3)")
+    assert cluster.network.bytes_per_s == 1e9
+    assert cluster.name == "ethernet(gbit_per_s=8), stragglers lognormal(sigma=0.3)"
+    for text in ("one_host", "infiniband(workers_per_host=4)", "internet", "ethernet(stragglers=exponential)"):
+        assert parse_cluster(text).name.startswith(text.partition("(")[0])
+
+
+def test_the_source_is_a_paragraph() -> None:
+    """From `Source:` to the next empty line, on one line."""
+    assert source_in("What.\n\nSource: A. B,\n    2020.\n\nMore.") == "A. B, 2020."
+    assert source_in("What.") == ""
+
+
+def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One entry a strategy, a codec and a way; some names are both, so each says its kind."""
+    with pytest.raises(SystemExit) as end:
+        app(["strategies", "--json"])
+    assert end.value.code == 0
+    entries = json.loads(capsys.readouterr().out)
+    names = {
+        kind: [entry["name"] for entry in entries if entry["kind"] == kind] for kind in ("strategy", "codec", "way")
+    }
+    assert names == {
+        "strategy": sorted(strategies.__all__),
+        "codec": sorted(CODECS),
+        "way": ["all_gather", "reduce_scatter"],
+    }
+    assert len(entries) == sum(map(len, names.values()))
+
+
+def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paragraphs that fit, each beginning with how it is written; codecs and routes by their types."""
+    with pytest.raises(SystemExit):
+        app(["strategies"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
+    assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last lines
+    assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
+    assert "bf16_sgd(route: Route | WireRoute = none)" in first
+    assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
+    assert lines[-1].startswith("route=… takes ways in bf16_sgd, diloco, ")
+
+
+@pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))
+def test_every_codec_can_be_named(name: str) -> None:
+    """By its name alone, inside of feedback, and as it calls itself."""
+    takes = "downpour" if name == "dgc" else "local_sgd"
+    strategy = parse_strategy(f"{takes}(codec={name})")
+    assert f"codec={name}(" in strategy.name
+    assert parse_strategy(strategy.name).name == strategy.name
+    if name in ("dgc", "qsgd", "terngrad"):
+        with pytest.raises(ValueError, match=f"{name}.*use it without feedback"):
+            parse_strategy(f"local_sgd(codec=feedback({name}))")
+    else:
+        fed = parse_strategy(f"local_sgd(codec=feedback({name}))")
+        assert parse_strategy(fed.name).name == fed.name
+
+
+def test_the_package_offers_the_parser() -> None:
+    """`pt.parse_strategy` and `str` are inverse to each other."""
+    strategy = pt.parse_strategy("downpour(push_every=3, codec=feedback(top_k(0.01)), pull_codec=bf16)")
+    assert str(pt.parse_strategy(str(strategy))) == str(strategy)
+    with pytest.raises(ValueError, match=r"there is no strategy 'dovnpour' \(did you mean downpour\?\)"):
+        pt.parse_strategy("dovnpour")
+
+
+KINDS = ("strategies", "codecs", "ways", "clusters", "stragglers")
+
+
+def test_what_the_source_declares_is_what_an_import_gives() -> None:
+    """So that a wrong name or argument can be refused before torch is imported, in the same words."""
+    read = declared()
+    for kind in KINDS:
+        functions, declarations = getattr(NAMES, kind), getattr(read, kind)
+        assert list(functions) == list(declarations)
+        for name, function in functions.items():
+            assert signature_of(declarations[name]) == signature_of(function)
+    for argument, meanings in NAMES.arguments.items():
+        assert list(read.arguments[argument]) == list(meanings)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.make().name)
+def test_a_declaration_refuses_no_strategy_that_there_is(row: Row) -> None:
+    declared().strategy(row.make().name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local_sg",
+        "local_sgd(perod=8)",
+        "local_sgd(period=abc)",
+        "local_sgd(period=true)",
+        "local_sgd(8, period=8)",
+        "sync_sgd(route=rign)",
+        "sync_sgd(route=hierarchical(betwen=ring))",
+        "gossip(graph=ring(3))",
+        "top_k",
+        "low_rank(rank=2)",
+        "local_sgd(codec=top_k(ratio=much))",
+        "local_sgd(codec=feedback)",
+        "downpour(codec=feedback(codec=top_kk))",
+        "softsync(scale=3)",
+        "local_sgd(period=",
+        "adasum(of=updates)",
+    ],
+)
+def test_a_declaration_refuses_in_the_words_of_the_function(text: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        parse_strategy(text)
+    with pytest.raises(ValueError, match=r".") as early:
+        declared().strategy(text)
+    assert str(early.value) == str(refused.value)
