@@ -76,12 +76,12 @@ def of_batch(function: Callable[[nn.Module, Any], Tensor]) -> OfBatch:
 class Job:
     """A model, its data, its loss and its optimizer. Everything is a function, called in each worker.
 
-        job = pt.Job(
-            model=lambda: nn.Linear(64, 10),
-            data=lambda path: pt.Data(*pt.data.digits()),
-            loss=nn.functional.cross_entropy,
-            optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-        )
+    job = pt.Job(
+        model=lambda: nn.Linear(64, 10),
+        data=lambda path: pt.Data(*pt.data.digits()),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    )
     """
 
     model: Callable[[], nn.Module]
