@@ -54,6 +54,7 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 DIGITS = find("digits")
 MODEL = (Parameter("w", 6000, shape=(60, 100)), Parameter("b", 60, shape=(60,)), Parameter("v", 1940, shape=(1940,)))
@@ -135,7 +136,7 @@ def synchronous(shards: int, codec: Codec | None, pull_codec: Codec | None = Non
 
 
 def final(strategy: Strategy) -> str | None:
-    return simulate_served(DIGITS, strategy, 3, ethernet(), RunOptions(steps=4)).parameters_sha256
+    return simulate_served(RunSpec.of(DIGITS, strategy, 3, RunOptions(steps=4)), ethernet()).parameters_sha256
 
 
 def test_three_workers_with_exact_wires_are_plain_to_the_bit() -> None:

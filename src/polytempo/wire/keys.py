@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -36,6 +36,15 @@ class Keys:
 
     def __repr__(self) -> str:
         return "Keys(…)"
+
+    def to_plain(self) -> dict[str, str]:
+        """As JSON takes them, to be written to the standard input of a process and nowhere else."""
+        return {field.name: getattr(self, field.name).decode("ascii") for field in fields(self)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, str]) -> Keys:
+        """What `to_plain` made. ValueError where it holds no keys."""
+        return cls(**{name: text.encode("ascii") for name, text in plain.items()})
 
     @property
     def client(self) -> bytes:
