@@ -610,8 +610,8 @@ def test_a_moment_in_words() -> None:
 def lines_of_a_run(reports: list[tuple[float, int, float]], **options: Any) -> list[str]:
     """What is said of a run that reports (second, step, epoch)."""
     stream, now = io.StringIO(), [0.0]
-    with Progress(stream, lambda: now[0], **options) as progress:
-        progress.start(None, "ring")
+    with Progress(stream, lambda: now[0]) as progress:
+        progress.start(None, "ring", **options)
         for now[0], step, epoch in reports:
             progress.update(step, None, None, None, epoch=epoch)
     return stream.getvalue().splitlines()[1:]
