@@ -165,6 +165,9 @@ def replay(
     Each shard takes the recorded messages in their recorded order. The exit code is 1 if anything differs.
     """
     with exit_code():
+        from polytempo.cli.request import check_replay  # imports pydantic
+
+        check_replay(run, until, job)
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
@@ -219,9 +222,12 @@ def chaos(
     After each event checks look for lost or repeated updates.
     """
     with exit_code():
+        from polytempo.cli.request import chaos_request  # imports pydantic
+
+        asked = chaos_request(seeds, first, processes)
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
-        command(seeds, first, processes, bug)
+        command(asked, bug)
 
 
 @bench.command()
