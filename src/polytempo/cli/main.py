@@ -7,6 +7,7 @@ import typer
 import polytempo
 from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
+from polytempo.cli.bench_values import collectives_values, compression_values, memory_values, training_values
 from polytempo.cli.failure import exit_code
 
 app = typer.Typer(
@@ -244,9 +245,10 @@ def collectives(
 ) -> None:
     """Measure all-reduce, broadcast, … and the barrier."""
     with exit_code():
+        values = collectives_values(given := _given(context))
         from polytempo.cli.bench import collectives as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -262,9 +264,10 @@ def training(
 ) -> None:
     """Measure samples per second of four models, with one process and with several."""
     with exit_code():
+        values = training_values(given := _given(context))
         from polytempo.cli.bench import training as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -279,9 +282,10 @@ def memory(
 ) -> None:
     """Measure the memory that all workers together need to train with Adam."""
     with exit_code():
+        values = memory_values(given := _given(context))
         from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -299,9 +303,10 @@ def compression(
 ) -> None:
     """Measure for each codec the network speed below which it saves time."""
     with exit_code():
+        values = compression_values(given := _given(context))
         from polytempo.cli.bench_compression import compression as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:
