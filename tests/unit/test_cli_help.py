@@ -12,7 +12,7 @@ import typer
 from polytempo.cli.failure import exit_code
 from polytempo.cli.main import app
 from polytempo.core import PolytempoError
-from polytempo.engines.worker_processes import WorkerDied
+from polytempo.engines.failures import WorkerDied
 
 SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
 

@@ -21,7 +21,7 @@ from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cli.tested import untested
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.interop.autoload import register
 from polytempo.native.library import available, instruction_set, why_not
