@@ -115,7 +115,7 @@ def restructured(lines: list[str]) -> list[str]:
 
 
 def _paragraph(block: list[str]) -> list[str]:
-    """One paragraph: its indented lines are code, unless they belong to an item of a list; so are drawings and calls."""
+    """One paragraph: its indented lines are code, unless they belong to a list item; so are drawings and calls."""
     out: list[str] = []
     if DRAWN.search("\n".join(block)) or (block[0].endswith("(") and block[-1].strip() == ")"):
         return ["::", "", *(f"    {line}" for line in block)]
