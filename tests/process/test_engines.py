@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,14 @@ def test_a_job_without_a_name_is_refused_before_anything_is_started(tmp_path: Pa
         with pytest.raises(ValueError, match="job mine is made of functions that this process alone has"):
             pt.run(made, strategy, workers=2, steps=1, out=tmp_path / "run", engine=pt.engines.subprocess())
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["ray", Subprocess])
+def test_what_is_no_engine_is_refused(engine: Any) -> None:
+    with pytest.raises(ValueError, match=r"an engine is an object such as pt\.engines\.subprocess\(\), got "):
+        pt.run(DIGITS, pt.strategies.sync_sgd(), 2, engine=engine)
+    with pytest.raises(ValueError, match="an engine is an object"):
+        pt.compare(DIGITS, [pt.strategies.sync_sgd()], 2, engine=engine)
 
 
 def test_a_function_has_no_name_either() -> None:
