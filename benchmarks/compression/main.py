@@ -159,7 +159,7 @@ def kernels(side: int, rounds: int, calls: int, codecs: Sequence[str]) -> list[d
     rows: list[dict[str, Any]] = []
     try:
         for codec in codecs:
-            fed = not getattr(candidate(codec).codec, "feeds_itself", False)  # has a residual of its own, as dgc
+            fed = candidate(codec).codec.facts.memory != "own"  # has a residual of its own, as dgc
             for operation in ("encode", *(["encode_"] if fed else []), "add_"):
                 found: dict[str, list[float]] = {"copy": [], "ours": [], "torch's copy": [], "torch": []}
                 for number in range(rounds):

@@ -18,7 +18,7 @@ every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CLIPS = [0.1, 0.5, 1.0, 1.2, 2.5, 4.0, 6.0]
 CONSERVING = [row.make() for row in ROWS if row.law == "conserving"]
-BOUNDED = [codec for codec in CONSERVING if 0 < codec.law.bound(torch.empty(100)) < math.inf]
+BOUNDED = [codec for codec in CONSERVING if 0 < codec.facts.law.bound(torch.empty(100)) < math.inf]
 
 
 @every_codec
@@ -83,7 +83,7 @@ def lost(codec: Codec, x: Tensor, times: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "codec",
     [*BOUNDED, *(terngrad(clip, seed=1) for clip in CLIPS)],
-    ids=lambda codec: codec.name,
+    ids=lambda codec: codec.facts.name,
 )
 @settings(max_examples=12, derandomize=True)
 @given(numel=st.integers(1, 300), seed=st.integers(0, 999), power=st.sampled_from([0, 1, 3, 9]))
@@ -93,7 +93,7 @@ def test_the_bound_of_what_conserves_only(codec: Codec, numel: int, seed: int, p
     x = torch.randn(numel, generator=generator)
     x = x.sign() * x.abs() ** power
     mean, standard_error = lost(codec, x, 30)
-    assert mean <= codec.law.bound(x) * (1 + 1e-6) + 5 * standard_error
+    assert mean <= codec.facts.law.bound(x) * (1 + 1e-6) + 5 * standard_error
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -104,6 +104,6 @@ def test_the_bound_of_terngrad_is_that_of_its_worst_tensor(clip: float) -> None:
     x[0] = math.sqrt(n * (1 - small**2) + small**2)
     codec = terngrad(clip)
     mean, standard_error = lost(codec, x, 3)
-    assert codec.law.bound(x) * 0.97 < mean < codec.law.bound(x) + 5 * standard_error
+    assert codec.facts.law.bound(x) * 0.97 < mean < codec.facts.law.bound(x) + 5 * standard_error
     with pytest.raises(ValueError, match="may be larger than what it encodes"):
         feedback(codec)

@@ -127,11 +127,17 @@ def test_every_codec_has_a_row() -> None:
 @every_codec
 def test_a_codec_says_what_its_row_says(row: Row) -> None:
     codec = row.make()
-    said = (codec.law.kind, codec.summable, codec.sparse, codec.fixed, codec.passes_nonfinite)
+    said = (
+        codec.facts.law.kind,
+        codec.facts.summable,
+        codec.facts.sparse,
+        codec.facts.fixed,
+        codec.facts.passes_nonfinite,
+    )
     assert said == (row.law, row.summable, row.sparse, row.fixed, row.passes)
-    assert getattr(codec, "feeds_itself", False) == row.feeds_itself
-    assert codec.name.partition("(")[0] == row.text.partition("(")[0]
-    assert codec.flops > 0
+    assert (codec.facts.memory == "own") == row.feeds_itself
+    assert codec.facts.name.partition("(")[0] == row.text.partition("(")[0]
+    assert codec.facts.flops > 0
     assert hash(codec) == hash(row.make()), "a codec is a value"
     assert codec == row.make()
 
@@ -317,7 +323,7 @@ def test_contraction(row: Row, case: Case) -> None:
     """‖x - x̂‖² ≤ (1 - δ) ‖x‖²."""
     codec, x = row.make(), case.tensor()
     error = codec.decode(codec.encode(x, codec.init(x))[0], x).double() - x.double()
-    delta = codec.law.bound(x)
+    delta = codec.facts.law.bound(x)
     assert 0 <= delta <= 1
     assert float((error**2).sum()) <= (1 - delta) * float((x.double() ** 2).sum()) * (1 + 1e-6)
 
@@ -348,7 +354,7 @@ def mixed(dtype: torch.dtype = torch.float32) -> Tensor:
 def test_contraction_in_the_mean(row: Row) -> None:
     codec, x = row.make(), mixed()
     mean, standard_error = squared_errors(drawn(codec, x, 400), x)
-    assert mean <= (1 - codec.law.bound(x)) * float((x.double() ** 2).sum()) * (1 + 1e-6) + 4 * standard_error
+    assert mean <= (1 - codec.facts.law.bound(x)) * float((x.double() ** 2).sum()) * (1 + 1e-6) + 4 * standard_error
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.law == "unbiased"], ids=text)
@@ -359,7 +365,7 @@ def test_unbiased(row: Row) -> None:
     standard_error = found.std(dim=0) / len(found) ** 0.5
     assert ((found.mean(dim=0) - x).abs() <= 4 * standard_error + 1e-6 * largest(x)).all()
     mean, slack = squared_errors(found, x)
-    assert mean <= codec.law.bound(x) * float((x.double() ** 2).sum()) * (1 + 1e-6) + 4 * slack
+    assert mean <= codec.facts.law.bound(x) * float((x.double() ** 2).sum()) * (1 + 1e-6) + 4 * slack
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.draws], ids=text)
@@ -445,7 +451,7 @@ def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: floa
 def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> None:
     """Whether the codec inside would hand it on or not; and what is owed is as it was."""
     codec, x = feedback(row.make()), NORMAL.tensor()
-    assert not codec.passes_nonfinite
+    assert not codec.facts.passes_nonfinite
     state = codec.encode(x, codec.init(x))[1]
     before = tensors_of(deepcopy(state))
     x.view(-1)[300] = value

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(7), dynamic8(), dynamic8(33), one_bit(), sign(), sign(False)]
 SHAPES = [(0,), (1,), (31,), (33,), (5, 1), (1, 1024), (3, 1027), (40, 64), (2, 3, 5)]
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
 
 
 @pytest.fixture(params=instruction_sets() if available() else [])
@@ -87,7 +87,7 @@ def test_the_first_that_is_no_number_is_named_and_nothing_has_changed(isa: str, 
         assert caught.value.index == index
         assert math.isnan(bad) == math.isnan(caught.value.value)
         assert_same_bits(residual, owed)
-        if codec.passes_nonfinite:
+        if codec.facts.passes_nonfinite:
             decoded = codec.decode(codec.encode(x)[0], x).view(-1)[index]
             assert str(float(decoded)) == str(bad)
         else:

@@ -56,7 +56,7 @@ def by_twin(monkeypatch: pytest.MonkeyPatch, make: object) -> object:
         return make()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
 def test_wires_and_residuals_are_those_of_torch(isa: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (1, 15, 16, 63, 64, 65, 4097, 10_000):
         x, residual = drawn(n, n), drawn(n, n + 1)
@@ -118,7 +118,7 @@ def test_at_any_address(isa: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-@pytest.mark.parametrize("codec", [c.threshold(0.5), c.top_k(0.01), c.dgc(0.01)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [c.threshold(0.5), c.top_k(0.01), c.dgc(0.01)], ids=lambda codec: codec.facts.name)
 def test_the_first_that_is_no_number_is_named(isa: str, codec: Codec, bad: float) -> None:
     for n, index in ((SAMPLED, SAMPLED - 2), (5000, 4097), (5000, 0)):
         x = drawn(n, 1)
@@ -128,7 +128,7 @@ def test_the_first_that_is_no_number_is_named(isa: str, codec: Codec, bad: float
             codec.encode(x)
 
 
-@pytest.mark.parametrize("codec", [c.threshold(0.5), c.top_k(0.01)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [c.threshold(0.5), c.top_k(0.01)], ids=lambda codec: codec.facts.name)
 def test_a_sum_that_is_no_number_is_refused(isa: str, codec: Codec) -> None:
     x, residual = torch.zeros(2000), torch.zeros(2000)
     x[7] = residual[7] = 3e38

@@ -153,7 +153,9 @@ def test_parameters_are_equal_while_ddp_cuts_its_buckets_anew() -> None:
     told(story)
 
 
-@pytest.mark.parametrize("codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.name))
+@pytest.mark.parametrize(
+    "codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.facts.name)
+)
 def test_it_is_attach_with_the_same_codec(codec: Codec) -> None:
     """To the bit where nothing depends on buckets. Random numbers are those of the parameters' names."""
 

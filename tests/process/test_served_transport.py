@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore, NodeMail, addresses_in
-from polytempo.engines.rendezvous import Rendezvous, joined_store
+from polytempo.engines.rendezvous import Rendezvous
 from polytempo.jobs import find
 from polytempo.server.message import Beat, Message
 from polytempo.wire.keys import make_keys
@@ -70,12 +71,19 @@ def test_keys_are_in_a_file_of_their_owner_and_nowhere_else(tmp_path: Path) -> N
     ]
 
 
+@pytest.fixture
+def rendezvous() -> Iterator[Rendezvous]:
+    """One that is closed afterwards: its threads would be in the way of forks."""
+    held = Rendezvous.held("127.0.0.1")
+    yield held
+    held.close()
+
+
 @pytest.mark.parametrize("transport", ["shared", "tcp", "a store"])
-def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Path) -> None:
+def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Path, rendezvous: Rendezvous) -> None:
     office: MailboxDirectory | MailboxStore
     if transport == "a store":
-        meeting = Rendezvous("127.0.0.1")
-        office = MailboxStore(joined_store(meeting.url), "127.0.0.1", make_keys(), 1 << 20)
+        office = MailboxStore(Rendezvous.joined(rendezvous.url), "127.0.0.1", make_keys(), 1 << 20)
     else:
         office = post_office(tmp_path / "h", transport)
     first, second = office.mailbox(0), office.mailbox(1)

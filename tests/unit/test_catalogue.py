@@ -9,12 +9,16 @@ from itertools import pairwise
 import pytest
 
 import polytempo as pt
+from laws.catalogue import ROWS, Row
 from polytempo import strategies
 from polytempo.cli.main import app
 from polytempo.cli.strategies import described, source_in
 from polytempo.core import Strategy
 from polytempo.spec.call import parse_call
-from polytempo.spec.catalogue import CODECS, COMPARED, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
+from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
+from polytempo.spec.declaration import declared
+from polytempo.spec.names import COMPARED
+from polytempo.spec.resolution import signature_of
 
 
 @pytest.mark.parametrize("name", strategies.__all__)
@@ -112,8 +116,8 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
     assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last lines
-    assert "local_sgd(period: int = 8, route: Route | Path = native, codec: Codec = none)" in first
-    assert "bf16_sgd(route: Route | Path = none)" in first
+    assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
+    assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
     assert lines[-1].startswith("route=… takes ways in bf16_sgd, diloco, ")
 
@@ -139,3 +143,52 @@ def test_the_package_offers_the_parser() -> None:
     assert str(pt.parse_strategy(str(strategy))) == str(strategy)
     with pytest.raises(ValueError, match=r"there is no strategy 'dovnpour' \(did you mean downpour\?\)"):
         pt.parse_strategy("dovnpour")
+
+
+KINDS = ("strategies", "codecs", "ways", "clusters", "stragglers")
+
+
+def test_what_the_source_declares_is_what_an_import_gives() -> None:
+    """So that a wrong name or argument can be refused before torch is imported, in the same words."""
+    read = declared()
+    for kind in KINDS:
+        functions, declarations = getattr(NAMES, kind), getattr(read, kind)
+        assert list(functions) == list(declarations)
+        for name, function in functions.items():
+            assert signature_of(declarations[name]) == signature_of(function)
+    for argument, meanings in NAMES.arguments.items():
+        assert list(read.arguments[argument]) == list(meanings)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.make().name)
+def test_a_declaration_refuses_no_strategy_that_there_is(row: Row) -> None:
+    declared().strategy(row.make().name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local_sg",
+        "local_sgd(perod=8)",
+        "local_sgd(period=abc)",
+        "local_sgd(period=true)",
+        "local_sgd(8, period=8)",
+        "sync_sgd(route=rign)",
+        "sync_sgd(route=hierarchical(betwen=ring))",
+        "gossip(graph=ring(3))",
+        "top_k",
+        "low_rank(rank=2)",
+        "local_sgd(codec=top_k(ratio=much))",
+        "local_sgd(codec=feedback)",
+        "downpour(codec=feedback(codec=top_kk))",
+        "softsync(scale=3)",
+        "local_sgd(period=",
+        "adasum(of=updates)",
+    ],
+)
+def test_a_declaration_refuses_in_the_words_of_the_function(text: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        parse_strategy(text)
+    with pytest.raises(ValueError, match=r".") as early:
+        declared().strategy(text)
+    assert str(early.value) == str(refused.value)

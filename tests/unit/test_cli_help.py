@@ -65,7 +65,7 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
         ("trian", "No such command 'trian'"),
         ("train digits --workers two", "'--workers'"),
         ("train digits --worker 2", "No such option: --worker"),
-        ("train digits --until accuracy=97", "error: --until accuracy=97: takes accuracy as a share"),
+        ("train digits --until accuracy=97", "error: --until accuracy=97: accuracy is a number between 0 and 1"),
         ("train digits --config missing.toml", "error: missing.toml: there is no such file\n"),
         ("train digits --data missing", "error: --data missing: there is no such file or folder\n"),
         ("train digits --strategy locl_sgd", "no strategy 'locl_sgd' (did you mean local_sgd?); there are: "),
@@ -76,10 +76,10 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
         ("train digits --resume", "error: --resume: runs/digits-sync_sgd holds no run"),
         ("train dogits", "there is no job 'dogits'"),
         ("train", "error: name a job: "),
-        ("train digits --strategy=", "error: --strategy '': names nothing; write a name, or leave it out"),
-        ("compare digits --strategies=", "error: --strategies '': names nothing"),
-        ("simulate digits --cluster=", "error: --cluster '': names nothing"),
-        ("simulate digits --stragglers=", "error: --stragglers '': names nothing"),
+        ("train digits --strategy=", "error: --strategy '': the value is empty; write a name, or leave the option out"),
+        ("compare digits --strategies=", "error: --strategies '': the value is empty"),
+        ("simulate digits --cluster=", "error: --cluster '': the value is empty"),
+        ("simulate digits --stragglers=", "error: --stragglers '': the value is empty"),
         ("compare digits --strategies sync_sgd,,adasum", "expected a name, not ','"),
         ("simulate digits --cluster etherne", "no cluster 'etherne' (did you mean ethernet?)"),
         ("simulate digits --stragglers lognorm", "no straggler distribution 'lognorm'"),
@@ -101,6 +101,45 @@ def test_wrong_values(
     assert message in said.err
     assert said.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train digits --strategy local_sg(period=8)",
+        "train digits --strategy local_sgd(perod=8)",
+        "train digits --batch-size -1",
+        "train digits --until accuracy=97",
+        "train digits --on-drift wait",
+        "train digits --config missing.toml",
+        "train digits --resume",
+        "train digits --out taken",
+        "train dogits",
+        "train missing.py:job",
+        "train missing_module:job",
+        "train",
+        "compare digits --strategies sync_sgd,local_sg",
+        "simulate digits --cluster ethernett",
+        "simulate digits --stragglers lognorm",
+        "explain local_sg",
+        "explain local_sgd --job dogits",
+    ],
+)
+def test_a_rejected_argument_is_answered_without_torch(tmp_path: Path, arguments: str) -> None:
+    """Torch takes seconds to load, so the answer comes before."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/result.json").touch()
+    program = (
+        "import sys, polytempo.cli.main\n"
+        "try:\n"
+        f"    polytempo.cli.main.app({arguments.split()!r})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 2\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert done.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
-from polytempo.compression.dynamic8 import Tree, nearest, tree
+from polytempo.compression.tree import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native import codes_dense
 
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign(), sign(False)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
 
 
 def floats(wire: Tensor, count: int) -> list[float]:
@@ -173,26 +173,28 @@ def test_what_is_not_sent_is_owed(codec: Codec, dtype: torch.dtype, seed: int, s
     out = torch.ones_like(x)
     codec.add_(wire, out)
     assert torch.equal(out, decoded + 1)
-    if codec.law.kind == "contraction":
+    if codec.facts.law.kind == "contraction":
         lost = float((total.double() - decoded.double()).square().sum())
-        below_the_range = x.numel() * 2.0**-50 if codec.name == "fp16()" else 1e-30  # half of fp16's smallest number
-        assert lost <= (1 - codec.law.bound(x)) * float(total.double().square().sum()) + below_the_range
+        below_the_range = (
+            x.numel() * 2.0**-50 if codec.facts.name == "fp16()" else 1e-30
+        )  # half of fp16's smallest number
+        assert lost <= (1 - codec.facts.law.bound(x)) * float(total.double().square().sum()) + below_the_range
 
 
-@pytest.mark.parametrize("codec", [int8(64), dynamic8(64), one_bit(), sign()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [int8(64), dynamic8(64), one_bit(), sign()], ids=lambda codec: codec.facts.name)
 def test_the_worst_tensor_meets_the_bound(codec: Codec) -> None:
     """So the bound is as good as one of this kind can be."""
-    middle = {"int8(block=64)": 1 / 254, "dynamic8(block=64)": 0.0}.get(codec.name, 0.0)
+    middle = {"int8(block=64)": 1 / 254, "dynamic8(block=64)": 0.0}.get(codec.facts.name, 0.0)
     x = torch.full((64,), middle * 0.9999)
     x[0] = 1
-    if codec.name.startswith("dynamic8"):
+    if codec.facts.name.startswith("dynamic8"):
         numbers = Tree.of(tree()).numbers
         candidates = (numbers[1:] + numbers[:-1]) / 2
         x = torch.where(torch.arange(64) == 0, -1.0, candidates[128:, None].expand(-1, 64))
     rows = x.view(-1, 64)
     lost = [float((r - codec.decode(codec.encode(r)[0], r)).square().sum() / r.square().sum()) for r in rows]
-    assert max(lost) <= 1 - codec.law.bound(rows[0])
-    assert max(lost) == pytest.approx(1 - codec.law.bound(rows[0]), rel=0.01)
+    assert max(lost) <= 1 - codec.facts.law.bound(rows[0])
+    assert max(lost) == pytest.approx(1 - codec.facts.law.bound(rows[0]), rel=0.01)
 
 
 @every_codec
@@ -203,7 +205,7 @@ def test_nothing_changes_where_something_is_no_number(codec: Codec, dtype: torch
     with pytest.raises(NotFinite, match="element 81 is nan"):
         codec.encode_(x, residual)
     assert bool((residual == 0.25).all())
-    if codec.law.kind == "contraction":
+    if codec.facts.law.kind == "contraction":
         with pytest.raises(NotFinite):
             feedback(codec).encode(x)
 
@@ -242,7 +244,7 @@ def test_a_truncated_wire_is_refused_by_its_length(codec: Codec, left: int) -> N
     assert bool((out == 1).all())
 
 
-@pytest.mark.parametrize("codec", [*CODECS, exact()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [*CODECS, exact()], ids=lambda codec: codec.facts.name)
 def test_memory_that_a_kernel_could_not_use_is_refused(codec: Codec) -> None:
     """Too little, strided, of another dtype or with two dimensions: to write to, and to read."""
     x, owed = torch.linspace(-1, 1, 400), torch.full((400,), 0.5)
@@ -250,9 +252,9 @@ def test_memory_that_a_kernel_could_not_use_is_refused(codec: Codec) -> None:
     memory, out, n = torch.zeros(8 * wire.nbytes, dtype=torch.uint8).view(wire.dtype), torch.ones(400), wire.numel()
     other = torch.zeros(n, dtype=torch.float64)
     for room in (memory[: n - 4], memory[: 2 * n : 2], other, memory[:n].view(-1, 1), memory[:n].to("meta")):
-        with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.name)}"):
+        with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.facts.name)}"):
             codec.encode(x, out=room)
-        with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.name)}"):
+        with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.facts.name)}"):
             codec.encode_(x, owed, out=room)
         for decode in (lambda wrong: codec.decode(wrong, x), lambda wrong: codec.add_(wrong, out)):
             with pytest.raises(ValueError, match="a wire of"):
@@ -273,7 +275,7 @@ def test_a_residual_of_another_shape_meets_no_kernel(codec: Codec) -> None:
         codec.encode_(x, residual)
 
 
-@pytest.mark.parametrize("codec", [*CODECS, exact()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [*CODECS, exact()], ids=lambda codec: codec.facts.name)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_what_wants_a_gradient_is_encoded_without_one(codec: Codec, dtype: torch.dtype) -> None:
     x, residual = torch.ones(40, dtype=dtype, requires_grad=True), torch.zeros(40, dtype=dtype)
@@ -309,7 +311,7 @@ def test_a_block_has_elements(make: type) -> None:
 
 
 def test_names_are_as_a_person_would_write_them() -> None:
-    assert [codec.name for codec in CODECS[3:]] == [
+    assert [codec.facts.name for codec in CODECS[3:]] == [
         "int8(block=5)",
         "dynamic8(block=4096)",
         "dynamic8(block=16)",

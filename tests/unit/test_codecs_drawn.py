@@ -21,7 +21,7 @@ DRAWN = (qsgd(), qsgd(levels=1, bucket=7), qsgd(levels=127, bucket=100), terngra
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EXTREMES = (0.0, -0.0, 1e-45, -3e-42, 1.1754944e-38, 3.4028235e38, -3.4028235e38)
 
-codecs = pytest.mark.parametrize("codec", DRAWN, ids=lambda codec: codec.name)
+codecs = pytest.mark.parametrize("codec", DRAWN, ids=lambda codec: codec.facts.name)
 
 
 @pytest.fixture(params=["kernels where there are", "torch"])
@@ -145,7 +145,7 @@ def test_how_many_bytes() -> None:
         terngrad(): 4 + 250_000,
         natural(): 1_000_000 + 125_000,
     }
-    assert {codec.name: codec.wire_bytes(like) for codec in table} == {c.name: n for c, n in table.items()}
+    assert {codec.facts.name: codec.wire_bytes(like) for codec in table} == {c.facts.name: n for c, n in table.items()}
     # 16 words hold a block of 160 codes of 3 bits, 128 of 4, 96 of 5; the rest takes as few as it needs.
     assert [terngrad().wire_bytes(like, terms) for terms in (3, 7, 15)] == [400_000, 500_000, 4 * 166_667]
 
@@ -234,14 +234,16 @@ def test_kernels_and_torch_write_the_same_wires(monkeypatch: pytest.MonkeyPatch)
     """Sums of whole numbers are exact in float64, whatever their order; so here even steps and scalers are the same."""
     x = (normal(10_000) * 100).round()
     whens = (EncodeContext(2, 1, 5), EncodeContext(2, 1, 5, terms=5, agreed=1000.0))
-    cases = [(codec, when) for codec in DRAWN for when in (whens if codec.summable else whens[:1])]
+    cases = [(codec, when) for codec in DRAWN for when in (whens if codec.facts.summable else whens[:1])]
     first = [codec.encode(x, None, when)[0] for codec, when in cases]
     monkeypatch.setattr(codes_drawn, "load", lambda: None)
     for (codec, when), wire in zip(cases, first, strict=True):
-        assert torch.equal(codec.encode(x, None, when)[0], wire), codec.name
+        assert torch.equal(codec.encode(x, None, when)[0], wire), codec.facts.name
 
 
-@pytest.mark.parametrize("codec", [qsgd(4), qsgd(3, 16), qsgd(100), terngrad(None), natural()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [qsgd(4), qsgd(3, 16), qsgd(100), terngrad(None), natural()], ids=lambda c: c.facts.name
+)
 def test_unbiased_and_within_the_bound(codec: Any) -> None:
     """|mean - v| < 4 standard errors over 2,000 draws, and E‖x̂ - v‖² ≤ bound · ‖v‖²."""
     v = normal(48, seed=11)
@@ -251,8 +253,8 @@ def test_unbiased_and_within_the_bound(codec: Any) -> None:
     ).double()
     assert_mean(drawn, v.double())
     error = (drawn - v.double()).square().sum(dim=1).mean()
-    assert float(error) <= 1.02 * codec.law.bound(v) * float(v.double().square().sum())
-    assert codec.law.kind == "unbiased"
+    assert float(error) <= 1.02 * codec.facts.law.bound(v) * float(v.double().square().sum())
+    assert codec.facts.law.kind == "unbiased"
 
 
 def assert_mean(drawn: Tensor, v: Tensor) -> None:
@@ -270,8 +272,8 @@ def test_bounds_are_reached() -> None:
             (codec.decode(codec.encode(v, None, EncodeContext(step))[0], v) - v).square().sum()
             for step in range(1, 501)
         ]
-        ratio = float(torch.stack(errors).mean() / v.square().sum()) / codec.law.bound(v)
-        assert 0.93 < ratio < 1.07, codec.name
+        ratio = float(torch.stack(errors).mean() / v.square().sum()) / codec.facts.law.bound(v)
+        assert 0.93 < ratio < 1.07, codec.facts.name
 
 
 # QSGD.
@@ -403,7 +405,7 @@ def test_pca_is_the_best_matrix_of_its_rank(shape: tuple[int, ...], dtype: torch
     left_out = torch.linalg.svdvals(rows - rows.mean(dim=0))[2:].square().sum()
     error = (codec.decode(wire, x).double() - x.double()).square().sum()
     assert float(error) == pytest.approx(float(left_out), rel=1e-4)
-    assert float(error) <= (1 - codec.law.bound(x)) * float(rows.square().sum())
+    assert float(error) <= (1 - codec.facts.law.bound(x)) * float(rows.square().sum())
     assert torch.equal(wire, codec.encode(x.clone())[0])
     residual = torch.zeros_like(x)
     codec.encode_(x, residual)
@@ -424,7 +426,7 @@ def test_what_pca_would_not_make_smaller_travels_exactly(x: Tensor) -> None:
     wire, _ = codec.encode(x)
     assert codec.wire_bytes(x) == 4 * x.numel()
     assert torch.equal(codec.decode(wire, x), x)
-    assert codec.law.bound(x) == 1.0
+    assert codec.facts.law.bound(x) == 1.0
 
 
 def test_pca_refuses() -> None:
@@ -458,7 +460,7 @@ def test_pca_of_rows_that_are_zero_or_alike(num_rows: int, rank: int, repeats: i
             x[normal(64, seed=rank).argsort()[:num_rows]] = normal(num_rows, 400, seed=rank)
         x = x.T.contiguous() if transposed else x
         codec = pca(rank)
-        assert error(codec, x) <= 1 - codec.law.bound(x)
+        assert error(codec, x) <= 1 - codec.facts.law.bound(x)
         if rank >= num_rows:
             assert error(codec, x) < 1e-12
 
@@ -469,9 +471,9 @@ def test_pca_of_more_components_than_there_are(shape: tuple[int, int], rank: int
     """In float64, which it halves even so; the law holds but for the rounding to float32."""
     for scale in (1.0, 1e-30, 1e30):
         x, codec = normal(*shape, seed=rank).double() * scale + scale, pca(rank)
-        assert codec.num_components(x) == max(1, min(rank, shape[0] - 1, shape[1]))
-        assert error(codec, x) <= 1 - codec.law.bound(x)
-        assert 1 - codec.law.bound(x) < 1e-12 or codec.num_components(x) < min(shape[0] - 1, shape[1])
+        assert codec.encoding.num_components(x) == max(1, min(rank, shape[0] - 1, shape[1]))
+        assert error(codec, x) <= 1 - codec.facts.law.bound(x)
+        assert 1 - codec.facts.law.bound(x) < 1e-12 or codec.encoding.num_components(x) < min(shape[0] - 1, shape[1])
 
 
 def test_pca_of_orthogonal_rows_has_no_more_error_than_it_may() -> None:
@@ -480,7 +482,7 @@ def test_pca_of_orthogonal_rows_has_no_more_error_than_it_may() -> None:
         x = torch.zeros(64, 200, dtype=dtype)
         x[:32, :32] = torch.eye(32) * 3
         x[32:, :32] = -torch.eye(32) * 3
-        assert error(pca(8), x) <= 1 - pca(8).law.bound(x)
+        assert error(pca(8), x) <= 1 - pca(8).facts.law.bound(x)
 
 
 def test_pca_of_the_largest_numbers_is_finite() -> None:
@@ -489,7 +491,7 @@ def test_pca_of_the_largest_numbers_is_finite() -> None:
         assert pca(2).decode(pca(2).encode(x)[0], x).isfinite().all()
 
 
-@pytest.mark.parametrize("codec", [qsgd(), pca(2)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [qsgd(), pca(2)], ids=lambda codec: codec.facts.name)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_only_fitting_memory_is_taken_and_gradients_stay_out(codec: Any, dtype: torch.dtype) -> None:
     x, residual = normal(40, 30).to(dtype).requires_grad_(), torch.zeros(40, 30, dtype=dtype)

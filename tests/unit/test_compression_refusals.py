@@ -16,6 +16,8 @@ from polytempo import compression as c
 from polytempo import strategies as s
 from polytempo.aggregation import low_rank, mean, merged, vote
 from polytempo.cluster import ethernet
+from polytempo.compression.int8 import Int8
+from polytempo.compression.top_k import TopK
 from polytempo.core import Bundle, Codec, Port
 from polytempo.interop.ddp_hook import comm_hook
 from polytempo.worlds.virtual import VirtualWorld
@@ -53,8 +55,8 @@ def test_numbers_that_cannot_be(
 
 
 def test_numpy_has_whole_numbers_too() -> None:
-    assert c.int8(numpy.int64(64)).block == 64
-    assert c.top_k(numpy.float32(0.5)).ratio == 0.5
+    assert c.int8(numpy.int64(64)).encoding == Int8(64)
+    assert c.top_k(numpy.float32(0.5)).encoding == TopK(0.5, False)
 
 
 @pytest.mark.parametrize("route", [c.all_gather, c.reduce_scatter, collectives.hierarchical, "ring"])
@@ -82,7 +84,7 @@ def test_what_is_no_merge(merge: Any, named: str) -> None:
             build(merge)
 
 
-@pytest.mark.parametrize("codec", [c.bf16(), c.int8()], ids=lambda codec: str(codec.name))
+@pytest.mark.parametrize("codec", [c.bf16(), c.int8()], ids=lambda codec: str(codec.facts.name))
 def test_a_factory_of_routes_is_no_route_for_wires_either(codec: Codec) -> None:
     with pytest.raises(TypeError, match="and hierarchical does not"):
         c.through(codec, route=collectives.hierarchical)  # type: ignore[arg-type]

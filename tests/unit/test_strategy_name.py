@@ -104,5 +104,5 @@ def test_a_call_lists_the_arguments_of_the_signature_and_nothing_else() -> None:
     ],
 )
 def test_a_codec_is_named_by_its_call_which_makes_it_again(codec: Codec, name: str) -> None:
-    assert codec.name == name
+    assert codec.facts.name == name
     assert resolve(parse_call(name), CODECS, {}) == codec

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers import CLUSTER
 from polytempo.compression import bf16, exact, feedback, fp16, natural, qsgd, recv, send
-from polytempo.core import Codec, EncodeContext, NotFinite, Port
+from polytempo.core import Codec, EncodeContext, Facts, Law, NotFinite, Port
 from polytempo.worlds import Outcome, VirtualWorld
 
 ACTIVATIONS = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
@@ -114,7 +114,7 @@ def test_wires_of_varying_length_are_refused() -> None:
     class Varying:
         """Not even asked to encode."""
 
-        name, fixed = "varying()", False
+        facts = Facts("varying()", Law("lossless"), flops=1.0, fixed=False)
 
         def init(self, like: Tensor) -> None:
             """Nothing."""

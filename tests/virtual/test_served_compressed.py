@@ -63,7 +63,7 @@ BY_ROWS = ((Span(0, 2000),), (Span(2000, 4000),), (Span(4000, 6000),), (Span(600
 """Four shards, all cuts between rows or parameters."""
 FED = [feedback(bf16()), feedback(int8()), feedback(one_bit()), feedback(top_k(0.01))]
 LAUNCHER = 9
-by_name = {"ids": lambda codec: codec.name}
+by_name = {"ids": lambda codec: codec.facts.name}
 
 
 def gradients(count: int, seed: int = 0) -> list[Tensor]:
@@ -161,7 +161,7 @@ def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Code
             delivered(worker, machines)
         found.append(torch.cat([machine.weights for machine in machines]))
     assert torch.equal(found[0][:6000], found[1][:6000])
-    assert torch.equal(*found) or codec.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
+    assert torch.equal(*found) or codec.facts.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
 
 
 # --------------------------------------------------------------------------------------------------- nothing gets lost
@@ -253,7 +253,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_shard_goes_on(codec: Codec, h
     assert isinstance(reply, Pushed)
     assert reply.verdict == "refused"
     assert "worker 0, clock 1: " in reply.reason
-    assert codec.name in reply.reason
+    assert codec.facts.name in reply.reason
     assert not machine.weights.any()
     (reply,) = machine.apply(Push(0, 1, 2, 1, 0, 1, (), (0,), wire))
     assert isinstance(reply, Pushed)

@@ -386,7 +386,7 @@ def test_what_is_no_codec_fails_when_it_is_built(given: Any, message: str) -> No
             make()
 
 
-@pytest.mark.parametrize("codec", [c.bf16(), c.top_k()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [c.bf16(), c.top_k()], ids=lambda codec: codec.facts.name)
 def test_a_route_is_no_string(codec: Codec) -> None:
     route: Any = "ring"
     with pytest.raises(TypeError, match="a route takes a port and a buffer, and 'ring' does not"):

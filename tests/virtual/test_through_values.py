@@ -123,7 +123,7 @@ def test_what_is_finite_stays_finite(codec: Codec, route: Any, x: Tensor, num_ra
 
 
 @pytest.mark.parametrize(
-    "codec", [c.top_k(1.0), c.feedback(c.top_k(1.0)), c.dgc(1.0, 0.0), c.exact()], ids=lambda each: each.name
+    "codec", [c.top_k(1.0), c.feedback(c.top_k(1.0)), c.dgc(1.0, 0.0), c.exact()], ids=lambda each: each.facts.name
 )
 def test_small_parts_of_many_ranks_are_not_lost_beside_a_large_one(codec: Codec) -> None:
     """1 + 1/512 is 1 in bfloat16, so that 31 such parts, added one by one, would be nothing."""

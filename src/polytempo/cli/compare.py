@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import typer
 
-from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.cli.options import train_options
-from polytempo.cli.plan import job_of, run_name, run_options, show_plan
+from polytempo.cli.plan import found_job, run_options, show_plan
+from polytempo.cli.request import Request
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategies
 
 
-def compare(given: Mapping[str, object], config: Path | None) -> None:
+def compare(request: Request) -> None:
     """Train one job with one strategy after the other."""
-    options = train_options(given, config)
-    if options.resume:
-        raise ValueError("--resume: compare begins anew; `polytempo train --resume --out` goes on with one of its runs")
+    options = request.options
     strategies = parse_strategies(options.strategies)
     with notes_on_stderr():
-        job = job_of(options)
-    name = run_name(options, "compare")
-    out = default_folder(name, resume=False)
-    if options.out is not None:
-        out = checked_folder(options.out, resume=False, force=options.force)
-    taken = run_options(options, out)
+        job = found_job(request.job)
+    taken = run_options(request)
     if options.dry_run:
         names = [strategy.name for strategy in strategies]
         show_plan(job, names, "process", options.workers, taken, as_json=options.as_json)
@@ -40,7 +30,7 @@ def compare(given: Mapping[str, object], config: Path | None) -> None:
         show_json(figures)
     else:
         show_results(figures)
-        print(f"report: {out / 'report.html'}")
+        print(f"report: {request.out / 'report.html'}")
     say_unreached([each for each in figures if not each["diverged"]])
     if say_diverged(figures):
         raise typer.Exit(1)

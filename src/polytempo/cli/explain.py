@@ -223,7 +223,9 @@ def _what(parameters: Bundle, codec: Codec | None) -> str:
     packing = Packing(whole(parameters.views, codec), parameters.views)
     most = "" if packing.fixed else "at most "
     factor = plain / max(1, packing.num_bytes)
-    return f"{most}{size(packing.num_bytes)} by {codec.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    return (
+        f"{most}{size(packing.num_bytes)} by {codec.facts.name}, uncompressed {size(plain)}, {factor:.3g} times as much"
+    )
 
 
 def _asked(strategy: Strategy, parameters: Bundle) -> dict[str, str]:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, fields
 
 from polytempo import jobs
 from polytempo.cli.options import TrainOptions
+from polytempo.cli.request import Request
 from polytempo.cli.show import show_json, show_table
-from polytempo.engines.folder_names import slug
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
 from polytempo.spec.options import RunOptions
-
-
-def job_of(options: TrainOptions) -> Job:
-    """The job that is named."""
-    if options.job is None:
-        raise ValueError(f"name a job: {', '.join(sorted(jobs.names()))}, my_module:job, or path/to/file.py:job")
-    return found_job(options.job)
 
 
 def found_job(text: str) -> Job:
@@ -30,31 +22,10 @@ def found_job(text: str) -> Job:
         raise not_read(text, error) from error
 
 
-def run_name(options: TrainOptions, *further: str) -> str:
-    """The name of a run's folder: the job's, then what tells it from the job's other runs."""
-    return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
-
-
-def run_options(options: TrainOptions, out: Path | None) -> RunOptions:
+def run_options(request: Request) -> RunOptions:
     """The options as the engines take them, with the folder that was chosen."""
-    return RunOptions(
-        epochs=options.epochs,
-        steps=options.steps,
-        until=options.until,
-        batch_size=options.batch_size,
-        lr=options.lr,
-        seed=options.seed,
-        data=options.data,
-        out=out,
-        resume=options.resume,
-        threads=options.threads,
-        allow_nan=options.allow_nan,
-        checkpoint_every=options.checkpoint_every,
-        on_drift=options.on_drift,
-        timeout_s=options.timeout_s,
-        transport=options.transport,
-        restarts=options.restarts,
-    )
+    shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
+    return RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
 
 
 def show_plan(

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import NamedTuple
 
 from polytempo.cli.show import show_json, show_table
-from polytempo.spec.catalogue import CODECS, STRATEGIES, WAYS, routes_of
+from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, WAYS
 from polytempo.spec.resolution import Function, signature_of
 
 WIDTH = 120
@@ -43,7 +43,7 @@ def strategies(*, as_json: bool) -> None:
             show_table((kind, "what it does", "source"), rows)
         else:
             _show_paragraphs(kind, rows)
-    takers = [name for name, function in STRATEGIES.items() if WAYS.keys() <= routes_of(function).keys()]
+    takers = [name for name, function in STRATEGIES.items() if WAYS.keys() <= NAMES.routes_of(function).keys()]
     print(f"\ncodec=… takes codecs\nroute=… takes ways in {', '.join(takers) or 'no strategy'}")
 
 

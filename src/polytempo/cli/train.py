@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 import typer
 
-from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.cli.options import TrainOptions, train_options
-from polytempo.cli.plan import job_of, run_name, run_options, show_plan
+from polytempo.cli.plan import found_job, run_options, show_plan
+from polytempo.cli.request import Request
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
@@ -18,14 +15,14 @@ from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategy
 
 
-def train(given: Mapping[str, object], config: Path | None) -> None:
+def train(request: Request) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
-    options = train_options(given, config)
+    options = request.options
     world = recognise(os.environ)
     strategy = parse_strategy(options.strategy)
     with notes_on_stderr():
-        job = job_of(options)
-    taken = run_options(options, _folder(options, shared=world.size > 1))
+        job = found_job(request.job)
+    taken = run_options(request)
     first = world.rank == 0
     if options.dry_run:
         if first:
@@ -43,11 +40,3 @@ def train(given: Mapping[str, object], config: Path | None) -> None:
         (show_json if options.as_json else show_result)(figures)
     if say_unreached([figures] if first else []):
         raise typer.Exit(1)
-
-
-def _folder(options: TrainOptions, *, shared: bool) -> Path:
-    """Where the run's files go. Workers that were started apart must all come to the same answer by themselves."""
-    name = run_name(options, options.strategy)
-    if options.out is not None or shared:
-        return checked_folder(options.out or Path("runs") / name, resume=options.resume, force=options.force)
-    return default_folder(name, resume=options.resume)

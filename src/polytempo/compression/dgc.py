@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import entries
-from polytempo.compression.values import check_kind
-from polytempo.core import ALONE, CodecState, EncodeContext, Law, Residual
+from polytempo.compression.coded import placed
+from polytempo.compression.kernels.sparse import add_entries_
+from polytempo.compression.values import check_finite, check_kind, refuse
+from polytempo.core import ALONE, CodecState, EncodeContext, Facts, Law, Residual
 from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_real, check_whole
 from polytempo.core.state import narrowed, wide
@@ -27,218 +29,6 @@ WARMUP = (0.25, 0.063, 0.015, 0.004)
 
 TOO_MANY, TOO_FEW = 1.3, 0.8
 """How far from ratio · n the count of a sampled threshold may be."""
-
-
-class Accumulated(NamedTuple):
-    """What `dgc` remembers of a tensor. Who takes over from several ranks goes on with the sums of both."""
-
-    u: Residual
-    """The momentum of this rank's part; nothing without momentum. m / (1 - m) · u is still to come of it."""
-    v: Residual
-    """The sum of its u that was not sent."""
-
-    def given(self) -> tuple[list[Tensor], Accumulated]:
-        """What is given where nobody else is left, and the state after it: v, and not u, which is part of v already.
-
-        Giving v is sending all of it, and the paper's masking stops the momentum of what is sent: else what is late
-        would push on in a direction that may be an old one. So u is 0 afterwards.
-        """
-        return ([] if self.v.residual is None else [self.v.residual]), Accumulated(Residual(), Residual())
-
-
-@dataclass(frozen=True)
-class Dgc:
-    """See `dgc`."""
-
-    ratio: float
-    momentum: float
-    clip: float | None
-    warmup_steps: int
-    sample: float
-    dense_below: int
-    summable: bool = False
-    sparse: bool = True
-    fixed: bool = False
-    passes_nonfinite: bool = False
-    feeds_itself: bool = True
-    flops: float = 7.0
-
-    @cached_property
-    def name(self) -> str:
-        """As a person would write it."""
-        return codec_name(dgc, self, brief=("clip", "warmup_steps", "sample", "dense_below"))
-
-    @property
-    def law(self) -> Law:
-        """Σ decoded + v = Σ u, but for the momentum that is stopped where something was sent; Σ x at momentum 0."""
-        return Law("conserving")
-
-    def init(self, like: Tensor) -> Accumulated:
-        """No momentum, and nothing is owed."""
-        return Accumulated(Residual(), Residual())
-
-    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
-        """Bytes."""
-        return torch.uint8
-
-    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
-        """The most: 1.3 · ratio · n entries, at the largest ratio of all steps."""
-        n = like.numel()
-        ratio = max(self.ratio, WARMUP[0]) if self.warmup_steps else self.ratio
-        most = n if self._is_dense(n, ratio) else min(_most(n, ratio), n)
-        return entries.wire_bytes(n, most, like.element_size())
-
-    def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """Nothing to agree on."""
-        return None
-
-    def ratio_at(self, step: int) -> float:
-        """The share that is kept at that step (from 1 on): the stages of the warm-up, then `ratio`."""
-        if step > self.warmup_steps:
-            return self.ratio
-        return max(self.ratio, WARMUP[(step - 1) * len(WARMUP) // self.warmup_steps])
-
-    def encode(
-        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
-    ) -> tuple[Tensor, CodecState]:
-        """One step. The state that is given is spent: its tensors become the next state's, in place."""
-        check_kind(x)
-        x = x.detach()
-        before = self.init(x) if state is None else state
-        u, owed = _memory(before.u, x), before.v
-        scale, n, ratio = self._scale(x), x.numel(), self.ratio_at(when.step)
-        if self._is_dense(n, ratio):
-            return self._whole(x, u, owed, scale, out)
-        v = _memory(owed, x)
-        if codes_sparse.serves(x, u, v):
-            indices, values = self._found(codes_sparse.SourceArrays(x, v, u, self.momentum, scale), ratio, when)
-            wire = entries.write(indices, values, n, out)  # which may not fit; so before anything changes
-            codes_sparse.accumulate(x, u, v, self.momentum, scale)
-            for memory in (u, v):
-                codes_sparse.zero(memory, indices, indices.numel())
-        else:
-            momentum = u * self.momentum + x.to(u.dtype) * scale
-            total = (v + momentum).reshape(-1)
-            entries.check_finite(self.name, total)
-            indices = self._picked(total, ratio, when)
-            indices, values = _nonzero(indices, narrowed(total[indices], x))
-            wire = entries.write(indices, values, n, out)
-            fresh = momentum.reshape(-1)
-            fresh[indices] = 0
-            total[indices] -= values  # 0, but for what 16 bits have rounded off
-            u.copy_(fresh.view(u.shape))
-            v.copy_(total.view(v.shape))
-        return wire, self._kept(u, Residual(v))
-
-    def encode_(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState = None,
-        when: EncodeContext = ALONE,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, CodecState]:
-        """Not to be fed by others."""
-        raise NotImplementedError(f"{self.name} keeps its residual itself")
-
-    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
-        """The values at their places, 0 elsewhere."""
-        out = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        entries.add_(wire, out, self.name)
-        return out
-
-    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
-        entries.add_(wire, out, self.name)
-
-    def _is_dense(self, n: int, ratio: float) -> bool:
-        return n < self.dense_below or math.ceil(ratio * n) >= n
-
-    def _scale(self, x: Tensor) -> float:
-        """Of x, so that its norm is at most `clip`; the authors' 1e-6 in the divisor is left out."""
-        if self.clip is None or not x.numel():
-            return 1.0
-        entries.check_finite(self.name, x)
-        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-        return min(1.0, self.clip / norm) if norm else 1.0
-
-    def _kept(self, u: Tensor, v: Residual) -> Accumulated:
-        """The next state: without momentum u says nothing about the next step."""
-        return Accumulated(Residual(u) if self.momentum else Residual(), v)
-
-    def _whole(self, x: Tensor, u: Tensor, v: Residual, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
-        """All of u, and what may be owed from sparser steps. Momentum goes on, for nothing of it was kept back."""
-        momentum = u * self.momentum + x.to(u.dtype) * scale
-        owed = v.residual
-        total = momentum if owed is None else momentum + owed
-        entries.check_finite(self.name, total)
-        sent, n = narrowed(total, x), x.numel()
-        wire = entries.write(torch.arange(n, device=x.device), sent.reshape(-1), n, out)
-        u.copy_(momentum)
-        if owed is not None:
-            torch.sub(total, sent, out=owed)  # 0, but for what 16 bits have rounded off
-        elif sent.dtype is not total.dtype:
-            v = Residual(total - sent)
-        return wire, self._kept(u, v)
-
-    def _found(self, source: codes_sparse.SourceArrays, ratio: float, when: EncodeContext) -> tuple[Tensor, Tensor]:
-        """Indices (int32) and values of what is sent, by kernels; nothing has changed yet."""
-        x, n = source.x, source.x.numel()
-        k = math.ceil(ratio * n)
-        x_s, v_s, u_s = (self._sampled(t, ratio, when) for t in (x, source.residual, source.velocity))
-        cut = _cut(v_s + (u_s * source.momentum + x_s * source.scale), k / n)
-        room = min(_most(n, ratio), n)
-        indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=x.dtype)
-        count, bad = source.above(cut, indices, values)
-        if bad < 0 and not TOO_FEW * k <= count <= room:
-            raw = torch.empty(8 * k, dtype=torch.uint8)
-            (count, bad), indices = source.top(k, raw), raw[: 4 * k].view(torch.int32)
-            values = entries.taken(raw, 4 * k, k, x.dtype)
-        if bad >= 0:
-            assert source.residual is not None
-            assert source.velocity is not None
-            total = source.residual + (source.velocity * source.momentum + x * source.scale)
-            entries.refuse(self.name, bad, total)
-        return _nonzero(indices[:count], values[:count])
-
-    def _picked(self, total: Tensor, ratio: float, when: EncodeContext) -> Tensor:
-        """The same by torch: indices (int64), also of zeros where there are not enough others."""
-        n = total.numel()
-        k = math.ceil(ratio * n)
-        cut = _cut(self._sampled(total, ratio, when), k / n)
-        indices = ((total.abs() >= cut) & (total != 0)).nonzero().view(-1)
-        if TOO_FEW * k <= indices.numel() <= min(_most(n, ratio), n):
-            return indices
-        return entries.largest(total, k)
-
-    def _sampled(self, t: Tensor | None, ratio: float, when: EncodeContext) -> Tensor:
-        """Every so many elements: a share of `sample`, and at least two that are expected to be sent."""
-        assert t is not None, "the source of dgc has all three"
-        return entries.sampled(t, max(math.ceil(self.sample * t.numel()), math.ceil(2 / ratio)), when)
-
-
-def _memory(owed: Residual, like: Tensor) -> Tensor:
-    """What is owed, to be written to; zeros where that is nothing."""
-    if owed.residual is None:
-        return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)
-    return owed.residual
-
-
-def _nonzero(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the entries whose value is 0: those among the k largest where fewer than k are not."""
-    kept = values != 0
-    return (indices, values) if bool(kept.all()) else (indices[kept], values[kept])
-
-
-def _most(n: int, ratio: float) -> int:
-    """How many may be sent."""
-    return math.floor(TOO_MANY * math.ceil(ratio * n))
-
-
-def _cut(sample: Tensor, share: float) -> float:
-    """The magnitude that this share of a sample reaches."""
-    count = max(1, math.ceil(sample.numel() * share))
-    return float(torch.topk(sample.abs(), min(count, sample.numel()), sorted=False).values.min())
 
 
 def dgc(
@@ -295,3 +85,204 @@ def dgc(
     if warmup_steps < 0 or dense_below < 0:
         raise ValueError(f"warmup_steps and dense_below are numbers >= 0, got {warmup_steps} and {dense_below}")
     return Dgc(ratio, momentum, clip, warmup_steps, sample, dense_below)
+
+
+class Accumulated(NamedTuple):
+    """What `dgc` remembers of a tensor. Who takes over from several ranks goes on with the sums of both."""
+
+    u: Residual
+    """The momentum of this rank's part; nothing without momentum. m / (1 - m) · u is still to come of it."""
+    v: Residual
+    """The sum of its u that was not sent."""
+
+    def given(self) -> tuple[list[Tensor], Accumulated]:
+        """What is given where nobody else is left, and the state after it: v, and not u, which is part of v already.
+
+        Giving v is sending all of it, and the paper's masking stops the momentum of what is sent: else what is late
+        would push on in a direction that may be an old one. So u is 0 afterwards.
+        """
+        return ([] if self.v.residual is None else [self.v.residual]), Accumulated(Residual(), Residual())
+
+
+@dataclass(frozen=True)
+class Dgc:
+    """See `dgc`."""
+
+    ratio: float
+    momentum: float
+    clip: float | None
+    warmup_steps: int
+    sample: float
+    dense_below: int
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Σ decoded + v = Σ u, but for the momentum that is stopped where something was sent; Σ x at momentum 0."""
+        return Facts(
+            codec_name(dgc, self, brief=("clip", "warmup_steps", "sample", "dense_below")),
+            Law("conserving"),
+            flops=7.0,
+            sparse=True,
+            fixed=False,
+            memory="own",
+            momentum=self.momentum,
+        )
+
+    def init(self, like: Tensor) -> Accumulated:
+        """No momentum, and nothing is owed."""
+        return Accumulated(Residual(), Residual())
+
+    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
+        """The most: 1.3 · ratio · n entries, at the largest ratio of all steps."""
+        n = like.numel()
+        ratio = max(self.ratio, WARMUP[0]) if self.warmup_steps else self.ratio
+        most = n if self._is_dense(n, ratio) else min(_most(n, ratio), n)
+        return entries.wire_bytes(n, most, like.element_size())
+
+    def statistic(self, x: Tensor, state: CodecState) -> float | None:
+        """Nothing to agree on."""
+        return None
+
+    def ratio_at(self, step: int) -> float:
+        """The share that is kept at that step (from 1 on): the stages of the warm-up, then `ratio`."""
+        if step > self.warmup_steps:
+            return self.ratio
+        return max(self.ratio, WARMUP[(step - 1) * len(WARMUP) // self.warmup_steps])
+
+    def encode(
+        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
+    ) -> tuple[Tensor, CodecState]:
+        """One step. The state that is given is spent: its tensors become the next state's, in place."""
+        check_kind(x)
+        x = x.detach()
+        before = self.init(x) if state is None else state
+        u, owed = _memory(before.u, x), before.v
+        scale, n, ratio = self._scale(x), x.numel(), self.ratio_at(when.step)
+        if self._is_dense(n, ratio):
+            return self._whole(x, u, owed, scale, out)
+        v = _memory(owed, x)
+        if codes_sparse.serves(x, u, v):
+            indices, values = self._found(codes_sparse.SourceArrays(x, v, u, self.momentum, scale), ratio, when)
+            wire = self._placed(entries.write(indices, values, n), out)  # which may not fit; so before anything changes
+            codes_sparse.accumulate(x, u, v, self.momentum, scale)
+            for memory in (u, v):
+                codes_sparse.zero(memory, indices, indices.numel())
+        else:
+            momentum = u * self.momentum + x.to(u.dtype) * scale
+            total = (v + momentum).reshape(-1)
+            check_finite(self.facts.name, total)
+            indices = self._picked(total, ratio, when)
+            indices, values = _nonzero(indices, narrowed(total[indices], x))
+            wire = self._placed(entries.write(indices, values, n), out)
+            fresh = momentum.reshape(-1)
+            fresh[indices] = 0
+            total[indices] -= values  # 0, but for what 16 bits have rounded off
+            u.copy_(fresh.view(u.shape))
+            v.copy_(total.view(v.shape))
+        return wire, self._kept(u, Residual(v))
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
+        """The values at their places, 0 elsewhere."""
+        out = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        add_entries_(self.facts.name, wire, out)
+        return out
+
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
+        """out += the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
+        add_entries_(self.facts.name, wire, out)
+
+    def _placed(self, wire: Tensor, out: Tensor | None) -> Tensor:
+        return wire if out is None else placed(self.facts.name, wire, out)
+
+    def _is_dense(self, n: int, ratio: float) -> bool:
+        return n < self.dense_below or math.ceil(ratio * n) >= n
+
+    def _scale(self, x: Tensor) -> float:
+        """Of x, so that its norm is at most `clip`; the authors' 1e-6 in the divisor is left out."""
+        if self.clip is None or not x.numel():
+            return 1.0
+        check_finite(self.facts.name, x)
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        return min(1.0, self.clip / norm) if norm else 1.0
+
+    def _kept(self, u: Tensor, v: Residual) -> Accumulated:
+        """The next state: without momentum u says nothing about the next step."""
+        return Accumulated(Residual(u) if self.momentum else Residual(), v)
+
+    def _whole(self, x: Tensor, u: Tensor, v: Residual, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
+        """All of u, and what may be owed from sparser steps. Momentum goes on, for nothing of it was kept back."""
+        momentum = u * self.momentum + x.to(u.dtype) * scale
+        owed = v.residual
+        total = momentum if owed is None else momentum + owed
+        check_finite(self.facts.name, total)
+        sent, n = narrowed(total, x), x.numel()
+        wire = self._placed(entries.write(torch.arange(n, device=x.device), sent.reshape(-1), n), out)
+        u.copy_(momentum)
+        if owed is not None:
+            torch.sub(total, sent, out=owed)  # 0, but for what 16 bits have rounded off
+        elif sent.dtype is not total.dtype:
+            v = Residual(total - sent)
+        return wire, self._kept(u, v)
+
+    def _found(self, source: codes_sparse.SourceArrays, ratio: float, when: EncodeContext) -> tuple[Tensor, Tensor]:
+        """Indices (int32) and values of what is sent, by kernels; nothing has changed yet."""
+        x, n = source.x, source.x.numel()
+        k = math.ceil(ratio * n)
+        x_s, v_s, u_s = (self._sampled(t, ratio, when) for t in (x, source.residual, source.velocity))
+        cut = _cut(v_s + (u_s * source.momentum + x_s * source.scale), k / n)
+        room = min(_most(n, ratio), n)
+        indices, values = torch.empty(room, dtype=torch.int32), torch.empty(room, dtype=x.dtype)
+        count, bad = source.above(cut, indices, values)
+        if bad < 0 and not TOO_FEW * k <= count <= room:
+            raw = torch.empty(8 * k, dtype=torch.uint8)
+            (count, bad), indices = source.top(k, raw), raw[: 4 * k].view(torch.int32)
+            values = entries.taken(raw, 4 * k, k, x.dtype)
+        if bad >= 0:
+            assert source.residual is not None
+            assert source.velocity is not None
+            total = source.residual + (source.velocity * source.momentum + x * source.scale)
+            refuse(self.facts.name, bad, total)
+        return _nonzero(indices[:count], values[:count])
+
+    def _picked(self, total: Tensor, ratio: float, when: EncodeContext) -> Tensor:
+        """The same by torch: indices (int64), also of zeros where there are not enough others."""
+        n = total.numel()
+        k = math.ceil(ratio * n)
+        cut = _cut(self._sampled(total, ratio, when), k / n)
+        indices = ((total.abs() >= cut) & (total != 0)).nonzero().view(-1)
+        if TOO_FEW * k <= indices.numel() <= min(_most(n, ratio), n):
+            return indices
+        return entries.largest(total, k)
+
+    def _sampled(self, t: Tensor | None, ratio: float, when: EncodeContext) -> Tensor:
+        """Every so many elements: a share of `sample`, and at least two that are expected to be sent."""
+        assert t is not None, "the source of dgc has all three"
+        return entries.sampled(t, max(math.ceil(self.sample * t.numel()), math.ceil(2 / ratio)), when)
+
+
+def _memory(owed: Residual, like: Tensor) -> Tensor:
+    """What is owed, to be written to; zeros where that is nothing."""
+    if owed.residual is None:
+        return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)
+    return owed.residual
+
+
+def _nonzero(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the entries whose value is 0: those among the k largest where fewer than k are not."""
+    kept = values != 0
+    return (indices, values) if bool(kept.all()) else (indices[kept], values[kept])
+
+
+def _most(n: int, ratio: float) -> int:
+    """How many may be sent."""
+    return math.floor(TOO_MANY * math.ceil(ratio * n))
+
+
+def _cut(sample: Tensor, share: float) -> float:
+    """The magnitude that this share of a sample reaches."""
+    count = max(1, math.ceil(sample.numel() * share))
+    return float(torch.topk(sample.abs(), min(count, sample.numel()), sorted=False).values.min())

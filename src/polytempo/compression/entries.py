@@ -15,11 +15,9 @@ import struct
 import torch
 from torch import Tensor
 
+from polytempo.compression.coded import Entries
 from polytempo.compression.values import check_flat
-from polytempo.core import EncodeContext, NotFinite
-from polytempo.native import codes_sparse
-from polytempo.native.library import available
-from polytempo.native.update import DTYPES_CHECKED, unfinite
+from polytempo.core import EncodeContext
 
 LIST, MASK, ALL = 0, 1, 2
 _COUNT = 2**30 - 1
@@ -31,22 +29,6 @@ _SCATTER = 2654435761
 def padded(num_bytes: int) -> int:
     """The next multiple of 4."""
     return -(-num_bytes // 4) * 4
-
-
-def refuse(codec: str, index: int, v: Tensor) -> None:
-    """Raise NotFinite for that element of v; -1: for none."""
-    if index >= 0:
-        raise NotFinite(codec, index, float(v.reshape(-1)[index]))
-
-
-def check_finite(codec: str, v: Tensor) -> None:
-    """Raise NotFinite for the first element that is NaN or infinite. Reads v once."""
-    if available() and v.device.type == "cpu" and v.is_contiguous() and v.dtype in DTYPES_CHECKED:
-        return refuse(codec, unfinite(v), v)
-    bad = v.reshape(-1).isfinite().logical_not_()
-    if bool(bad.any()):
-        refuse(codec, int(bad.to(torch.uint8).argmax()), v)
-    return None
 
 
 def check_count(codec: str, n: int) -> None:
@@ -77,16 +59,6 @@ def sampled(t: Tensor, count: int, when: EncodeContext) -> Tensor:
     return t.reshape(-1)[first::stride]
 
 
-def room(out: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
-    """Memory for a wire of that many bytes: the beginning of `out` where there is one. Raises ValueError."""
-    if out is None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    check_flat("out", out, device, torch.uint8)
-    if out.numel() < num_bytes:
-        raise ValueError(f"out has {out.numel()} bytes, and the wire needs {num_bytes}")
-    return out[:num_bytes]
-
-
 def put(wire: Tensor, place: int, values: Tensor) -> int:
     """Copy the bytes of `values` to wire[place:], at any address; where they end."""
     raw = values.detach().contiguous().view(-1).view(torch.uint8)
@@ -113,32 +85,19 @@ def header(wire: Tensor, layout: str, codec: str) -> tuple[float, ...]:
     return struct.unpack(layout, bytes(wire[:size].tolist()))
 
 
-def add_at_(out: Tensor, indices: Tensor, values: Tensor, codec: str) -> None:
-    """out.flatten()[indices] += values, for indices (int64) that a wire has: ValueError where one is beyond out."""
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= out.numel()):
-        raise ValueError(
-            f"a wire of {codec} has indices from {int(indices.min())} to {int(indices.max())}, and the tensor "
-            f"{out.numel()} elements"
-        )
-    flat = out.reshape(-1)
-    flat.index_add_(0, indices, values.to(out.dtype))
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
-
-
 def wire_bytes(n: int, count: int, itemsize: int) -> int:
     """Bytes of the wire of `count` among n elements; it grows with count."""
     return HEADER_BYTES + padded(min(_sizes(n, count, itemsize)))
 
 
-def write(indices: Tensor, values: Tensor, n: int, out: Tensor | None) -> Tensor:
+def write(indices: Tensor, values: Tensor, n: int) -> Tensor:
     """The wire of `values` at `indices` (int32 or int64, ascending) of n elements."""
     count, itemsize = values.numel(), values.element_size()
     if n > _COUNT:
         raise ValueError(f"a wire of entries is for up to {_COUNT} elements, got {n}; split the tensor")
     sizes = _sizes(n, count, itemsize)
     chosen = sizes.index(min(sizes))
-    wire = room(out, HEADER_BYTES + padded(min(sizes)), values.device)
+    wire = torch.zeros(HEADER_BYTES + padded(min(sizes)), dtype=torch.uint8, device=values.device)
     put_header(wire, "<I", chosen << 30 | (n if chosen == ALL else count))
     place = HEADER_BYTES
     if chosen == LIST:
@@ -149,35 +108,35 @@ def write(indices: Tensor, values: Tensor, n: int, out: Tensor | None) -> Tensor
         place = put(wire, place, _bytes_of_bits(marks))
     elif count < n:
         values = torch.zeros(n, dtype=values.dtype, device=values.device).index_copy_(0, indices.long(), values)
-    wire[put(wire, place, values) :] = 0
+    put(wire, place, values)
     return wire
 
 
-def add_(wire: Tensor, out: Tensor, codec: str) -> None:
-    """out += the entries of a wire. Raises ValueError, and adds nothing, where it cannot be one for such a tensor."""
-    check_wire(codec, wire, out)
-    n, (word,) = out.numel(), header(wire, "<I", codec)
+def opened(wire: Tensor, like: Tensor, codec: str) -> tuple[int, int, int]:
+    """The form of a wire, how many values it has, and where they begin. Raises ValueError for another tensor's."""
+    check_wire(codec, wire, like)
+    n, (word,) = like.numel(), header(wire, "<I", codec)
     form, count = int(word) >> 30, int(word) & _COUNT
     if form > ALL or count > n or (form == ALL and count != n):
         raise ValueError(f"a wire of {codec} says that it has {count} values in form {form}, for {n} elements")
     head = HEADER_BYTES + (4 * count, 4 * _words(n), 0)[form]
-    if wire.numel() < head + count * out.element_size():
+    if wire.numel() < head + count * like.element_size():
         raise ValueError(f"a wire of {codec} has {wire.numel()} bytes, which are too few for {count} values")
-    if form == LIST and codes_sparse.serves(out):
-        if not codes_sparse.add_entries(out, wire[HEADER_BYTES:], wire[head:], count):
-            raise ValueError(f"a wire of {codec} has an index beyond the tensor's {n} elements")
-        return
-    values = taken(wire, head, count, out.dtype)
+    return form, count, head
+
+
+def read(wire: Tensor, like: Tensor, codec: str) -> Tensor | Entries:
+    """What a wire says. Raises ValueError where it cannot be one for such a tensor."""
+    form, count, head = opened(wire, like, codec)
+    values = taken(wire, head, count, like.dtype)
     if form == ALL:
-        out.add_(values.view(out.shape))
-        return
+        return values.view(like.shape)
     if form == LIST:
-        indices = taken(wire, HEADER_BYTES, count, torch.int32).long()
-    else:
-        indices = _bits_of_bytes(wire[HEADER_BYTES:head]).nonzero().view(-1)
-        if indices.numel() != count:
-            raise ValueError(f"a wire of {codec} marks {indices.numel()} elements, and has {count} values")
-    add_at_(out, indices, values, codec)
+        return Entries(taken(wire, HEADER_BYTES, count, torch.int32).long(), values)
+    indices = _bits_of_bytes(wire[HEADER_BYTES:head]).nonzero().view(-1)
+    if indices.numel() != count:
+        raise ValueError(f"a wire of {codec} marks {indices.numel()} elements, and has {count} values")
+    return Entries(indices, values)
 
 
 def _sizes(n: int, count: int, itemsize: int) -> tuple[int, int, int]:

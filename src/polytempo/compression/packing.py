@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polytempo.compression.exact import Exact
+from polytempo.compression.exact import exact
 from polytempo.core import Codec, CodecState, EncodeContext, NotFinite
 
 EXACT_BELOW = 1024
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 def whole(tensors: Mapping[str, Tensor], codec: Codec, exact_below: int = EXACT_BELOW) -> list[Piece]:
     """A piece for each tensor."""
     return [
-        Piece(name, 0, len(t) if t.dim() else 1, Exact() if t.numel() < exact_below else codec)
+        Piece(name, 0, len(t) if t.dim() else 1, exact() if t.numel() < exact_below else codec)
         for name, t in tensors.items()
         if t.numel()
     ]
@@ -79,13 +79,13 @@ class Packing:
 
     def __init__(self, pieces: Sequence[Piece], likes: Mapping[str, Tensor]) -> None:
         self.pieces = tuple(pieces)
-        self.fixed = all(piece.codec.fixed for piece in pieces)
+        self.fixed = all(piece.codec.facts.fixed for piece in pieces)
         shapes = [_shape(piece.of(likes[piece.name])) for piece in pieces]
         self._sizes = [_padded(p.codec.wire_bytes(like)) for p, like in zip(pieces, shapes, strict=True)]
         self._head = 0 if self.fixed else _padded(4 * len(self.pieces))
         self.num_bytes = self._head + sum(self._sizes)
         """Of a message; the most, where it is not `fixed`."""
-        self.flops = sum(p.codec.flops * like.numel() for p, like in zip(pieces, shapes, strict=True))
+        self.flops = sum(p.codec.facts.flops * like.numel() for p, like in zip(pieces, shapes, strict=True))
 
     def encode(
         self, tensors: Mapping[str, Tensor], states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
@@ -165,6 +165,6 @@ def _padded(num_bytes: int) -> int:
 def _typed(room: Tensor, codec: Codec, like: Tensor) -> Tensor:
     """The bytes as what the codec's wires are made of; without padding, where their length is known."""
     dtype = codec.wire_dtype(like)
-    if codec.fixed:
+    if codec.facts.fixed:
         room = room[: codec.wire_bytes(like)]
     return room if dtype is torch.uint8 else room.view(dtype)

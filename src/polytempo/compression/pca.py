@@ -16,141 +16,16 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from polytempo.compression.values import check_flat, check_kind, fitted, refused, room
-from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.compression.coded import Coded, WireSize
+from polytempo.compression.values import check_f32, check_flat, fitted
+from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
-class Pca:
-    """See `pca`."""
-
-    rank: int
-    summable: bool = False
-    sparse: bool = False
-    fixed: bool = True
-    passes_nonfinite: bool = False
-
-    @property
-    def flops(self) -> float:
-        """Of the scores and of the reconstruction; the Gram matrix takes as many as the shorter side is long."""
-        return 4.0 * self.rank + 100.0
-
-    @cached_property
-    def name(self) -> str:
-        """As a person would write it."""
-        return codec_name(pca, self)
-
-    @property
-    def law(self) -> Law:
-        """‖W - Ŵ‖² ≤ (1 - k / p) · ‖W - mean‖², p = min(m - 1, n): the k largest of p eigenvalues are k / p of all."""
-        return Law("contraction", self._kept)
-
-    def _kept(self, like: Tensor) -> float:
-        """With room for the rounding of what travels, and of Ŵ to the dtype of `like`; see `pca`."""
-        if not self._saves(like):
-            return 1.0
-        k, unit = self.num_components(like), 0.0 if like.dtype is torch.float64 else torch.finfo(like.dtype).eps / 2
-        left_out = sqrt(max(0.0, 1 - k / _most(like))) + (2 + sqrt(k)) * 2.0**-24
-        return max(0.0, 1 - (left_out + unit * (1 + left_out)) ** 2)
-
-    def num_components(self, like: Tensor) -> int:
-        """k: as many as there can be, where `rank` is more."""
-        return min(self.rank, _most(like))
-
-    def _saves(self, like: Tensor) -> bool:
-        return like.dim() > 1 and 4 * self._numbers(like) < like.numel() * like.element_size()
-
-    def _numbers(self, like: Tensor) -> int:
-        rows, columns = _shape(like)
-        return columns + self.num_components(like) * (rows + columns)
-
-    def init(self, like: Tensor) -> CodecState:
-        """Nothing to remember."""
-        return None
-
-    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
-        """float32; the tensor's own, where it travels exactly."""
-        return torch.float32 if self._saves(like) else like.dtype
-
-    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
-        """4 · (n + k · (m + n)), or all of the tensor."""
-        return 4 * self._numbers(like) if self._saves(like) else like.numel() * like.element_size()
-
-    def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """Nothing to agree on."""
-        return None
-
-    def encode(
-        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
-    ) -> tuple[Tensor, CodecState]:
-        """Raises NotFinite."""
-        check_kind(x)
-        x = x.detach()
-        if not x.to(torch.float32).isfinite().all():
-            raise refused(self.name, x)
-        wire = room(self.name, self.wire_bytes(x), x, out, self.wire_dtype(x))
-        if not self._saves(x):
-            return wire.copy_(x.reshape(-1)), state
-        parts = principal(x.reshape(_shape(x)), self.num_components(x))
-        return wire.copy_(torch.cat([part.reshape(-1).clamp(-_LARGEST, _LARGEST) for part in parts])), state
-
-    def encode_(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState = None,
-        when: EncodeContext = ALONE,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, CodecState]:
-        """As `encode` of v = x + residual; residual ← v - decode(wire)."""
-        v = x.detach() + residual
-        wire, state = self.encode(v, state, when, out)
-        residual.copy_(v - self.decode(wire, v, when))
-        return wire, state
-
-    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
-        """1 · mean + scores · components, in float64."""
-        check_flat(f"a wire of {self.name}", wire, like.device, self.wire_dtype(like))
-        size = self.wire_bytes(like) // wire.element_size()
-        if wire.numel() < size:
-            raise ValueError(f"a wire of {self.name} for {tuple(like.shape)} has {size} numbers, not {wire.numel()}")
-        if not self._saves(like):
-            return wire[:size].view(like.shape).clone()
-        (rows, columns), k = _shape(like), self.num_components(like)
-        mean, scores, components = wire[:size].to(torch.float64).split([columns, rows * k, k * columns])
-        return fitted(torch.addmm(mean, scores.view(rows, k), components.view(k, columns)), like)
-
-    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += decode(wire)."""
-        out.add_(self.decode(wire, out, when))
-
-
-def principal(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean row (n,), scores (m, k) and orthonormal components (k, n) of a matrix (m, n), in float64; k <= m, n.
-
-    By the eigenvectors of the smaller Gram matrix of what differs from the mean. If that is the one of the rows, its
-    eigenvectors lead to directions in which eigenvalues near 0 leave rounding noise alone: not orthogonal, and as long
-    as the others once they are scaled. So they are made orthonormal from the first on, by QR. Signs are such that each
-    component's largest entry is positive, so equal weights make equal wires.
-    """
-    wide = matrix.to(torch.float64)
-    mean = wide.mean(dim=0)
-    centred = wide - mean
-    if centred.shape[0] < centred.shape[1]:
-        directions = centred.T @ torch.linalg.eigh(centred @ centred.T).eigenvectors.flip(1)[:, :rank]
-        components = torch.linalg.qr(directions).Q.T
-    else:
-        components = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :rank].T
-    largest = components.gather(1, components.abs().argmax(dim=1, keepdim=True))
-    components = torch.where(largest < 0, -components, components)
-    return mean, centred @ components.T, components
-
-
-def pca(rank: int = 4) -> Pca:
+def pca(rank: int = 4) -> Coded:
     """Ŵ = mean row + the `rank` principal components of the rows around it: the best such matrix in ‖W - Ŵ‖.
 
     A tensor is seen as [shape[0], rest], m rows of n. ‖W - Ŵ‖² is the sum of the eigenvalues that are left out, so at
@@ -174,7 +49,92 @@ def pca(rank: int = 4) -> Pca:
     check_whole(rank=rank)
     if rank < 1:
         raise ValueError(f"rank must be a number of components >= 1, got {rank}")
-    return Pca(rank)
+    return Coded(Pca(rank))
+
+
+@dataclass(frozen=True)
+class Pca:
+    """See `pca`."""
+
+    rank: int
+
+    @cached_property
+    def facts(self) -> Facts:
+        """‖W - Ŵ‖² ≤ (1 - k / p) · ‖W - mean‖², p = min(m - 1, n): the k largest of p eigenvalues are k / p of all.
+
+        Operations are those of the scores and of the reconstruction; the Gram matrix takes as many as the shorter side
+        is long.
+        """
+        return Facts(codec_name(pca, self), Law("contraction", self._kept), flops=4.0 * self.rank + 100.0)
+
+    def size(self, like: Tensor, terms: int = 1) -> WireSize:
+        """4 · (n + k · (m + n)) bytes of float32; or all of the tensor, where that is less."""
+        if self._saves(like):
+            return WireSize(4 * self._numbers(like), torch.float32)
+        return WireSize(like.numel() * like.element_size(), like.dtype)
+
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
+        """Mean, scores and components."""
+        check_f32(self.facts.name, x)
+        if not self._saves(x):
+            return x.reshape(-1)
+        parts = principal(x.reshape(_shape(x)), self.num_components(x))
+        return torch.cat([part.reshape(-1).clamp(-_LARGEST, _LARGEST) for part in parts]).float()
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+        """1 · mean + scores · components, in float64."""
+        num_bytes, dtype = self.size(like)
+        check_flat(f"a wire of {self.facts.name}", wire, like.device, dtype)
+        count = num_bytes // dtype.itemsize
+        if wire.numel() < count:
+            raise ValueError(
+                f"a wire of {self.facts.name} for {tuple(like.shape)} has {count} numbers, not {wire.numel()}"
+            )
+        if not self._saves(like):
+            return wire[:count].view(like.shape)
+        (rows, columns), k = _shape(like), self.num_components(like)
+        mean, scores, components = wire[:count].to(torch.float64).split([columns, rows * k, k * columns])
+        return fitted(torch.addmm(mean, scores.view(rows, k), components.view(k, columns)), like)
+
+    def _kept(self, like: Tensor) -> float:
+        """With room for the rounding of what travels, and of Ŵ to the dtype of `like`; see `pca`."""
+        if not self._saves(like):
+            return 1.0
+        k, unit = self.num_components(like), 0.0 if like.dtype is torch.float64 else torch.finfo(like.dtype).eps / 2
+        left_out = sqrt(max(0.0, 1 - k / _most(like))) + (2 + sqrt(k)) * 2.0**-24
+        return max(0.0, 1 - (left_out + unit * (1 + left_out)) ** 2)
+
+    def num_components(self, like: Tensor) -> int:
+        """k: as many as there can be, where `rank` is more."""
+        return min(self.rank, _most(like))
+
+    def _saves(self, like: Tensor) -> bool:
+        return like.dim() > 1 and 4 * self._numbers(like) < like.numel() * like.element_size()
+
+    def _numbers(self, like: Tensor) -> int:
+        rows, columns = _shape(like)
+        return columns + self.num_components(like) * (rows + columns)
+
+
+def principal(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean row (n,), scores (m, k) and orthonormal components (k, n) of a matrix (m, n), in float64; k <= m, n.
+
+    By the eigenvectors of the smaller Gram matrix of what differs from the mean. If that is the one of the rows, its
+    eigenvectors lead to directions in which eigenvalues near 0 leave rounding noise alone: not orthogonal, and as long
+    as the others once they are scaled. So they are made orthonormal from the first on, by QR. Signs are such that each
+    component's largest entry is positive, so equal weights make equal wires.
+    """
+    wide = matrix.to(torch.float64)
+    mean = wide.mean(dim=0)
+    centred = wide - mean
+    if centred.shape[0] < centred.shape[1]:
+        directions = centred.T @ torch.linalg.eigh(centred @ centred.T).eigenvectors.flip(1)[:, :rank]
+        components = torch.linalg.qr(directions).Q.T
+    else:
+        components = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :rank].T
+    largest = components.gather(1, components.abs().argmax(dim=1, keepdim=True))
+    components = torch.where(largest < 0, -components, components)
+    return mean, centred @ components.T, components
 
 
 def _most(like: Tensor) -> int:

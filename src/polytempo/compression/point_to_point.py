@@ -38,7 +38,7 @@ async def send(port: Port, x: Tensor, to: int, codec: Codec, tag: int = 0, *, st
             where = f"what rank {port.rank} sends to rank {to} (tag {tag})"
             raise NotFinite(error.codec, error.index, error.value, where) from None
 
-    wire = await port.compute(encode, codec.flops / 2 * x.numel())
+    wire = await port.compute(encode, codec.facts.flops / 2 * x.numel())
     await port.send(wire, to, tag)
 
 
@@ -55,7 +55,7 @@ async def recv(port: Port, like: Tensor, source: int, codec: Codec, tag: int = 0
     def decode() -> Tensor:
         return codec.decode(wire, like, _occasion(source, tag, step))
 
-    return await port.compute(decode, codec.flops / 2 * like.numel())
+    return await port.compute(decode, codec.facts.flops / 2 * like.numel())
 
 
 def _occasion(sender: int, tag: int, step: int) -> EncodeContext:
@@ -63,13 +63,13 @@ def _occasion(sender: int, tag: int, step: int) -> EncodeContext:
 
 
 def _check(codec: Codec, like: Tensor) -> None:
-    if codec.init(like) is not None:
+    if codec.facts.memory != "none":
         raise ValueError(
-            f"{codec.name} remembers what it did with the tensor before, but what passes between stages belongs to "
-            "other samples each time; use a codec without feedback, as bf16() or int8()"
+            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between stages "
+            "belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
         )
-    if not codec.fixed:
+    if not codec.facts.fixed:
         raise ValueError(
-            f"{codec.name} wires vary in length, which the receiver must know; use a codec of fixed length, as bf16() "
-            "or int8()"
+            f"{codec.facts.name} wires vary in length, which the receiver must know; use a codec of fixed length, as "
+            "bf16() or int8()"
         )

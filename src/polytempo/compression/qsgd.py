@@ -15,14 +15,15 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
+from polytempo.compression.coded import Coded, WireSize
 from polytempo.compression.draw import draw_key, happens
 from polytempo.compression.fields import dense_fields, num_words, packed, unpacked
-from polytempo.compression.values import fitted, flat_f32, opened, refused, room
-from polytempo.core import ALONE, CodecState, EncodeContext, Law
+from polytempo.compression.kernels.drawn import QSGD
+from polytempo.compression.values import check_f32, fitted, opened
+from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.call_name import codec_name
 from polytempo.core.checks import check_whole
-from polytempo.native import codes_drawn
-from polytempo.native.codes_drawn import Fields, is_native
+from polytempo.native.codes_drawn import Fields
 
 MOST_LEVELS = 32767
 """Codes of 16 bits."""
@@ -30,141 +31,7 @@ MOST_LEVELS = 32767
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
-class Qsgd:
-    """See `qsgd`."""
-
-    levels: int
-    bucket: int
-    seed: int
-    summable: bool = False
-    sparse: bool = False
-    fixed: bool = True
-    passes_nonfinite: bool = False
-    flops: float = 30.0
-
-    @cached_property
-    def name(self) -> str:
-        """As a person would write it."""
-        return codec_name(qsgd, self)
-
-    @property
-    def law(self) -> Law:
-        """Lemma 3.1 of the paper, for a bucket: min(n / s², √n / s)."""
-        return Law("unbiased", self._variance)
-
-    def _variance(self, like: Tensor) -> float:
-        n, s = min(self.bucket, like.numel()), self.levels
-        return min(n / s**2, sqrt(n) / s)
-
-    @property
-    def fields(self) -> Fields:
-        """Codes from 0 to 2s, in as few bits as hold them."""
-        return dense_fields((2 * self.levels).bit_length())
-
-    def init(self, like: Tensor) -> CodecState:
-        """Nothing to remember."""
-        return None
-
-    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
-        """Bytes."""
-        return torch.uint8
-
-    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
-        """4 a bucket, and about w / 8 an element."""
-        return 4 * (self._num_buckets(like) + num_words(self.fields, like.numel()))
-
-    def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """Nothing to agree on."""
-        return None
-
-    def encode(
-        self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
-    ) -> tuple[Tensor, CodecState]:
-        """One pass. Raises NotFinite."""
-        flat, wire, key = (
-            flat_f32(x),
-            room(self.name, self.wire_bytes(x), x, out, torch.uint8),
-            draw_key(self.seed, when),
-        )
-        if is_native(wire, flat):
-            if codes_drawn.qsgd_encode(flat, None, self._bucket(x), self.levels, self.fields, key, wire) >= 0:
-                raise refused(self.name, x)
-            return wire, state
-        if not flat.isfinite().all():
-            raise refused(self.name, x)
-        steps = steps_between_levels(flat, self._bucket(x), self.levels)
-        codes = levels_drawn(flat, steps.repeat_interleave(self._bucket(x))[: flat.numel()], self.levels, key)
-        parts = (steps, packed(self.fields, codes + self.levels))
-        return wire.copy_(torch.cat([part.view(torch.uint8) for part in parts])), state
-
-    def encode_(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState = None,
-        when: EncodeContext = ALONE,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, CodecState]:
-        """Two passes, so that nothing has changed where v = x + residual is not finite: NotFinite."""
-        x = x.detach()
-        wire = room(self.name, self.wire_bytes(x), x, out, torch.uint8)
-        if not is_native(wire, x, residual):
-            v = x + residual
-            wire, state = self.encode(v, state, when, out)
-            residual.copy_(v - self.decode(wire, v, when))
-            return wire, state
-        key = draw_key(self.seed, when)
-        if codes_drawn.qsgd_encode(x, residual, self._bucket(x), self.levels, self.fields, key, wire) >= 0:
-            raise refused(self.name, x, residual)
-        return wire, state
-
-    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
-        """level · step."""
-        wire = opened(self.name, self.wire_bytes(like), like, wire, torch.uint8)
-        if is_native(wire, like):
-            out = torch.empty_like(like)
-            codes_drawn.qsgd_decode(wire, out, self._bucket(like), self.levels, self.fields, add=False)
-            return out
-        head = 4 * self._num_buckets(like)
-        steps = wire[:head].view(torch.float32).repeat_interleave(self._bucket(like))[: like.numel()]
-        levels = unpacked(self.fields, wire[head:].view(torch.int32), like.numel()) - self.levels
-        return fitted(levels.to(torch.float32) * steps, like)
-
-    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += level · step."""
-        wire = opened(self.name, self.wire_bytes(out), out, wire, torch.uint8)
-        if is_native(wire, out):
-            codes_drawn.qsgd_decode(wire, out, self._bucket(out), self.levels, self.fields, add=True)
-        else:
-            out.add_(self.decode(wire, out, when))
-
-    def _bucket(self, like: Tensor) -> int:
-        return max(1, min(self.bucket, like.numel()))
-
-    def _num_buckets(self, like: Tensor) -> int:
-        return -(-like.numel() // self._bucket(like))
-
-
-def steps_between_levels(flat: Tensor, bucket: int, levels: int) -> Tensor:
-    """‖v‖₂ / s of each bucket of a flat float32 tensor, summed in float64 and rounded up to float32."""
-    padded = flat.new_zeros(-(-flat.numel() // bucket) * bucket, dtype=torch.float64)
-    padded[: flat.numel()] = flat
-    exact = padded.view(-1, bucket).square().sum(dim=1).sqrt() / levels
-    exact = exact.clamp(max=_LARGEST / levels * (1 - 2.0**-22))
-    steps = exact.to(torch.float32)
-    return torch.where(steps < exact, torch.nextafter(steps, torch.full_like(steps, inf)), steps)
-
-
-def levels_drawn(flat: Tensor, steps: Tensor, levels: int, key: int) -> Tensor:
-    """The signed level (int64) of each value, given its bucket's step."""
-    place = flat.abs() / torch.where(steps == 0, 1, steps)
-    below = place.floor()
-    level = (below.to(torch.int64) + happens(place - below, key)).clamp(max=levels)
-    return torch.where(flat < 0, -level, level)
-
-
-def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Qsgd:
+def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Coded:
     """Q(vᵢ) = ‖v‖₂ · sign(vᵢ) · ξᵢ / s, where ξᵢ is one of the two whole numbers around s |vᵢ| / ‖v‖₂.
 
     v is a bucket of consecutive elements, s is `levels`, and ξᵢ is drawn so that E Q(v) = v; then
@@ -188,4 +55,71 @@ def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Qsgd:
         raise ValueError(f"levels must be between 1 and {MOST_LEVELS}, got {levels}; for more, fp16() is as small")
     if bucket < 1:
         raise ValueError(f"bucket must be a number of elements >= 1, got {bucket}")
-    return Qsgd(levels, bucket, seed)
+    return Coded(Qsgd(levels, bucket, seed), QSGD)
+
+
+@dataclass(frozen=True)
+class Qsgd:
+    """See `qsgd`."""
+
+    levels: int
+    bucket: int
+    seed: int
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The bound is lemma 3.1 of the paper, for a bucket: min(n / s², √n / s)."""
+        name = codec_name(qsgd, self)
+        return Facts(name, Law("unbiased", self._variance), flops=30.0)
+
+    def _variance(self, like: Tensor) -> float:
+        n, s = min(self.bucket, like.numel()), self.levels
+        return min(n / s**2, sqrt(n) / s)
+
+    @cached_property
+    def fields(self) -> Fields:
+        """Codes from 0 to 2s, in as few bits as hold them."""
+        return dense_fields((2 * self.levels).bit_length())
+
+    def size(self, like: Tensor, terms: int = 1) -> WireSize:
+        """4 bytes a bucket, and about w / 8 an element."""
+        return WireSize(4 * (-(-like.numel() // self.bucket_of(like)) + num_words(self.fields, like.numel())))
+
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
+        """Steps, and levels drawn."""
+        flat, bucket = check_f32(self.facts.name, x), self.bucket_of(x)
+        steps = steps_between_levels(flat, bucket, self.levels)
+        codes = levels_drawn(
+            flat, steps.repeat_interleave(bucket)[: flat.numel()], self.levels, draw_key(self.seed, when)
+        )
+        return torch.cat([part.view(torch.uint8) for part in (steps, packed(self.fields, codes + self.levels))])
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+        """level · step."""
+        wire, bucket = opened(self.facts.name, self.size(like).num_bytes, like, wire, torch.uint8), self.bucket_of(like)
+        head = 4 * -(-like.numel() // bucket)
+        steps = wire[:head].view(torch.float32).repeat_interleave(bucket)[: like.numel()]
+        levels = unpacked(self.fields, wire[head:].view(torch.int32), like.numel()) - self.levels
+        return fitted(levels.to(torch.float32) * steps, like)
+
+    def bucket_of(self, like: Tensor) -> int:
+        """Elements of a bucket of that tensor."""
+        return max(1, min(self.bucket, like.numel()))
+
+
+def steps_between_levels(flat: Tensor, bucket: int, levels: int) -> Tensor:
+    """‖v‖₂ / s of each bucket of a flat float32 tensor, summed in float64 and rounded up to float32."""
+    padded = flat.new_zeros(-(-flat.numel() // bucket) * bucket, dtype=torch.float64)
+    padded[: flat.numel()] = flat
+    exact = padded.view(-1, bucket).square().sum(dim=1).sqrt() / levels
+    exact = exact.clamp(max=_LARGEST / levels * (1 - 2.0**-22))
+    steps = exact.to(torch.float32)
+    return torch.where(steps < exact, torch.nextafter(steps, torch.full_like(steps, inf)), steps)
+
+
+def levels_drawn(flat: Tensor, steps: Tensor, levels: int, key: int) -> Tensor:
+    """The signed level (int64) of each value, given its bucket's step."""
+    place = flat.abs() / torch.where(steps == 0, 1, steps)
+    below = place.floor()
+    level = (below.to(torch.int64) + happens(place - below, key)).clamp(max=levels)
+    return torch.where(flat < 0, -level, level)

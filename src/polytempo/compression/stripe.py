@@ -1,4 +1,4 @@
-"""A stripe: the part of all tensors that one rank adds up, and what it owes of it. See `paths.reduce_scatter`."""
+"""A stripe: the part of all tensors that one rank adds up, and what it owes of it. See `reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polytempo.compression.feedback import Fed, Feedback
+from polytempo.compression.feedback import Fed
 from polytempo.compression.packing import Packing
 from polytempo.core import Bundle, CodecState, Residual
 from polytempo.core.merge import Merge
@@ -21,18 +21,18 @@ def begun(
     found: dict[str, CodecState] = {}
     for piece in (piece for part in parts for piece in part.pieces):
         state = states.get(piece.name)
-        if isinstance(piece.codec, Feedback) and (state is None or state.owed.residual is None):
+        if piece.codec.facts.memory == "residual" and (state is None or state.owed.residual is None):
             x = views[piece.name]
-            found[piece.name] = Fed(Residual(torch.zeros_like(x, dtype=wide(x.dtype))), None)
+            found[piece.name] = Fed(Residual(torch.zeros_like(x, dtype=wide(x.dtype))))
     return found
 
 
 def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
     """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
     return {
-        piece.name: Fed(Residual(piece.of(states[piece.name].owed.residual)), None)
+        piece.name: Fed(Residual(piece.of(states[piece.name].owed.residual)))
         for piece in part.pieces
-        if isinstance(piece.codec, Feedback)
+        if piece.codec.facts.memory == "residual"
     }
 
 

@@ -1,14 +1,14 @@
-"""`through`: a codec, a merge and a route, put together in the only right way."""
+"""`through`: a codec, a merge and a route, put together in the only right plan."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from polytempo.compression.feedback import Feedback
+from polytempo.compression.all_gather import all_gather
+from polytempo.compression.all_reduce import all_reduce
+from polytempo.compression.exchange import Exchanged, ExchangePlan, WireRoute, flushed
 from polytempo.compression.packing import EXACT_BELOW
-from polytempo.compression.paths import Exchanged, Path, Way, all_gather, all_reduce, flushed, reduce_scatter
+from polytempo.compression.reduce_scatter import reduce_scatter
 from polytempo.core import Bundle, Codec, Port, Route, State, Transform, averaging, native
 from polytempo.core.checks import check_whole
 from polytempo.core.codec import check_codec
@@ -24,7 +24,7 @@ _NUMBER_BYTES = 8
 def through(
     codec: Codec,
     merge: Merge | None = None,
-    route: Route | Path | None = None,
+    route: Route | WireRoute | None = None,
     *,
     exact_below: int = EXACT_BELOW,
 ) -> Transform:
@@ -54,9 +54,9 @@ def through(
     check_whole(exact_below=exact_below)
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
-    path = _path(codec, merge, route)
-    way = Way(codec, merge, exact_below)
-    remembers = codec.init(torch.zeros(1)) is not None
+    wire_route = _wire_route(codec, merge, route)
+    plan = ExchangePlan(codec, merge, exact_below)
+    remembers = codec.facts.memory != "none"
 
     def init(parameters: Bundle) -> Exchanged:
         return Exchanged(0, {name: codec.init(t) for name, t in parameters.tensors.items()} if remembers else {})
@@ -64,22 +64,22 @@ def through(
     async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Exchanged]:
         if port.size == 1 or not any(tensor.numel() for tensor in bundle.tensors.values()):
             return flushed(bundle, state)
-        return await path(port, bundle, state, way)
+        return await wire_route(port, bundle, state, plan)
 
     def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
-        return _explained(way, path, route, parameters, num_ranks)
+        return _explained(plan, wire_route, route, parameters, num_ranks)
 
     beside = None if route is None or route in (all_gather, reduce_scatter) else averaging(route)  # type: ignore[arg-type]
     return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain, beside=beside)
 
 
-def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path:
+def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:
     """The way that the three allow. Raises ValueError that names what is wrong and the remedy."""
     whole_vectors = merge is not None and not getattr(merge, "coordinate_wise", True)
     if route is None:
-        if codec.summable and merge is None:
+        if codec.facts.summable and merge is None:
             return all_reduce(native)
-        cut = codec.fixed and not (codec.sparse or whole_vectors or _remembers_more(codec))
+        cut = codec.facts.fixed and not (codec.facts.sparse or whole_vectors or codec.facts.memory == "own")
         return reduce_scatter if cut else all_gather
     if route is all_gather:
         return all_gather
@@ -91,10 +91,10 @@ def _path(codec: Codec, merge: Merge | None, route: Route | Path | None) -> Path
     if merge is not None:
         merge_name = getattr(merge, "__name__", str(merge))
         raise ValueError(f"{merge_name} is no sum, so route={name} is impossible; use route=all_gather, or none")
-    if not codec.summable:
+    if not codec.facts.summable:
         raise ValueError(
-            f"{codec.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, better, "
-            "leave out route: then the codec chooses"
+            f"{codec.facts.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, "
+            "better, leave out route: then the codec chooses"
         )
     return all_reduce(route)  # type: ignore[arg-type]
 
@@ -106,19 +106,14 @@ def _check_stripes(codec: Codec, merge: Merge | None, whole_vectors: bool) -> No
             f"{name} needs whole vectors (or ties that a code can say), and reduce_scatter cuts them; use "
             "route=all_gather"
         )
-    if not codec.fixed:
+    if not codec.facts.fixed:
         raise ValueError(
-            f"{codec.name} wires vary in length, which the owner of a stripe must know; use route=all_gather"
+            f"{codec.facts.name} wires vary in length, which the owner of a stripe must know; use route=all_gather"
         )
-    if _remembers_more(codec):
+    if codec.facts.memory == "own":
         raise ValueError(
-            f"{codec.name} remembers more than a residual, which cannot be cut into stripes; use route=all_gather"
+            f"{codec.facts.name} remembers more than a residual, which cannot be cut into stripes; use route=all_gather"
         )
-
-
-def _remembers_more(codec: Codec) -> bool:
-    inner = codec.codec if isinstance(codec, Feedback) else codec
-    return inner.init(torch.zeros(1)) is not None
 
 
 class _Cost(NamedTuple):
@@ -129,35 +124,38 @@ class _Cost(NamedTuple):
     most: bool
 
 
-def _cost(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> _Cost:
+def _cost(
+    plan: ExchangePlan, wire_route: WireRoute, route: Route | WireRoute | None, parameters: Bundle, num_ranks: int
+) -> _Cost:
     """Bytes as a world counts them, agreements on lengths and on statistics included."""
-    packing, others = way.packing(parameters), num_ranks - 1
-    if path is all_gather:
+    packing, others = plan.packing(parameters), num_ranks - 1
+    if wire_route is all_gather:
         lengths = 0 if packing.fixed else _NUMBER_BYTES
         return _Cost(packing.num_bytes, others * (packing.num_bytes + lengths), not packing.fixed)
-    if path is reduce_scatter:
-        sizes = [part.num_bytes for part in way.striped(parameters, num_ranks)]
+    if wire_route is reduce_scatter:
+        sizes = [part.num_bytes for part in plan.striped(parameters, num_ranks)]
         return _Cost(packing.num_bytes, sum(sizes) - min(sizes) + others * max(sizes), False)
-    codec, tensors = way.codec, [like for like in parameters.views.values() if like.numel()]
+    codec, tensors = plan.codec, [like for like in parameters.views.values() if like.numel()]
     wires = sum(codec.wire_bytes(like, num_ranks) for like in tensors)
-    one = torch.zeros(1)
-    statistics = len(tensors) if codec.statistic(one, codec.init(one)) is not None else 0
+    statistics = len(tensors) if codec.facts.statistic is not None else 0
     sent = round(2 * others / num_ranks * wires) + others * _NUMBER_BYTES * statistics
     return _Cost(wires, sent if route is None or route is native else None, False)
 
 
-def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bundle, num_ranks: int) -> list[Part]:
-    """What a step sends, and why on this way."""
+def _explained(
+    plan: ExchangePlan, wire_route: WireRoute, route: Route | WireRoute | None, parameters: Bundle, num_ranks: int
+) -> list[Part]:
+    """What a step sends, and why on this plan."""
     if num_ranks == 1:
-        return [Part([f"{way.codec.name}: nothing is sent, and nothing is encoded, by one worker alone"], True)]
-    cost = _cost(way, path, route, parameters, num_ranks)
+        return [Part([f"{plan.codec.facts.name}: nothing is sent, and nothing is encoded, by one worker alone"], True)]
+    cost = _cost(plan, wire_route, route, parameters, num_ranks)
     plain = parameters.flat.numel() * parameters.flat.element_size()
     ring = 2 * (num_ranks - 1) / num_ranks
     most = "at most " if cost.most else ""
-    if path is all_gather:
+    if wire_route is all_gather:
         how = f"all-gather, {most}{shown(cost.wires)} of wires to each of {num_ranks - 1} others"
-        why = _why_all_gather(way)
-    elif path is reduce_scatter:
+        why = _why_all_gather(plan)
+    elif wire_route is reduce_scatter:
         how = f"reduce-scatter of {shown(cost.wires)} of codes, sum, all-gather of the sum's codes"
         why = "codes cannot be added, but the owner of a stripe can decode, add and encode again"
     else:
@@ -169,18 +167,18 @@ def _explained(way: Way, path: Path, route: Route | Path | None, parameters: Bun
     else:
         sends = f"each rank sends {most}{shown(cost.sent)}; uncompressed, by a ring, {shown(ring * plain)}, "
         factor = ring * plain / max(1, cost.sent)
-    if path is route and path is not _path(way.codec, way.merge, None):
-        why = f"route={path.__name__} was asked for"
-    lines = [f"{way.codec.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
+    if wire_route is route and wire_route is not _wire_route(plan.codec, plan.merge, None):
+        why = f"route={wire_route.__name__} was asked for"
+    lines = [f"{plan.codec.facts.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
     return [Part(lines, says_bytes=cost.sent is not None)]
 
 
-def _why_all_gather(way: Way) -> str:
-    if way.merge is not None:
-        return f"{getattr(way.merge, '__name__', way.merge)} compares what all ranks have"
-    if way.codec.sparse:
+def _why_all_gather(plan: ExchangePlan) -> str:
+    if plan.merge is not None:
+        return f"{getattr(plan.merge, '__name__', plan.merge)} compares what all ranks have"
+    if plan.codec.facts.sparse:
         return "wires of different ranks hold different entries, so a sum would be denser than each"
-    if _remembers_more(way.codec):
+    if plan.codec.facts.memory == "own":
         return "the codec remembers more than a residual, which cannot be cut into stripes"
     return "every rank decodes every other's wire, once, and nothing is encoded twice"
 

@@ -1,4 +1,4 @@
-"""The values of a tensor as codecs that draw look at them, and memory for their wires."""
+"""The values of a tensor as codecs look at them, what they refuse, and memory for their wires."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from polytempo.core import NotFinite
+from polytempo.native.library import available
+from polytempo.native.update import DTYPES_CHECKED, unfinite
 
 
 def check_kind(x: Tensor) -> None:
@@ -16,10 +18,34 @@ def check_kind(x: Tensor) -> None:
         )
 
 
+def computed(x: Tensor) -> Tensor:
+    """Flat, in the type of the arithmetic: float64 stays, everything else is float32."""
+    return x.reshape(-1).to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
 def flat_f32(x: Tensor) -> Tensor:
-    """The values as codecs that draw look at them, whatever x's dtype: flat, contiguous, float32."""
-    check_kind(x)
+    """Flat, contiguous, float32: the values as codecs that draw look at them, whatever x's dtype."""
     return x.detach().reshape(-1).contiguous().to(torch.float32)
+
+
+def refuse(codec: str, index: int, x: Tensor, residual: Tensor | None = None) -> None:
+    """Raise NotFinite for element `index` of x + residual; -1: there is none to refuse."""
+    if index >= 0:
+        found = x.reshape(-1)[index]
+        raise NotFinite(codec, index, float(found if residual is None else found + residual.reshape(-1)[index]))
+
+
+def first_nonfinite(v: Tensor) -> int:
+    """The first element that is NaN or infinite; -1: there is none. Reads v once."""
+    if available() and v.device.type == "cpu" and v.is_contiguous() and v.dtype in DTYPES_CHECKED:
+        return unfinite(v)
+    bad = v.reshape(-1).isfinite().logical_not_()
+    return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else -1
+
+
+def check_finite(codec: str, v: Tensor) -> None:
+    """Raise NotFinite for the first element that is NaN or infinite. Reads v once."""
+    refuse(codec, first_nonfinite(v), v)
 
 
 def refused(codec: str, x: Tensor, residual: Tensor | None = None) -> NotFinite:
@@ -27,6 +53,14 @@ def refused(codec: str, x: Tensor, residual: Tensor | None = None) -> NotFinite:
     v = (x if residual is None else x + residual).reshape(-1)
     index = int((~v.to(torch.float32).isfinite()).nonzero()[0])
     return NotFinite(codec, index, float(v[index]))
+
+
+def check_f32(codec: str, x: Tensor) -> Tensor:
+    """`flat_f32` of x. Raises NotFinite for NaN, infinities, and what float32 cannot hold."""
+    flat = flat_f32(x)
+    if not flat.isfinite().all():
+        raise refused(codec, x)
+    return flat
 
 
 def fitted(values: Tensor, like: Tensor) -> Tensor:
@@ -60,6 +94,14 @@ def opened(codec: str, num_bytes: int, like: Tensor, wire: Tensor, dtype: torch.
             f"a wire of {codec} for {like.numel()} elements has {num_bytes} bytes; here is room for {found.nbytes}"
         )
     return found[: num_bytes // found.element_size()]
+
+
+def whole(codec: str, wire: Tensor, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """A wire of exactly `count` numbers. Raises ValueError for a wire of another tensor."""
+    check_flat(f"a wire of {codec}", wire, like.device, dtype)
+    if wire.numel() != count:
+        raise ValueError(f"a wire of {codec} has {wire.numel()} elements, and the tensor's has {count}")
+    return wire
 
 
 def check_flat(what: str, memory: Tensor, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -2,7 +2,7 @@
 
 from polytempo.core.bundle import Bundle
 from polytempo.core.call_name import call_name
-from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Law
+from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Facts, Law
 from polytempo.core.driver import WAITING, Task, interpreted
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.mesh import Mesh
@@ -33,6 +33,7 @@ __all__ = [
     "Deadlock",
     "Drifted",
     "EncodeContext",
+    "Facts",
     "Late",
     "Law",
     "Mesh",

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
+from polytempo.core.codec import Codec
+
 
 def call_name(
     function: Callable[..., object], arguments: Mapping[str, object], brief: Collection[str] = ("codec", "pull_codec")
@@ -49,6 +51,6 @@ def _whole(value: object) -> object:
 def _written(value: object) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return str(value.__name__)
-    if hasattr(value, "wire_bytes") and hasattr(value, "name"):
-        return str(value.name)
+    if isinstance(value, Codec):
+        return value.facts.name
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address differs from rank to rank

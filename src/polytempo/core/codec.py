@@ -1,14 +1,20 @@
 """`Codec`: how one tensor becomes fewer bytes, and comes back. Pure: it has no port, hence no communication.
 
 x ──encode──▶ wire (flat, few bytes) ──▶ another rank ──add_──▶ out += x̂
-x + r ──encode_──▶ wire, and r ← (x + r) - x̂ : what was not sent is owed, and goes with the next tensor
+x + r ──encode_──▶ wire, and r ← (x + r) - x̂ : what was not sent goes with the next tensor
+
+A codec has three parts, each in a place of its own:
+
+facts      what an exchange decides by: `Facts`, plain data
+encoding   the reference in plain torch, some ten lines      one class a file in `compression`, see `compression.coded`
+kernels    the same bits in fewer passes over memory         `compression.kernels`, for those encodings that have some
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,41 +62,48 @@ class Law(NamedTuple):
     bound: Callable[[Tensor], float] = lambda like: 0.0
 
 
+class Facts(NamedTuple):
+    """What a codec is, whatever the tensor: plain data that exchanges, strategies and errors read."""
+
+    name: str
+    """As a person would write it: `top_k(ratio=0.01)`."""
+    law: Law
+    """What it promises."""
+    flops: float
+    """Operations for an element, encoding and decoding together: what a virtual clock charges."""
+    summable: bool = False
+    """Whether wires may be added before they are decoded."""
+    sparse: bool = False
+    """Whether wires hold a few entries, so that a sum of several is denser than each."""
+    fixed: bool = True
+    """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
+    elementwise: bool = False
+    """Whether a wire has one number for each element, in order, so that many tensors make one wire."""
+    passes_nonfinite: bool = False
+    """Whether NaN and infinities arrive as such. Otherwise `encode` raises `NotFinite`."""
+    memory: Literal["none", "residual", "own"] = "none"
+    """What goes from one tensor to the next: nothing; what was not sent (`feedback`); or that and more (`dgc`), which
+    cannot be cut into stripes."""
+    momentum: float = 0.0
+    """What the codec has of it already. The optimizer must then have none, or it counts twice."""
+    statistic: Callable[[Tensor], float] | None = None
+    """What ranks must agree on before they encode wires that are added (the largest counts). None: nothing."""
+
+
+@runtime_checkable
 class Codec(Protocol):
     """One tensor of any shape to a flat wire and back.
 
     A wire is a flat tensor of `wire_dtype(x)`. Wires of uint8 have a multiple of 4 bytes, so that they can be laid one
     behind the other. `summable` ones are numbers: the sum of `when.terms` wires, element by element, decodes to the
     sum of the tensors. Tensors are float32, float64, float16 or bfloat16, on any device.
+
+    To add a codec write an `Encoding`, four members in plain torch, and put it into `Coded` (`compression.coded`).
     """
 
     @property
-    def name(self) -> str:
-        """As a person would write it: `top_k(ratio=0.01)`."""
-
-    @property
-    def law(self) -> Law:
-        """What it promises."""
-
-    @property
-    def summable(self) -> bool:
-        """Whether wires may be added before they are decoded."""
-
-    @property
-    def sparse(self) -> bool:
-        """Whether wires hold a few entries, so that a sum of several is denser than each."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
-
-    @property
-    def passes_nonfinite(self) -> bool:
-        """Whether NaN and infinities arrive as such. Otherwise `encode` raises `NotFinite`."""
-
-    @property
-    def flops(self) -> float:
-        """Operations for an element, encoding and decoding together: what a virtual clock charges."""
+    def facts(self) -> Facts:
+        """What it is."""
 
     def init(self, like: Tensor) -> CodecState:
         """The state before the first tensor."""
@@ -102,22 +115,12 @@ class Codec(Protocol):
         """Bytes of a wire: exact where `fixed`, else the most."""
 
     def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """What ranks must agree on before they encode (the largest counts): None, for nothing."""
+        """`facts.statistic` of what `encode` would encode; None, where there is none."""
 
     def encode(
         self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
     ) -> tuple[Tensor, CodecState]:
         """The wire of x, and the next state. `out`: memory for it (`wire_bytes`, flat); the wire is its beginning."""
-
-    def encode_(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState = None,
-        when: EncodeContext = ALONE,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, CodecState]:
-        """The wire of v = x + residual; then residual ← v - decode(wire). x stays as it is."""
 
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """x̂, shaped like `like` and of its dtype, in memory of its own."""
@@ -126,9 +129,17 @@ class Codec(Protocol):
         """out += decode(wire), touching only what the wire has entries for."""
 
 
+@runtime_checkable
+class PartlyGiven(Protocol):
+    """A codec's state of which not all that ranks would add up is to be given, where one is left alone (`dgc`)."""
+
+    def given(self) -> tuple[list[Tensor], CodecState]:
+        """What is given, and the state after it."""
+
+
 def check_codec(given: object) -> None:
     """Raise TypeError for what is no codec, such as `bf16` where `bf16()` is meant. It says how to write it."""
-    if not isinstance(given, type) and all(hasattr(given, name) for name in ("encode", "add_", "wire_bytes")):
+    if isinstance(given, Codec) and not isinstance(given, type):
         return
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
     if isinstance(given, Transform) or name.partition("(")[0] == "low_rank":

@@ -23,3 +23,13 @@ def checked_engine(engine: object) -> EngineSetup:
     if isinstance(engine, type) or not isinstance(engine, EngineSetup):
         raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
     return engine
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """ValueError where a run of `strategy` needs more workers."""
+    least = 1 if strategy.server is None else strategy.server.least_workers
+    if workers < least:
+        raise ValueError(
+            f"{strategy} needs at least {least} workers, or it waits for none of them, and there are {workers}; use "
+            f"workers={least} or more, or a smaller argument"
+        )

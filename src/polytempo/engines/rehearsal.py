@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.engines.collective import RunTimedOut
@@ -32,6 +33,8 @@ _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
 _KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[Job, set[Any]] = WeakKeyDictionary()
+"""The options and strategies, by name, that a job has been rehearsed with."""
 
 
 class Rehearsed(NamedTuple):
@@ -50,27 +53,31 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
 
     Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
     strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
-    worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
+    worker's start (the data are read once more) and one step; in a process the same job, options and strategies are
+    rehearsed once.
     """
     spec, options = specs[0], specs[0].options
     known = _KNOWN.setdefault(spec.job, {})
     key = (options.data, spec.seed, spec.batch_size, spec.lr, tuple(options.until), options.threads)
-    if key not in known:
-        known[key] = _tried(specs)
+    fitted_before = _FITTED.setdefault(spec.job, set())
+    new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
+    if new or key not in known:
+        known[key] = _tried(spec, [each.strategy for each in new])
+        fitted_before.update((key, str(each.strategy)) for each in new)
     return known[key]
 
 
-def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
+def _tried(spec: RunSpec, strategies: Sequence[Strategy]) -> Rehearsed:
     def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
-            return {"found": list(_rehearsed(specs))}
+            return {"found": list(_rehearsed(spec, strategies))}
         except JobFailed as error:
             return {"failed": str(error)}
         except ValueError as error:
             return {"wrong": str(error)}
 
     try:
-        [told] = launch(work, 1, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
+        [told] = launch(work, 1, threads=spec.options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
     if "failed" in told:
@@ -81,17 +88,16 @@ def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
     return Rehearsed(samples, private_bytes, tuple(warned))
 
 
-def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
-    spec = specs[0]
+def _rehearsed(spec: RunSpec, strategies: Sequence[Strategy]) -> Rehearsed:
     job = spec.job
     torch.manual_seed(spec.seed)
     model = model_of(job)
     data = data_of(job, spec.options.data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        for each in specs:
-            fitted(each.strategy, optimizer_of(job, model, spec.lr))
-            check_model(model, each.strategy)
+        for strategy in strategies:
+            fitted(strategy, optimizer_of(job, model, spec.lr))
+            check_model(model, strategy)
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))

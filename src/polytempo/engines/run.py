@@ -12,7 +12,7 @@ from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy, checked_engine
+from polytempo.engines.arguments import check_strategy, check_workers, checked_engine
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
@@ -71,6 +71,8 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     `specs` are of one job with the same options, by one strategy after the other.
     """
     workers = specs[0].workers
+    for spec in specs:
+        check_workers(spec.strategy, workers)
     check_processes(max(num_processes(spec) for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)

@@ -42,7 +42,8 @@ from polytempo.training.program import check_goals
 from polytempo.training.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
-from polytempo.training.server_worker import ServedContext, gradients_of
+from polytempo.training.served_context import ServedContext
+from polytempo.training.server_worker import gradients_of
 from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
 from polytempo.training.trainable_parameters import trainable
 

@@ -27,10 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from polytempo.compression import through
-from polytempo.compression.cast import Cast
-from polytempo.compression.exact import Exact
+from polytempo.compression.exchange import WireRoute
 from polytempo.compression.packing import EXACT_BELOW
-from polytempo.compression.paths import Path
 from polytempo.core import Bundle, Codec, Port, Program, Route, Strategy, Transform, native
 from polytempo.core.codec import check_codec
 from polytempo.core.merge import Merge
@@ -274,7 +272,7 @@ def comm_hook(
     model: nn.Module | None = None,
     *,
     merge: Merge | None = None,
-    route: Route | Path | None = None,
+    route: Route | WireRoute | None = None,
     exact_below: int = EXACT_BELOW,
     group: Any = None,
 ) -> CommHook:
@@ -323,11 +321,11 @@ def comm_hook(
         )
     check_codec(codec)
     transform = through(codec, merge, route, exact_below=exact_below)
-    one_sum = isinstance(codec, Cast | Exact) and merge is None and route in (None, native)
+    one_sum = codec.facts.elementwise and merge is None and route in (None, native)
     return CommHook(transform, _spelled(codec, merge, route), model, group, one_sum)
 
 
-def _spelled(codec: Codec, merge: Merge | None, route: Route | Path | None) -> str:
+def _spelled(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> str:
     parts = {"merge": merge, "route": route}
     given = [f"{name}={getattr(part, '__name__', part)}" for name, part in parts.items() if part is not None]
-    return ", ".join([codec.name, *given])
+    return ", ".join([codec.facts.name, *given])

@@ -26,7 +26,7 @@ SHIPPED = {
 }
 FORMS = "my_module:job or path/to/file.py:job"
 
-__all__ = ["find", "names"]
+__all__ = ["check", "find", "names"]
 
 
 def names() -> list[str]:
@@ -39,15 +39,47 @@ def find(text: str) -> Job:
 
     Modules are looked for in the current directory too. Raises ValueError, listing what there is.
     """
-    where, colon, name = SHIPPED.get(text, text).rpartition(":")
-    if not colon and text.endswith(".py"):
+    where, name = _place(text)
+    if not name:
         raise ValueError(_choice(text))
-    if not (colon and where and name):
-        raise ValueError(f"there is no job {text!r}; there are {', '.join(SHIPPED)}, and your own as {FORMS}")
     if where.endswith(".py"):
         found = _job_of(_from_file(Path(where)), name, where)
         return replace(found, origin=f"{Path(where).resolve()}:{name}")
     return replace(_job_of(_from_module(where, text), name, where), origin=text)
+
+
+def check(text: str) -> None:
+    """ValueError for a job, file or module that does not exist, without an import: `find` would refuse it, too."""
+    where, _ = _place(text)
+    if where.endswith(".py"):
+        _check_file(Path(where))
+        return
+    _look_in(Path.cwd())
+    top = where.partition(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise _no_module(text, top)
+
+
+def _place(text: str) -> tuple[str, str]:
+    """A module or file, and the job's name in it: "" for a file that is written without one."""
+    where, colon, name = SHIPPED.get(text, text).rpartition(":")
+    if not colon and text.endswith(".py"):
+        return text, ""
+    if not (colon and where and name):
+        raise ValueError(f"there is no job {text!r}; there are {', '.join(SHIPPED)}, and your own as {FORMS}")
+    return where, name
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} (looked in {Path.cwd()}); a job is written {FORMS}")
+
+
+def _no_module(text: str, name: str) -> ValueError:
+    return ValueError(
+        f"job {text!r}: there is no module {name!r} (looked in {Path.cwd()} and the installed packages); "
+        f"there are {', '.join(SHIPPED)}, and your own as {FORMS}"
+    )
 
 
 def _choice(file: str) -> str:
@@ -61,8 +93,7 @@ def _choice(file: str) -> str:
 
 
 def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path} (looked in {Path.cwd()}); a job is written {FORMS}")
+    _check_file(path)
     _look_in(path.resolve().parent)
     name = f"polytempo_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -85,10 +116,7 @@ def _from_module(name: str, text: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, but one that it imports is not
-        raise ValueError(
-            f"job {text!r}: there is no module {error.name!r} (looked in {Path.cwd()} and the installed packages); "
-            f"there are {', '.join(SHIPPED)}, and your own as {FORMS}"
-        ) from error
+        raise _no_module(text, error.name) from error
 
 
 def _look_in(folder: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
-
-if TYPE_CHECKING:
-    from polytempo.native.group import Group
+from polytempo.native.call import NativeCall
 
 FINE, LOST, LATE, MISMATCH, BROKEN = range(5)
 """The statuses."""
@@ -17,7 +15,27 @@ LOST_WHY = "Connection closed by peer: its process has ended, or it has left the
 """Why a peer is lost, in the words of torch's own backends, which scripts look for."""
 
 
-def failure(group: Group, status: int, what: str, timeout_s: float) -> PolytempoError:
+class Members(Protocol):
+    """What errors say of a group (`native.group.Group`)."""
+
+    rank: int
+    names: list[int]
+
+    @property
+    def culprit(self) -> int:
+        """The rank that broke the group."""
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+
+    def expecting(self, sent: ctypes.c_int64, expected: ctypes.c_int64) -> int:
+        """The rank that expects other bytes than the culprit sends, and how many; -1: none does."""
+
+    def call_of(self, rank: int) -> NativeCall:
+        """What a rank is in."""
+
+
+def failure(group: Members, status: int, what: str, timeout_s: float) -> PolytempoError:
     """The error for the call `what`, which ended with LOST, LATE or MISMATCH."""
     me, culprit = group.names[group.rank], group.culprit
     if status == LATE:
@@ -31,7 +49,7 @@ def failure(group: Group, status: int, what: str, timeout_s: float) -> Polytempo
     return PeerLost(me, None, what, group.names[culprit], LOST_WHY)
 
 
-def repeated(group: Group, first: PolytempoError, what: str) -> PolytempoError:
+def repeated(group: Members, first: PolytempoError, what: str) -> PolytempoError:
     """The error for the call `what` in a group that broke before, with the error `first`: one of the same kind."""
     me, reason = group.names[group.rank], f"the group broke in an earlier call: {first}"
     match first:
@@ -43,7 +61,7 @@ def repeated(group: Group, first: PolytempoError, what: str) -> PolytempoError:
             return PeerLost(me, None, what, group.names[group.culprit], reason)
 
 
-def _disagreement(group: Group, culprit: int) -> str:
+def _disagreement(group: Members, culprit: int) -> str:
     """Who disagrees with whom, in words."""
     sent, expected = ctypes.c_int64(), ctypes.c_int64()
     expecting = group.expecting(sent, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,8 +12,16 @@ from polytempo.core.errors import Mismatch, PeerLost, TimedOut
 from polytempo.native.call import MOVED, name_of
 from polytempo.native.failure import FINE, LATE, LOST_WHY, MISMATCH
 
-if TYPE_CHECKING:
-    from polytempo.native.group import Group
+
+class Opened(Protocol):
+    """The group that a message is between (`native.group.Group`)."""
+
+    rank: int
+    names: list[int]
+    timeout_s: float
+    owner: int
+    _library: Any
+    _handle: Any
 
 
 class Transfer:
@@ -21,7 +29,7 @@ class Transfer:
 
     __slots__ = ("__weakref__", "_end", "group", "pointer", "tensor", "what")
 
-    def __init__(self, group: Group, pointer: int, tensor: Tensor, what: str) -> None:
+    def __init__(self, group: Opened, pointer: int, tensor: Tensor, what: str) -> None:
         self.group, self.pointer, self.tensor, self.what = group, pointer, tensor, what
         self._end = weakref.finalize(self, _forget, group, pointer)
         self._end.atexit = False
@@ -53,6 +61,6 @@ class Transfer:
         raise PeerLost(me, None, self.what, peer, LOST_WHY)
 
 
-def _forget(group: Group, pointer: int) -> None:
+def _forget(group: Opened, pointer: int) -> None:
     if os.getpid() == group.owner:  # in a forked child the lock may be held by a thread that it has not got
         group._library.pt_transfer_free(group._handle, pointer)

@@ -40,7 +40,8 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.server_worker import Attendance, ComputeGradients, work
+from polytempo.training.served_context import ComputeGradients
+from polytempo.training.server_worker import Attendance, work
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import CodecState, Residual
+from polytempo.core.codec import PartlyGiven
 
 
 class Kept(NamedTuple):
@@ -37,7 +38,7 @@ def carried(before: Sequence[Kept], start: int, shape: tuple[int, ...], fresh: C
 
 def owed(state: CodecState) -> Iterator[Tensor]:
     """All that a state owes."""
-    if hasattr(state, "given"):  # not all that ranks would add up is to be given: `dgc`
+    if isinstance(state, PartlyGiven):  # not all that ranks would add up is to be given: `dgc`
         yield from state.given()[0]
     elif isinstance(state, Residual):
         if state.residual is not None:

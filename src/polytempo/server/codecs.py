@@ -16,10 +16,10 @@ _LOSES = 0.1
 
 def check_push_codec(codec: Codec | None) -> None:
     """Raise ValueError for a codec whose wires do not say all: a shard knows nothing but what is in the message."""
-    if codec is not None and codec.sparse and codec.summable:
+    if codec is not None and codec.facts.sparse and codec.facts.summable:
         raise ValueError(
-            f"{codec.name} wires leave out which entries they hold, for all ranks draw the same in the same step, and "
-            "workers of a parameter server are at different steps; use top_k(ratio), whose wires say it"
+            f"{codec.facts.name} wires leave out which entries they hold, for all ranks draw the same in the same "
+            "step, and workers of a parameter server are at different steps; use top_k(ratio), whose wires say it"
         )
 
 
@@ -28,29 +28,29 @@ def check_pull_codec(codec: Codec | None) -> None:
     if codec is None:
         return
     fit = "bf16(), fp16(), int8() or dynamic8()"
-    if codec.init(_LARGE) is not None:
+    if codec.facts.memory != "none":
         raise ValueError(
-            f"pull_codec={codec.name} remembers what it has not sent, and what is pulled are the weights themselves, "
-            f"by whoever asks; use {fit}, without feedback"
+            f"pull_codec={codec.facts.name} remembers what it has not sent, and what is pulled are the weights "
+            f"themselves, by whoever asks; use {fit}, without feedback"
         )
-    if codec.sparse:
+    if codec.facts.sparse:
         raise ValueError(
-            f"pull_codec={codec.name} does not keep every weight, and what it leaves out of a pull comes with no other "
-            f"one; use {fit}"
+            f"pull_codec={codec.facts.name} does not keep every weight, and what it leaves out of a pull comes with no "
+            f"other one; use {fit}"
         )
     loses = _loses(codec)
     if loses == inf:
-        raise ValueError(f"pull_codec={codec.name} promises nothing of a weight's size; use {fit}")
+        raise ValueError(f"pull_codec={codec.facts.name} promises nothing of a weight's size; use {fit}")
     if loses > _LOSES:
         raise ValueError(
-            f"pull_codec={codec.name} may change the weights of a large tensor by {loses:.1%} of their squared "
+            f"pull_codec={codec.facts.name} may change the weights of a large tensor by {loses:.1%} of their squared "
             f"norm, where {_LOSES:.0%} is the most that a model can bear; use a finer one, or {fit}"
         )
 
 
 def _loses(codec: Codec) -> float:
     """The most of a large tensor's squared norm that its error may have: all, where the law promises nothing."""
-    law = codec.law
+    law = codec.facts.law
     match law.kind:
         case "lossless":
             return 0.0

@@ -130,7 +130,7 @@ class Coding:
         if message.dtype is not torch.uint8 or message.dim() != 1 or not fits:
             kind = f"{tuple(message.shape)} of {message.dtype}"
             most = "" if self.packing.fixed else "up to "
-            raise Undecodable(f"{kind} is no message of {self.codec.name}, which has {most}{expected} bytes here")
+            raise Undecodable(f"{kind} is no message of {self.codec.facts.name}, which has {most}{expected} bytes here")
         begins = message.data_ptr(), message.storage_offset()  # torch views bytes as floats only where both are aligned
         if any(place % _ALIGNED for place in begins) or not message.is_contiguous():
             message = message.clone(memory_format=torch.contiguous_format)
@@ -140,7 +140,7 @@ class Coding:
         try:
             self.packing.add_(message, views, step=0, rank=0)
         except Exception as error:  # whatever a codec meets in bytes that no codec made
-            raise Undecodable(f"no message of {self.codec.name}: {error}") from error
+            raise Undecodable(f"no message of {self.codec.facts.name}: {error}") from error
 
     def _views(self, vector: Tensor) -> dict[str, Tensor]:
         return {each.name: each.of(vector, at) for each, at in zip(self.ranges, self._places, strict=True)}
@@ -183,7 +183,7 @@ class Encoder:
         if bad >= 0:
             where = next(r for coding in self._codings for r in coding.ranges if 0 <= bad - r.start < r.numel)
             rank = f"{where.name} on rank {self._worker}"
-            raise NotFinite(self._codec.name, bad - where.start, float(flat[bad]), rank)
+            raise NotFinite(self._codec.facts.name, bad - where.start, float(flat[bad]), rank)
         self._pushes += 1
         messages = []
         for shard, coding in enumerate(self._codings):
@@ -241,8 +241,8 @@ class Opened:
             if each.begin <= bad < each.begin + each.numel:
                 where = describe(self._parameters, each.start + bad - each.begin)
                 raise Overflown(
-                    f"shard {shard} holds {float(message[bad])} as {where}, which pull_codec={self._codec.name} cannot "
-                    "encode; a step was too large: lower the learning rate, and go on from an earlier snapshot"
+                    f"shard {shard} holds {float(message[bad])} as {where}, which pull_codec={self._codec.facts.name} "
+                    "cannot encode; a step was too large: lower the learning rate, and go on from an earlier snapshot"
                 )
             each.of(flat, each.start).copy_(each.of(message, each.begin))
 

@@ -124,7 +124,7 @@ def _typed(where: str, hint: Any, given: object) -> object:
     allowed = _members(hint)
     if hint is None or not all(kind in _PLAIN or kind is NoneType for kind in allowed):
         if isinstance(given, Name):
-            raise ValueError(f"{where}: there is no such name; write text in quotes")
+            raise ValueError(f"{where}: this argument takes no such name; text is written in quotes: '{given}'")
         return given
     if isinstance(given, Name) and str in allowed:
         return str(given)
@@ -164,7 +164,7 @@ def _shown(parameter: inspect.Parameter, hint: Any) -> str:
 
 
 def _alias(annotation: object) -> str:
-    """`: Route | Path`: a type by the names that the source gives it, without None."""
+    """`: Route | WireRoute`: a type by the names that the source gives it, without None."""
     names = annotation.split(" | ") if isinstance(annotation, str) else []
     if not names or not all(re.fullmatch(r"[A-Z]\w*", name) for name in names):
         return ""

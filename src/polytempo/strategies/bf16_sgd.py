@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from polytempo.compression import bf16, through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Route, Strategy, call_name
 
 
-def bf16_sgd(route: Route | Path | None = None) -> Strategy:
+def bf16_sgd(route: Route | WireRoute | None = None) -> Strategy:
     """Round the gradient to bfloat16, and average it in bfloat16 over any route.
 
     8 significant bits and the range of float32, so nothing overflows and no loss has to be scaled. Each addition on the

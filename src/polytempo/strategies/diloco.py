@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, mean, nesterov
 from polytempo.compression import through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.core.codec import check_codec
 from polytempo.synchronization import every
@@ -14,7 +14,7 @@ def diloco(
     period: int = 16,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    route: Route | Path = native,
+    route: Route | WireRoute = native,
     codec: Codec | None = None,
 ) -> Strategy:
     """After `period` local steps, the mean movement of the workers is the gradient of a Nesterov step.
@@ -38,14 +38,14 @@ def diloco(
     )
 
 
-def mean_movement(route: Route | Path, codec: Codec | None) -> Transform:
+def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:
     """The mean of what the workers moved, by `codec` if there is one; `native` then is the way that suits the codec."""
     if codec is None:
         return mean(route)  # type: ignore[arg-type]
     check_codec(codec)
-    if getattr(codec, "feeds_itself", False):
+    if codec.facts.memory == "own":
         raise ValueError(
-            f"{codec.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
+            f"{codec.facts.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
             "codec=feedback(top_k(…))"
         )
     return through(codec, route=None if route is native else route)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from polytempo.compression import dynamic8, int8, through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Strategy, call_name
 
 
-def int8_sgd(block: int = 256, dynamic: bool = False, route: Path | None = None, exact_below: int = 1024) -> Strategy:
+def int8_sgd(
+    block: int = 256, dynamic: bool = False, route: WireRoute | None = None, exact_below: int = 1024
+) -> Strategy:
     """Send one byte for each number of the gradient: linear steps of its block's largest, or `dynamic` ones.
 
     Linear: x̂ = round(127 x / max|x|) · max|x| / 127, fine for blocks of similar numbers. With `dynamic`, the byte is a

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from polytempo.compression import feedback, one_bit, through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Strategy, call_name
 
 
-def one_bit_sgd(route: Path | None = None, exact_below: int = 1024) -> Strategy:
+def one_bit_sgd(route: WireRoute | None = None, exact_below: int = 1024) -> Strategy:
     """Send one bit for each number of the gradient, in both directions, and keep the errors for the next step.
 
     v = g + r; each row of v becomes its signs, the mean of its entries ≥ 0 and the mean of the others; r ← v - v̂.

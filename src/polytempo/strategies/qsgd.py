@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from polytempo import compression
 from polytempo.compression import through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Strategy, call_name
 
 
 def qsgd(
-    levels: int = 7, bucket: int = 128, seed: int = 0, route: Path | None = None, exact_below: int = 1024
+    levels: int = 7, bucket: int = 128, seed: int = 0, route: WireRoute | None = None, exact_below: int = 1024
 ) -> Strategy:
     """Numbers become l/s of their bucket's norm, s = `levels`: l is drawn so that the expectation is the gradient.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from polytempo import compression
 from polytempo.compression import through
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Route, Strategy, call_name
 
 
-def terngrad(clip: float | None = 2.5, seed: int = 0, route: Route | Path | None = None) -> Strategy:
+def terngrad(clip: float | None = 2.5, seed: int = 0, route: Route | WireRoute | None = None) -> Strategy:
     """Numbers become s · sign(g) with probability |g|/s and 0 otherwise; s is the largest |g| of all workers.
 
     Before, each tensor is clipped to `clip` standard deviations, which makes s small and the expectation slightly

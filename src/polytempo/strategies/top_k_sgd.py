@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import through, top_k
-from polytempo.compression.paths import Path
+from polytempo.compression.exchange import WireRoute
 from polytempo.core import Strategy, call_name
 
 
 def top_k_sgd(
-    ratio: float = 0.01, feedback: bool = True, route: Path | None = None, exact_below: int = 1024
+    ratio: float = 0.01, feedback: bool = True, route: WireRoute | None = None, exact_below: int = 1024
 ) -> Strategy:
     """Send the `ratio` of a gradient's entries that are largest; with `feedback` the others are added to the next.
 

@@ -9,57 +9,31 @@ Pushes and pulls happen inside the strategy's transforms; `server.worker.server_
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from polytempo.core import Bundle, Port, Program, State, Strategy, is_idle
+from polytempo.core import Bundle, Port, Program, State, is_idle
 from polytempo.core.state import settled
-from polytempo.data.batches import Batches
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
-from polytempo.spec.job import Data, Job
+from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
-from polytempo.training.guard import Guard, check_final
-from polytempo.training.local_decay import LocalDecay
+from polytempo.training.guard import check_final
 from polytempo.training.program import ROWS_PER_EPOCH, Meter, seed_step
-from polytempo.training.rate_schedule import RateSchedule
 from polytempo.training.running_statistics import Running
+from polytempo.training.served_context import ComputeGradients, ServedContext
 from polytempo.training.shard_rule import parameters_of, rates_of
 from polytempo.training.slices import Reassigned
 from polytempo.training.table_rows import ModelTables
 from polytempo.training.trainable_parameters import trainable
 
-ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
-"""Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
-
 _UPDATE_FLOPS = 4.0
 _MOST_EMPTY_STEPS = 10_000
 """No strategy holds gradients back for longer."""
-
-
-@dataclass
-class ServedContext:
-    """Everything that one worker needs for its part of a run."""
-
-    job: Job
-    strategy: Strategy
-    model: nn.Module
-    optimizer: Optimizer
-    data: Data
-    batches: Batches
-    compute_gradients: ComputeGradients
-    seed: int = 0
-    schedule: RateSchedule | None = None
-    decay: LocalDecay | None = None
-    guard: Guard | None = None
-    """Looks for what is not finite; None: it may be."""
 
 
 class Attendance(NamedTuple):

@@ -130,7 +130,7 @@ def parameters_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | N
     if strategy is not None:
         check_model(model, strategy)
     if server is not None and server.codec is not None and server.optimizer is None:
-        check_momentum(optimizer, getattr(server.codec, "momentum", 0.0), server.codec.name)
+        check_momentum(optimizer, server.codec.facts.momentum, server.codec.facts.name)
     found = trainable(model, optimizer)
     kinds = {(parameter.dtype, parameter.device) for parameter in found.values()}
     if len(kinds) > 1:

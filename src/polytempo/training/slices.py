@@ -12,7 +12,7 @@ be of any form; what looks at a batch as a whole, such as padding, sees a slice 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.training.program import seed_step
+from polytempo.training.served_context import ServedContext
 from polytempo.training.trainable_parameters import trainable
-
-if TYPE_CHECKING:
-    from polytempo.training.server_worker import ServedContext
-
 
 RatesAt = Callable[[Ticket], tuple[float, ...]]
 """The learning rates of each parameter group at a ticket's place in the run."""

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from polytempo.core import Op
-from polytempo.worlds.trace import Event
+from polytempo.worlds.trace import Event, Trace
 from polytempo.worlds.transport import Begun
 
-if TYPE_CHECKING:
-    from polytempo.worlds.process import ProcessWorld
+
+class Clocked(Protocol):
+    """The world that an operation is under way in (`worlds.process.ProcessWorld`)."""
+
+    trace: Trace
+    waited_s: float
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in this library's words."""
 
 
 class Pending:
@@ -18,7 +28,7 @@ class Pending:
 
     __slots__ = ("answer", "done", "error", "event", "op", "work", "world")
 
-    def __init__(self, world: ProcessWorld, op: Op[Any], event: Event, begun: Begun) -> None:
+    def __init__(self, world: Clocked, op: Op[Any], event: Event, begun: Begun) -> None:
         self.world, self.op, self.event = world, op, event
         self.work, self.answer = begun
         self.done = self.work is None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from polytempo.core import WAITING, Op, Program, Task
 from polytempo.worlds.pending import Pair, Pending
 
-if TYPE_CHECKING:
-    from polytempo.worlds.process import ProcessWorld
+
+class Performer(Protocol):
+    """The world that a coroutine runs in (`worlds.process.ProcessWorld`)."""
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer, or what has to be waited for."""
 
 
 class Strand:
@@ -16,7 +20,7 @@ class Strand:
 
     __slots__ = ("task", "waits_for", "world")
 
-    def __init__(self, world: ProcessWorld, coroutine: Program[Any]) -> None:
+    def __init__(self, world: Performer, coroutine: Program[Any]) -> None:
         self.world, self.task = world, Task(coroutine)
         self.waits_for: Pending | Pair | Strand | None = None
 

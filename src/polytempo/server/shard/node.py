@@ -161,10 +161,10 @@ class Node:
             return self.flops(message.entry)
         service, numel = self.shard.service, self.shard.weights.numel()
         if isinstance(message, Pull) and service.pull_codec is not None:
-            return service.pull_codec.flops / 2 * numel
+            return service.pull_codec.facts.flops / 2 * numel
         if not isinstance(message, Push):
             return 0.0
-        decoding = 0.0 if service.codec is None else service.codec.flops / 2 * numel
+        decoding = 0.0 if service.codec is None else service.codec.facts.flops / 2 * numel
         return decoding + 4.0 * (numel + sum(rows.values.numel() for rows in message.rows))
 
     # ------------------------------------------------------------------ entries

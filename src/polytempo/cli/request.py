@@ -1,0 +1,101 @@
+"""What a command is asked to do: options, names and folder, checked before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from polytempo import jobs
+from polytempo.cli.folder import checked_folder, default_folder
+from polytempo.cli.options import TrainOptions, train_options
+from polytempo.engines.environment import recognise
+from polytempo.engines.folder_names import slug
+from polytempo.spec.call import split_calls
+from polytempo.spec.declaration import declared
+from polytempo.spec.names import COMPARED
+
+
+class Request(NamedTuple):
+    """The options of a command, and the folder that it may write to."""
+
+    options: TrainOptions
+    out: Path
+
+    @property
+    def job(self) -> str:
+        """The job's name, which `_checked` has seen."""
+        assert self.options.job is not None
+        return self.options.job
+
+
+def train_request(given: Mapping[str, object], config: Path | None) -> Request:
+    """What `polytempo train` is asked to do. `ValueError` for what it cannot."""
+    options = train_options(given, config)
+    check_strategies(options.strategy)
+    check_job(options.job)
+    name = _run_name(options, options.strategy)
+    if recognise(os.environ).size > 1 and options.out is None:  # workers that start apart choose the same folder
+        out = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
+    else:
+        out = _folder(options, name)
+    return Request(options, out)
+
+
+def compare_request(given: Mapping[str, object], config: Path | None) -> Request:
+    """What `polytempo compare` is asked to do."""
+    options = train_options(given, config)
+    if options.resume:
+        raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
+    check_strategies(options.strategies or COMPARED)
+    check_job(options.job)
+    return Request(options, _folder(options, _run_name(options, "compare")))
+
+
+def simulate_request(given: Mapping[str, object], config: Path | None) -> Request:
+    """What `polytempo simulate` is asked to do."""
+    options = train_options(given, config)
+    if options.resume:
+        raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
+    check_strategies(options.strategy)
+    if options.cluster is not None:
+        declared().cluster(options.cluster)
+    if options.stragglers is not None:
+        declared().distribution(options.stragglers)
+    check_job(options.job)
+    return Request(options, _folder(options, _run_name(options, options.strategy, "simulated")))
+
+
+def check_explained(strategy: str, job: str | None) -> None:
+    """ValueError for a strategy or job that `polytempo explain` cannot find."""
+    if not strategy.strip():
+        raise ValueError(f"STRATEGY {strategy!r}: the value is empty; write a strategy, such as 'top_k_sgd(0.01)'")
+    check_strategies(strategy)
+    if job is not None:
+        jobs.check(job)
+
+
+def check_strategies(text: str) -> None:
+    """ValueError for the first strategy of a list whose name or arguments do not exist."""
+    for each in split_calls(text):
+        declared().strategy(each)
+
+
+def check_job(text: str | None) -> None:
+    """ValueError where no job is named, or there is none of this name."""
+    if text is None:
+        raise ValueError(f"name a job: {', '.join(sorted(jobs.names()))}, {jobs.FORMS}")
+    jobs.check(text)
+
+
+def _run_name(options: TrainOptions, *further: str) -> str:
+    """The name of a run's folder: the job's, then what tells it from the job's other runs."""
+    return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
+
+
+def _folder(options: TrainOptions, name: str) -> Path:
+    """The folder that is named, or a new one under `runs/`; with `--resume` that of the last run."""
+    if options.out is not None:
+        return checked_folder(options.out, resume=options.resume, force=options.force)
+    return default_folder(name, resume=options.resume)

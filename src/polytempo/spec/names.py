@@ -1,0 +1,125 @@
+"""Which names a call may use, and for which argument.
+
+Where the functions come from is the caller's matter: `spec.catalogue` imports them, and with them torch;
+`spec.declaration` reads their signatures from the source, which is enough to refuse a wrong name at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from polytempo.spec.call import parse_call
+from polytempo.spec.resolution import Factory, Function, resolve
+
+COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
+"""The strategies of a `compare` that names none."""
+NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
+"""What `compression` has besides codecs."""
+
+_ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
+_WAYS = ("all_gather", "reduce_scatter")
+_CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
+_STRAGGLERS = ("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host")
+
+Load = Callable[[str], Mapping[str, Function]]
+"""The public functions of a folder, by name: `load("compression")["top_k"]`."""
+
+
+class Names(NamedTuple):
+    """Functions by the names that a call may use."""
+
+    strategies: Mapping[str, Function]
+    codecs: Mapping[str, Function]
+    ways: Mapping[str, Function]
+    """On which wires meet that cannot be summed."""
+    clusters: Mapping[str, Function]
+    stragglers: Mapping[str, Function]
+    arguments: Mapping[str, Mapping[str, object]]
+    """For each argument that takes names, such as `codec`, what they mean."""
+
+    def strategy(self, text: str) -> object:
+        """What the strategy's function answers to the call `text`. `ValueError` for wrong names and arguments."""
+        call = parse_call(text)
+        if call.name not in self.strategies and call.name in {"low_rank", *self.codecs}:
+            raise ValueError(self._no_strategy(call.name))
+        arguments = self.arguments
+        if call.name in self.strategies:
+            arguments = {**arguments, "route": self.routes_of(self.strategies[call.name])}
+        return resolve(call, self.strategies, arguments, what="strategy")
+
+    def cluster(self, text: str) -> object:
+        """What the cluster's function answers to the call `text`."""
+        return resolve(parse_call(text), self.clusters, self.arguments, what="cluster")
+
+    def distribution(self, text: str) -> object:
+        """What the straggler distribution's function answers to the call `text`."""
+        return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
+
+    def routes_of(self, function: Function) -> Mapping[str, object]:
+        """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
+
+        Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
+        """
+        parameter = inspect.signature(function).parameters.get("route")
+        takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
+        return {**self.arguments["route"], **self.ways} if takes_wires else self.arguments["route"]
+
+    def _no_strategy(self, name: str) -> str:
+        """What to write in place of a codec, or of low_rank, where a strategy is needed."""
+        if name == "low_rank":
+            return "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"
+        recipe = f"{name}_sgd, or " if f"{name}_sgd" in self.strategies else ""
+        written = "feedback(top_k)" if name == "feedback" else name
+        return f"{name} is a codec, not a strategy; write {recipe}local_sgd(codec={written})"
+
+
+def names(load: Load) -> Names:
+    """All names, with the functions that `load` has for them."""
+    compression, clusters = load("compression"), load("cluster")
+    codecs = {name: compression[name] for name in sorted(compression) if name not in NO_CODECS}
+    stragglers = {name: clusters[name] for name in _STRAGGLERS}
+    strategies = load("strategies")
+    return Names(
+        strategies={name: strategies[name] for name in sorted(strategies)},
+        codecs=codecs,
+        ways={name: compression[name] for name in _WAYS},
+        clusters={name: clusters[name] for name in _CLUSTERS},
+        stragglers=stragglers,
+        arguments=_arguments(load("collectives"), load("aggregation"), codecs, stragglers),
+    )
+
+
+def _arguments(
+    collectives: Mapping[str, Function],
+    aggregation: Mapping[str, Function],
+    codecs: Mapping[str, Function],
+    stragglers: Mapping[str, Function],
+) -> Mapping[str, Mapping[str, object]]:
+    made_codecs = {name: Factory(function) for name, function in codecs.items()}
+    distributions = {name: Factory(function) for name, function in stragglers.items()}
+    routes: Mapping[str, object] = {
+        **{name: collectives[name] for name in _ROUTES},
+        "hierarchical": Factory(collectives["hierarchical"]),
+    }
+    graphs: Mapping[str, object] = {
+        "ring": aggregation["ring_graph"],
+        **{name: aggregation[name] for name in ("ring_graph", "exponential", "complete")},
+        "random_pairs": Factory(aggregation["random_pairs"]),
+    }
+    merges: Mapping[str, object] = {
+        **{name: aggregation[name] for name in ("median", "vote")},
+        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum")},
+    }
+    return {
+        "codec": made_codecs,
+        "pull_codec": made_codecs,
+        "route": routes,
+        "between": routes,
+        "graph": graphs,
+        "merge": merges,
+        "stragglers": distributions,
+        "others": distributions,
+    }

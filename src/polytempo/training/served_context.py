@@ -1,0 +1,38 @@
+"""`ServedContext`: what the worker of a parameter server is given for its part of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Port, Program, Strategy
+from polytempo.data.batches import Batches
+from polytempo.spec.job import Data, Job
+from polytempo.training.guard import Guard
+from polytempo.training.local_decay import LocalDecay
+from polytempo.training.rate_schedule import RateSchedule
+
+ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
+"""Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
+
+
+@dataclass
+class ServedContext:
+    """Everything that one worker needs for its part of a run."""
+
+    job: Job
+    strategy: Strategy
+    model: nn.Module
+    optimizer: Optimizer
+    data: Data
+    batches: Batches
+    compute_gradients: ComputeGradients
+    seed: int = 0
+    schedule: RateSchedule | None = None
+    decay: LocalDecay | None = None
+    guard: Guard | None = None
+    """Looks for what is not finite; None: it may be."""
