@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.engines.collective import RunTimedOut
@@ -62,22 +61,22 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
     if new or key not in known:
-        known[key] = _tried(spec, [each.strategy for each in new])
+        known[key] = _tried(new or specs)
         fitted_before.update((key, str(each.strategy)) for each in new)
     return known[key]
 
 
-def _tried(spec: RunSpec, strategies: Sequence[Strategy]) -> Rehearsed:
+def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
     def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
-            return {"found": list(_rehearsed(spec, strategies))}
+            return {"found": list(_rehearsed(specs))}
         except JobFailed as error:
             return {"failed": str(error)}
         except ValueError as error:
             return {"wrong": str(error)}
 
     try:
-        [told] = launch(work, 1, threads=spec.options.threads, timeout_s=_PATIENCE_S)
+        [told] = launch(work, 1, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
     if "failed" in told:
@@ -88,16 +87,17 @@ def _tried(spec: RunSpec, strategies: Sequence[Strategy]) -> Rehearsed:
     return Rehearsed(samples, private_bytes, tuple(warned))
 
 
-def _rehearsed(spec: RunSpec, strategies: Sequence[Strategy]) -> Rehearsed:
+def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
+    spec = specs[0]
     job = spec.job
     torch.manual_seed(spec.seed)
     model = model_of(job)
     data = data_of(job, spec.options.data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        for strategy in strategies:
-            fitted(strategy, optimizer_of(job, model, spec.lr))
-            check_model(model, strategy)
+        for each in specs:
+            fitted(each.strategy, optimizer_of(job, model, spec.lr))
+            check_model(model, each.strategy)
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))

@@ -36,7 +36,7 @@ def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Itera
         if row["kind"] == "test":
             accuracy[0] = row["accuracy"]
         else:
-            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 
     progress.start(spec.options.steps, f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers")
     try:

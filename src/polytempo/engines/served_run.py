@@ -24,6 +24,8 @@ from polytempo.engines.served_node import Mail, Setting, act
 from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.tally import Tally
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
@@ -103,17 +105,16 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            self.topology.coordinator,
-            self.topology.workers,
-            self.topology.chains,
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
             self.scheduler,
             self.program.timing,
             incarnation=self.incarnation,
-            on_row=self.tally.take,
-            on_event=lambda event: self.on_event(event),
-            on_entry=lambda entry: self.on_entry(entry),
+            listeners=Listeners(
+                on_row=self.tally.take,
+                on_event=lambda event: self.on_event(event),
+                on_entry=lambda entry: self.on_entry(entry),
+            ),
             reshaper=Reshaper(self.program.parameters, self.program.spans),
-            evaluator=self.evaluator,
         )
 
     def _resume(self) -> None:
