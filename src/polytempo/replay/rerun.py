@@ -45,7 +45,8 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
-from polytempo.training.server_worker import Attendance, ComputeGradients, work
+from polytempo.training.served_context import ComputeGradients
+from polytempo.training.server_worker import Attendance, work
 from polytempo.training.shard_rule import flat_of, parameters_of
 from polytempo.worlds import VirtualWorld
 
