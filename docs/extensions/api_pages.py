@@ -71,7 +71,7 @@ def _page(module: ModuleType, names: list[str], documented: dict[tuple[int, str]
             here.append(_entry(module.__name__, name, value))
     also = ", ".join(f"{{py:obj}}`{name}`" for name in elsewhere)
     body = "\n".join(here)
-    said = "\n".join(restructured((inspect.getdoc(module) or "").splitlines()))
+    said = "\n".join(restructured(inspect.getdoc(module).splitlines() if module.__doc__ else []))
     return (
         f"# {module.__name__}\n\n````{{eval-rst}}\n{said}\n````\n\n"
         + (f"Also here: {also}.\n\n" if also else "")
@@ -115,7 +115,7 @@ def restructured(lines: list[str]) -> list[str]:
 
 
 def _paragraph(block: list[str]) -> list[str]:
-    """One paragraph: code where it is indented (but not in a list), a drawing, or a call; else text."""
+    """One paragraph: its indented lines are code, unless they belong to a list item; so are drawings and calls."""
     out: list[str] = []
     if DRAWN.search("\n".join(block)) or (block[0].endswith("(") and block[-1].strip() == ")"):
         return ["::", "", *(f"    {line}" for line in block)]
