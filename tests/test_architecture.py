@@ -44,7 +44,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster",
         "compression",
         "strategies",
-        "spec",
         "worlds",
         "report",
         "training",

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polytempo as pt
 from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 
 Batch = tuple[Tensor, Tensor]

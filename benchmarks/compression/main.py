@@ -34,7 +34,7 @@ from polytempo.bench.turns import Figure, figure, ratio
 from polytempo.cli.bench_compression import candidate
 from polytempo.core import ALONE, Codec
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
 from polytempo.spec.call import split_calls

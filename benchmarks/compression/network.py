@@ -34,7 +34,7 @@ from polytempo.bench.machine import cores, machine
 from polytempo.bench.tables import markdown
 from polytempo.cluster import Link
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.worlds import ProcessWorld

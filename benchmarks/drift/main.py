@@ -26,7 +26,7 @@ from torch.nn import functional
 import polytempo as pt
 from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.training.drift import comparable
 from polytempo.training.drift_watch import DriftWatch

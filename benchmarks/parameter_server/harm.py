@@ -26,11 +26,12 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.data.ledger import Ledger
-from polytempo.engines import run_served, served_run
+from polytempo.engines import run_served, served_program
 from polytempo.engines.fork import fork
 from polytempo.engines.run_served import Launcher
 from polytempo.engines.served_run import ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
+from polytempo.engines.worker_processes import Child
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
 from polytempo.server.timing import Timing
 from polytempo.spec.result import parameters_sha256
@@ -125,13 +126,13 @@ class Watching(Launcher):
         self.recoveries: list[Recovery] = []
         self.dealt: set[int] = set()
         self.acknowledged: set[int] = set()
-        self.ledger = Ledger(range(run.batches.num_samples + 1), len(run.cast.chains))
+        self.ledger = Ledger(range(run.program.batches.num_samples + 1), len(run.topology.chains))
         self.processes: set[int] = set()
         self._faults = sorted(faults)
         self._random = random.Random(seed)
         self._due_s: float | None = None
-        self._lives = dict.fromkeys(run.cast.workers, 0)
-        self._full = {node for chain in run.cast.chains for node in chain}
+        self._lives = dict.fromkeys(run.topology.workers, 0)
+        self._full = {node for chain in run.topology.chains for node in chain}
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """As the launcher, and take notes."""
@@ -168,7 +169,7 @@ class Watching(Launcher):
         """Whether the last victim is gone, all workers take part, and each chain has its copies with their states."""
         coordinator = self.run.coordinator
         copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
-        there = copies and len(coordinator.members) == len(self.run.cast.workers)
+        there = copies and len(coordinator.members) == len(self.run.topology.workers)
         return there and all(self.process(recovery.node) != recovery.process for recovery in self.recoveries[-1:])
 
     @property
@@ -178,7 +179,8 @@ class Watching(Launcher):
 
     def process(self, node: int) -> int | None:
         """The process on `node`."""
-        return self.supervisor.process_of(node)
+        process = self.supervisor.process_on(node)
+        return process.pid if isinstance(process, Child) else None
 
     def strike(self, fault: Fault) -> None:
         """Do the harm."""
@@ -228,7 +230,7 @@ def performed(launch: Launch, job: pt.Job, *, timing: dict[str, float] | None = 
     strategy = pt.strategies.async_sgd(shards=SHARDS, replicas=COPIES - 1, rate=1.0)
     with (
         patch.object(run_served, "Launcher", launch),
-        patch.object(served_run, "Timing", partial(Timing, **(timing or {}))),
+        patch.object(served_program, "Timing", partial(Timing, **(timing or {}))),
     ):
         return pt.run(job, strategy, **{"workers": WORKERS, "epochs": 1, **options})
 
@@ -236,7 +238,7 @@ def performed(launch: Launch, job: pt.Job, *, timing: dict[str, float] | None = 
 def wrong_with(result: pt.Result, launcher: Watching) -> list[str]:
     """Tickets that were not used exactly once by each shard, and what contradicts it."""
     run, ledger, wrong = launcher.run, launcher.ledger, list[str]()
-    tickets, epochs = run.batches.num_samples, round(result.epochs)
+    tickets, epochs = run.program.batches.num_samples, round(result.epochs)
     for shard, said in sorted(run.coordinator.statistics.items()):
         used = {ticket for first, last in said.tickets for ticket in range(first, last + 1)}
         for ticket in sorted(used):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         compression,
         core,
         data,
+        engines,
         jobs,
         strategies,
         synchronization,
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
+    from polytempo.engines.collective import RunTimedOut
+    from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
-    from polytempo.engines.local import RunTimedOut, launch
+    from polytempo.engines.launch import launch
     from polytempo.engines.run import compare, run
     from polytempo.engines.simulate import simulate
-    from polytempo.engines.worker_processes import WorkerDied
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
     from polytempo.server.coordinator.lost_shard import ShardLost
@@ -63,6 +65,7 @@ _FOLDERS = (
     "compression",
     "core",
     "data",
+    "engines",
     "jobs",
     "strategies",
     "synchronization",
@@ -84,8 +87,9 @@ _HOMES = {
     ),
     "polytempo.core.errors": ("JobFailed",),
     "polytempo.engines.init": ("init",),
-    "polytempo.engines.worker_processes": ("WorkerDied",),
-    "polytempo.engines.local": ("RunTimedOut", "launch"),
+    "polytempo.engines.failures": ("WorkerDied",),
+    "polytempo.engines.collective": ("RunTimedOut",),
+    "polytempo.engines.launch": ("launch",),
     "polytempo.engines.run": ("compare", "run"),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
@@ -137,6 +141,7 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "engines",
     "explain",
     "init",
     "jobs",

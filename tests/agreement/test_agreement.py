@@ -11,12 +11,13 @@ from polytempo import collectives, run, strategies
 from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.engines.worker import RankInfo
 from polytempo.jobs import find
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer
 
 pytestmark = pytest.mark.process
@@ -62,7 +63,7 @@ def test_a_parameter_server_that_waits_for_all_reaches_the_same_bits() -> None:
     """The only ones whose pushes are the same whoever comes first."""
     strategy, options = strategies.backup_workers(backups=0, shards=2), RunOptions(steps=4, threads=1)
     real = run(find("digits"), strategy, 3, steps=4, threads=1)
-    virtual = simulate_served(find("digits"), strategy, 3, ethernet(), options, native=True)
+    virtual = simulate_served(RunSpec.of(find("digits"), strategy, 3, options), ethernet(), native=True)
     assert (real.steps, real.samples) == (virtual.steps, virtual.samples)
     assert real.parameters_sha256 == virtual.parameters_sha256
 

@@ -474,7 +474,7 @@ def validating(trial: Trial) -> None:
 def _loader(trial: Trial, num_samples: int = 11) -> Any:
     data = TensorDataset(*[tensor[:num_samples] for tensor in samples().tensors])
     if trial.handle is None:
-        return pt.data.Shard(data, rank=0, size=1, batch_size=4, shuffle=False)
+        return pt.data.DataShard(data, rank=0, size=1, batch_size=4, shuffle=False)
     return pt.shard(data, batch_size=4 // trial.size, shuffle=False)
 
 

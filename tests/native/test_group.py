@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.native import twin
 from polytempo.native.arena import Arena, own_arena

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore
 
 from polytempo.core import Mismatch, PeerLost
 from polytempo.engines.fork import fork
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.native import twin
 from polytempo.native.group import Group

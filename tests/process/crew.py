@@ -10,9 +10,10 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polytempo.engines.engine import Result
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.launch import launch
+from polytempo.engines.worker import RankInfo
 from polytempo.training import trainer
 from polytempo.worlds import ProcessWorld
 

@@ -231,7 +231,7 @@ def test_moments_of_another_dtype_are_left_to_the_rank() -> None:
         optimizer = Wide(net.parameters(), lr=0.1)
         handle = pt.attach(net, optimizer, s.parameter_averaging(period=2))
         loop(net, optimizer, mine(batches(2, torch.float32), world))
-        assert len(handle.replica.parameter_states) == 1
+        assert len(handle.replica.parameters.states) == 1
         return flat(net)
 
     first, second = together(2, work)

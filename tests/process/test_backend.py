@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 
 from polytempo.core.errors import Mismatch
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.interop.backend.work import Lane, Queued
 

@@ -25,7 +25,7 @@ import polytempo as pt
 from polytempo.aggregation import low_rank, median
 from polytempo.compression import all_gather, bf16, exact, feedback, fp16, natural, qsgd, reduce_scatter, through
 from polytempo.core import Codec, NotFinite, PeerLost, stateless
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.interop.backend import create
 from polytempo.interop.ddp_hook import CommHook, comm_hook

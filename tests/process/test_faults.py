@@ -20,9 +20,9 @@ import polytempo as pt
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.engines import init as joining
-from polytempo.engines.local import launch
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
-from polytempo.engines.worker_processes import WorkerDied
 from polytempo.training import checkpoint, snapshot
 from polytempo.training.checkpoint import latest
 from process.crew import squared

@@ -66,7 +66,7 @@ def test_a_worker_with_more_to_compute_is_helped_and_every_sample_counts_once(
     assert result.server["refused"] == 0
     assert result.accuracy is not None
     assert result.accuracy > 0.5
-    (epoch,) = verdicts(strategy, runs[0].batches, runs[0].coordinator.statistics)
+    (epoch,) = verdicts(strategy, runs[0].program.batches, runs[0].coordinator.statistics)
     assert epoch.exact, str(epoch)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import polytempo as pt
 from polytempo.engines import init as joining
 from polytempo.engines.environment import recognise
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.worlds import current, set_current
 

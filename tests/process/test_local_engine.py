@@ -24,12 +24,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo
 from polytempo.core.errors import PeerLost
-from polytempo.engines import local
+from polytempo.engines import threads as worker_threads
+from polytempo.engines.collective import RunTimedOut
+from polytempo.engines.engine import Result
 from polytempo.engines.environment import recognise
+from polytempo.engines.failures import WorkerDied
 from polytempo.engines.fork import fork
-from polytempo.engines.local import RunTimedOut, launch
-from polytempo.engines.worker import RankInfo, Result
-from polytempo.engines.worker_processes import WorkerDied
+from polytempo.engines.launch import launch
+from polytempo.engines.worker import RankInfo
 
 pytestmark = pytest.mark.process
 
@@ -120,13 +122,13 @@ def test_a_tick_is_heard_while_workers_run(tmp_path: Path) -> None:
 def test_threads_per_worker(
     monkeypatch: pytest.MonkeyPatch, strangers: int, cores: int, workers: int, asked: int | None, threads: int
 ) -> None:
-    monkeypatch.setattr(local, "_native_threads", lambda: strangers)
-    monkeypatch.setattr(local, "_cores", lambda: cores)
-    assert local.threads_per_worker(workers, asked) == threads
+    monkeypatch.setattr(worker_threads, "_native_threads", lambda: strangers)
+    monkeypatch.setattr(worker_threads, "_cores", lambda: cores)
+    assert worker_threads.threads_per_worker(workers, asked) == threads
 
 
 def test_threads_that_a_fork_would_lose_are_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
-    monkeypatch.setattr(local, "_native_threads", lambda: 3)
+    monkeypatch.setattr(worker_threads, "_native_threads", lambda: 3)
     with pytest.raises(ValueError, match=r"threads=2 is impossible: .*\(3 are not Python's\).* use threads=1"):
         launch(rest, 1, threads=2)
     assert list(private.iterdir()) == []
@@ -299,7 +301,7 @@ def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
 
 LAUNCHER = """
 import os, sys, threading
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 
 def work(rank_info):
     child = os.fork()

@@ -69,7 +69,8 @@ def test_a_run_ends_by_name_and_its_checkpoints_are_finite(strategy: pt.Strategy
     with pytest.raises(pt.NotFinite, match=r"rank \d, step \d+: the loss is nan, though all parameters") as caught:
         pt.run(job(), strategy, 2, out=tmp_path, steps=16, checkpoint_every=1)
     assert caught.value.rank in (0, 1)
-    assert caught.value.step in range(4)  # the first epoch has 4 steps
+    # the first epoch has 4 steps; a worker that waits for no other may meet its own in the second before that
+    assert caught.value.step in range(16 if strategy.one_copy is not None else 4)
     assert caught.value.parameter == "linear.weight"
     assert not (tmp_path / "result.json").exists()
     for file in (tmp_path / "checkpoint").rglob("*.safetensors"):

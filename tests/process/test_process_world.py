@@ -18,7 +18,7 @@ import polytempo as pt
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives import native, ring
 from polytempo.core import Bundle, Mismatch, PeerLost, Port, Program, TimedOut
-from polytempo.engines.local import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together

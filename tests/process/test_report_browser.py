@@ -258,6 +258,30 @@ def test_every_text_of_a_figure_lies_within_it(opened: Opened) -> None:
     assert outside == []
 
 
+def test_the_staleness_of_a_parameter_server_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
+    run = record(1)
+    server = {
+        "shards": 1,
+        "replicas": 0,
+        "updates": 9,
+        "dropped": 0,
+        "refused": 0,
+        "staleness": {"mean": 1.0, "p50": 1, "p99": 2, "histogram": [[0, 3], [1, 4], [2, 2]]},
+        "workers": [],
+    }
+    write_report(tmp_path / "report.html", [run._replace(result=run.result | {"server": server})], title="served")
+    context = browser.new_context(viewport={"width": 390, "height": 844}, service_workers="block")
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert page.locator("#staleness .xtick text").all_text_contents() == ["0", "1", "2"]
+    plot, title = page.locator("#staleness").bounding_box(), page.locator("#staleness .xtitle").bounding_box()
+    assert plot is not None
+    assert title is not None
+    assert plot["x"] <= title["x"] <= title["x"] + title["width"] <= plot["x"] + plot["width"]
+    context.close()
+
+
 def test_the_page_is_no_wider_than_the_window(opened: Opened) -> None:
     sizes = opened.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert sizes[0] <= sizes[1]

@@ -14,6 +14,7 @@ from polytempo.engines.run_served import run_served
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process
 
@@ -54,6 +55,6 @@ JOB = Job(
 def test_real_processes_reach_the_weights_of_virtual_ones() -> None:
     """One worker, so that there is one order; two shards with a cut inside the table."""
     strategy, options = strategies.async_sgd(shards=2), RunOptions(steps=24)
-    real = run_served(JOB, strategy, 1, options)
-    virtual = simulate_served(JOB, strategy, 1, ethernet(), options, native=True)
+    real = run_served(RunSpec.of(JOB, strategy, 1, options))
+    virtual = simulate_served(RunSpec.of(JOB, strategy, 1, options), ethernet(), native=True)
     assert real.parameters_sha256 == virtual.parameters_sha256

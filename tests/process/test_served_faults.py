@@ -21,9 +21,9 @@ import pytest
 from torch import Tensor
 
 import polytempo as pt
+from polytempo.engines.failures import WorkerDied
 from polytempo.engines.served_run import ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
-from polytempo.engines.worker_processes import WorkerDied
 from polytempo.report.metrics import read_metrics
 from polytempo.server.coordinator.lost_shard import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
@@ -177,7 +177,7 @@ class Impatient(Watching):  # type: ignore[misc, valid-type]
 def test_processes_may_die_and_stand_still_before_they_have_said_a_word() -> None:
     story = harm.told(Impatient, harm.counting(60), timing=QUICK | {"starting_s": 1.0})
     assert story.wrong == []
-    assert {role.incarnation for role, _ in story.launcher.supervisor.ended if role.node in (1, 3)} == {1, 2}
+    assert {p.role.incarnation for p in story.launcher.supervisor.ended if p.role.node in (1, 3)} == {1, 2}
 
 
 class Unwelcoming(Watching):  # type: ignore[misc, valid-type]

@@ -8,13 +8,14 @@ from polytempo import strategies
 from polytempo.engines.run_served import run_served
 from polytempo.jobs import find
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 
 def test_two_shards_three_and_one_make_the_weights_that_two_make(tmp_path: Path) -> None:
     strategy = strategies.backup_workers(backups=0, shards=2)
     fixed = RunOptions(epochs=3, batch_size=120, threads=1)
     changing = RunOptions(epochs=3, batch_size=120, threads=1, reshape={1: 3, 2: 1}, out=tmp_path)
-    stayed, went = (run_served(find("digits"), strategy, 3, options) for options in (fixed, changing))
+    stayed, went = (run_served(RunSpec.of(find("digits"), strategy, 3, options)) for options in (fixed, changing))
     assert stayed.parameters_sha256 == went.parameters_sha256
     server = went.server
     assert server is not None

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import polytempo as pt
-from polytempo.engines.mailbox_directory import MailboxDirectory, NodeMail
+from polytempo.engines.mailbox_directory import MailboxDirectory, NodeMail, addresses_in
 from polytempo.jobs import find
 from polytempo.server.message import Beat, Message
 from polytempo.wire.shared import Arenas
@@ -118,7 +118,7 @@ def test_addresses_are_looked_at_again_after_a_while(tmp_path: Path, monkeypatch
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr("polytempo.engines.mailbox_directory.time", SimpleNamespace(monotonic=lambda: now.s))
     file, line = tmp_path / "n1.address", Connections()
-    mail = NodeMail(0, tmp_path, line, by_file=True)
+    mail = NodeMail(0, line, addresses_in(tmp_path))
     posted = []
     for life, (at_s, moves) in enumerate([(100.0, False), (100.001, True), (100.002, True), (100.03, True)]):
         now.s = at_s

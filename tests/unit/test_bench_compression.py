@@ -182,21 +182,21 @@ def test_what_is_no_link_is_refused(text: str) -> None:
 def test_a_model_is_its_layers() -> None:
     assert parse_model("784-2048-10") == [784, 2048, 10]
     for text in ("", "784", "784-0-10", "784x10", "784--10"):
-        with pytest.raises(ValueError, match="the sizes of a perceptron's layers, such as 784-2048-2048-10"):
+        with pytest.raises(ValueError, match="must be the layer sizes of a perceptron, such as 784-2048-2048-10"):
             parse_model(text)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codecs": " "}, "--codecs ' ': names nothing; write some, such as 'int8, top_k'"),
+        ({"codecs": " "}, "--codecs ' ': the value is empty; write codecs, such as 'int8, top_k'"),
         ({"codecs": "int9"}, "there is no codec 'int9'"),
         ({"codecs": "top_k(ratio=2.0)"}, "ratio"),
         ({"codecs": "feedback(feedback)"}, "codec"),
         ({"workers": 1}, "--workers 1: from 2 to 64"),
         ({"workers": 65}, "--workers 65: from 2 to 64"),
         ({"model": "100000-100000-100000"}, "ask for fewer workers or a smaller model"),
-        ({"rounds": 0}, "--rounds 0: at least 1"),
+        ({"rounds": 0}, "--rounds 0: must be at least 1"),
         ({"latency_us": -1.0}, "--latency-us -1"),
     ],
 )

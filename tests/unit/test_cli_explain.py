@@ -121,7 +121,7 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["fp16()"], "fp16 is a codec, not a strategy; write local_sgd(codec=fp16)"),
         (["feedback(top_k)"], "feedback is a codec, not a strategy; write local_sgd(codec=feedback(top_k))"),
         (["low_rank(2)"], "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"),
-        ([""], "STRATEGY '': names nothing; write a strategy, such as 'top_k_sgd(0.01)'"),
+        ([""], "STRATEGY '': the value is empty; write a strategy, such as 'top_k_sgd(0.01)'"),
         (["topk_sgd"], "no strategy 'topk_sgd' (did you mean top_k_sgd?)"),
         (
             ["local_sgd(codec=bf17)"],

@@ -12,7 +12,7 @@ import typer
 from polytempo.cli.failure import exit_code
 from polytempo.cli.main import app
 from polytempo.core import PolytempoError
-from polytempo.engines.worker_processes import WorkerDied
+from polytempo.engines.failures import WorkerDied
 
 SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
 
@@ -65,7 +65,7 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
         ("trian", "No such command 'trian'"),
         ("train digits --workers two", "'--workers'"),
         ("train digits --worker 2", "No such option: --worker"),
-        ("train digits --until accuracy=97", "error: --until accuracy=97: takes accuracy as a share"),
+        ("train digits --until accuracy=97", "error: --until accuracy=97: accuracy is a number between 0 and 1"),
         ("train digits --config missing.toml", "error: missing.toml: there is no such file\n"),
         ("train digits --data missing", "error: --data missing: there is no such file or folder\n"),
         ("train digits --strategy locl_sgd", "no strategy 'locl_sgd' (did you mean local_sgd?); there are: "),
@@ -76,10 +76,10 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
         ("train digits --resume", "error: --resume: runs/digits-sync_sgd holds no run"),
         ("train dogits", "there is no job 'dogits'"),
         ("train", "error: name a job: "),
-        ("train digits --strategy=", "error: --strategy '': names nothing; write a name, or leave it out"),
-        ("compare digits --strategies=", "error: --strategies '': names nothing"),
-        ("simulate digits --cluster=", "error: --cluster '': names nothing"),
-        ("simulate digits --stragglers=", "error: --stragglers '': names nothing"),
+        ("train digits --strategy=", "error: --strategy '': the value is empty; write a name, or leave the option out"),
+        ("compare digits --strategies=", "error: --strategies '': the value is empty"),
+        ("simulate digits --cluster=", "error: --cluster '': the value is empty"),
+        ("simulate digits --stragglers=", "error: --stragglers '': the value is empty"),
         ("compare digits --strategies sync_sgd,,adasum", "expected a name, not ','"),
         ("simulate digits --cluster etherne", "no cluster 'etherne' (did you mean ethernet?)"),
         ("simulate digits --stragglers lognorm", "no straggler distribution 'lognorm'"),

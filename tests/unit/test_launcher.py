@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from polytempo.engines.engine import Failure, Process, Role
+from polytempo.engines.failures import WorkerDied
 from polytempo.engines.run_served import Launcher
-from polytempo.engines.supervisor import Role
-from polytempo.engines.worker import RankInfo, failure_path
-from polytempo.engines.worker_processes import WorkerDied, WorkerProcess
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.message import Ask, Beat, Members, Noted, Outbox
 from polytempo.server.timing import Timing
 
@@ -28,9 +29,9 @@ class Processes:
         self.running = [Role("worker", 0, 0), Role("worker", 1, 1), Role("copy", COPY, 2, shard=0)]
         self.stopped: list[Role] = []
         self.killed: list[int] = []
-        self.gone: list[tuple[Role, WorkerProcess]] = []
+        self.gone: list[Process] = []
 
-    def look(self) -> list[tuple[Role, WorkerProcess]]:
+    def look(self) -> list[Process]:
         gone, self.gone = self.gone, []
         return gone
 
@@ -41,7 +42,7 @@ class Processes:
 def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     timing = Timing(deadline_s=timeout_s).of_processes(busy_s=0.0)
     run: Any = SimpleNamespace(
-        cast=SimpleNamespace(workers=[0, 1], evaluator=4, spares=[]),
+        topology=SimpleNamespace(workers=[0, 1], evaluator=4, spares=[]),
         incarnation=1,
         options=SimpleNamespace(reshape={}, restarts=3, timeout_s=timeout_s),
         most_lives=8,
@@ -49,7 +50,10 @@ def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     )
     chains, scheduler = [(COPY,)], BatchScheduler(4, 8, "freely", 2)
     run.coordinator = coordinator = Coordinator(
-        COORDINATOR, [0, 1], chains, scheduler, timing, on_event=lambda event: run.on_event(event)
+        Nodes(COORDINATOR, [0, 1], chains),
+        scheduler,
+        timing,
+        listeners=Listeners(on_event=lambda event: run.on_event(event)),
     )
     launcher = Launcher(run, processes)  # type: ignore[arg-type]
     for worker in (0, 1):
@@ -99,8 +103,7 @@ def test_and_sooner_than_the_others_give_up_waiting_for_it() -> None:
 def test_one_that_gives_up_waiting_tells_whom_it_waited_for(tmp_path: Path) -> None:
     processes = Processes()
     launcher = launcher_of(processes, timeout_s=20.0)
-    waiting = WorkerProcess(RankInfo(0, 8, tmp_path, 1), process=0, log=tmp_path / "log", notes=-1, exit_code=1)
-    failure_path(tmp_path, 0).write_text('["TimedOut", true, "call for work"]')
-    processes.gone = [(processes.running[0], waiting)]
+    failure = Failure("TimedOut", True, "call for work")
+    processes.gone = [Process(processes.running[0], tmp_path / "log", exit_code=1, failure=failure)]
     with pytest.raises(WorkerDied, match=r"worker-1 had batches in hand: give a timeout_s of more than 20 where"):
         launcher.tick(1.0)

@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 
 from polytempo.report import plots
+from polytempo.report.forecast import Forecast
 from polytempo.report.names import labels, short_labels
 from polytempo.report.page import page, write_report
 from polytempo.report.picture import write_picture
-from polytempo.report.progress import Progress, status_line
+from polytempo.report.progress import Progress, status_line, time_left
 from polytempo.report.runs import RunRecord, load_run, read_events
 from polytempo.report.style import look
 from polytempo.report.summary import baseline_sentences, human_bytes, human_seconds, percent, summaries
@@ -466,7 +467,8 @@ def test_the_page_begins_with_the_finding() -> None:
     runs = [record("slow", samples_per_s=100.0), record("fast", samples_per_s=200.0), record("lost", accuracy=0.5)]
     written = page([run._replace(metrics=[]) for run in runs], title="t")
     assert '<p class="headline">fast processes 2.0\u00d7 as many samples per second as slow' in written
-    assert '<p class="remark">lost ends at 50.0\u00a0%, 47.5 points below the most accurate run.</p>' in written
+    remark = "Far below the most accurate run (slow, 97.5\u00a0%): lost ends at 50.0\u00a0%."
+    assert f'<p class="remark">{remark}</p>' in written
     assert 'class="headline"' not in page([record()], title="t")
 
 
@@ -544,9 +546,9 @@ def test_plain_lines_come_now_and_then_and_the_last_one_always() -> None:
         progress.update(6, loss=0.25, accuracy=0.97, samples_per_s=38_200.0)
     assert stream.getvalue().splitlines() == [
         "ring: started",
-        "ring: step 3/440, loss 0.5",
+        "ring: step 3/440, loss 0.5, about 7 min 17 s left",
         "checkpoint saved",
-        "ring: step 6/440, loss 0.25, accuracy 97.0%, 38,200 samples/s",
+        "ring: step 6/440, loss 0.25, accuracy 97.0 %, 38,200 samples/s",
     ]
 
 
@@ -591,7 +593,68 @@ def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_moment_in_words() -> None:
-    assert (
-        status_line(120, 440, 0.2134, 0.951, 38_200.4) == "step 120/440, loss 0.2134, accuracy 95.1%, 38,200 samples/s"
-    )
+    words = "step 120/440, loss 0.2134, accuracy 95.1 %, 38,200 samples/s"
+    assert status_line(120, 440, 0.2134, 0.951, 38_200.4) == words
+    assert time_left(75.2) == "about 75 s left"
+    assert time_left(0.2, at_most=True) == "at most 1 s left"
     assert status_line(1200, None, None, None, None) == "step 1,200"
+
+
+def lines_of_a_run(reports: list[tuple[float, int, float]], **options: Any) -> list[str]:
+    """What is said of a run that reports (second, step, epoch)."""
+    stream, now = io.StringIO(), [0.0]
+    with Progress(stream, lambda: now[0], **options) as progress:
+        progress.start(None, "ring")
+        for now[0], step, epoch in reports:
+            progress.update(step, None, None, None, epoch=epoch)
+    return stream.getvalue().splitlines()[1:]
+
+
+def test_epochs_say_when_a_run_ends_where_steps_do_not() -> None:
+    reports = [(3.0, 10, 1.0), (6.0, 20, 2.0), (9.0, 30, 3.0)]
+    assert lines_of_a_run(reports) == ["ring: step 10", "ring: step 20", "ring: step 30"]
+    assert lines_of_a_run(reports, total_epochs=5.0) == [
+        "ring: step 10",
+        "ring: step 20, about 9 s left",
+        "ring: step 30, about 6 s left",
+    ]
+    assert lines_of_a_run(reports, total_epochs=5.0, at_most=True)[-1] == "ring: step 30, at most 6 s left"
+    assert lines_of_a_run([*reports, (12.0, 50, 5.0)], total_epochs=5.0)[-1] == "ring: step 50", "nothing is left"
+
+
+def test_the_runs_of_a_comparison_are_counted_and_those_to_come_take_their_time() -> None:
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress(stream, lambda: now[0], num_runs=3)
+    for name in ("a", "b"):
+        progress.start(100, name)
+        begin = now[0]
+        for seconds, step in ((2.0, 0), (7.0, 50), (12.0, 100)):
+            now[0] = begin + seconds
+            progress.update(step, None, None, None)
+    assert stream.getvalue().splitlines() == [
+        "[1/3] a: started",
+        "[1/3] a: step 50/100, about 29 s left",
+        "[1/3] a: step 100/100, about 24 s left",
+        "[2/3] b: started",
+        "[2/3] b: step 50/100, about 17 s left",
+        "[2/3] b: step 100/100, about 12 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "left_s"),
+    [
+        ([(0.0, 0.0), (10.0, 0.25)], 30.0),
+        ([(10.0, 0.0), (20.0, 0.25)], 30.0),  # what came before the first report is not counted
+        ([(0.0, 0.5), (10.0, 0.75)], 10.0),  # a resumed run
+        ([(0.0, 0.0), (10.0, 0.5), (20.0, 0.4)], 20.0),  # two workers report out of order
+        ([(0.0, 0.0), (0.5, 0.5)], None),  # too early
+        ([(0.0, 0.0)], None),
+        ([(0.0, 0.5), (10.0, 0.5)], None),  # it stands still
+        ([(0.0, 0.0), (10.0, 1.0)], None),
+    ],
+)
+def test_the_time_that_is_left(reports: list[tuple[float, float]], left_s: float | None) -> None:
+    forecast = Forecast()
+    forecast.begin(0.0)
+    assert [forecast.left_s(done, now_s) for now_s, done in reports][-1] == left_s

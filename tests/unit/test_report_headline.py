@@ -171,11 +171,21 @@ def test_the_order_of_the_others_changes_nothing() -> None:
         ([run("a", STEADY), run("b", scaled(STEADY, 1, -0.02))], []),
         (
             [run("a", STEADY), run("b", scaled(STEADY, 1, -0.03))],
-            ["b ends at 95.0 %, 3.0 points below the most accurate run."],
+            ["Far below the most accurate run (a, 98.0 %): b ends at 95.0 %."],
         ),
         (
-            [run("a", STEADY), run("b", [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)])],
-            ["b ends at 50.0 %, 48.0 points below the most accurate run, and was still rising: more epochs may help."],
+            [run("a", STEADY), run("b", [(at, 0.1 * at) for at in range(1, 6)]), run("c", [(1, 0.5)])],
+            [
+                "Far below the most accurate run (a, 98.0 %): b ends at 50.0 %, and was still rising: more epochs may "
+                "help; c ends at 50.0 %."
+            ],
+        ),
+        (
+            [run("a", STEADY), run("b", [(1, 0.1), (2, 0.9), (3, 0.7), (4, 0.4), (5, 0.5)])],
+            [
+                "Far below the most accurate run (a, 98.0 %): b ends at 50.0 %, after 90.0 % at its best: its steps "
+                "may be too large, so try a smaller --lr."
+            ],
         ),
         (
             [run("a", STEADY), run("b", STEADY, diverged="rank 1, step 3: the loss is NaN")],

@@ -39,7 +39,8 @@ def test_seeds_bring_every_rule_and_every_fault() -> None:
     drawn = [draw(seed) for seed in range(SEEDS)]
     rules = {scenario.rule.name.partition("(")[0] for scenario in drawn}
     assert rules == {"on_arrival", "softsync", "first", "all_but", "within", "hardsync"}
-    assert {type(fault).__name__ for scenario in drawn for fault in scenario.plan.faults} == {"Cut", "Pause", "Death"}
+    faults = {type(fault).__name__ for scenario in drawn for fault in scenario.plan.faults}
+    assert faults == {"Cut", "ProcessPause", "Death"}
     assert {scenario.replicas for scenario in drawn} == {0, 1}
     weathers = [scenario.plan.weather for scenario in drawn]
     assert any(weather.drop for weather in weathers)

@@ -29,6 +29,7 @@ from polytempo.server.service import served, service
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.server_facts import staleness_of
 from polytempo.training.shard_rule import parameters_of, update_rule_of
 
@@ -90,7 +91,9 @@ def test_learning_rates_follow_the_jobs_schedule() -> None:
 def test_one_shard_and_four_are_the_same_under_a_synchronous_schedule(native: bool) -> None:
     options = RunOptions(steps=6)
     hashes = {
-        simulate_served(DIGITS, synchronous(shards), 3, ethernet(), options, native=native).parameters_sha256
+        simulate_served(
+            RunSpec.of(DIGITS, synchronous(shards), 3, options), ethernet(), native=native
+        ).parameters_sha256
         for shards in (1, 4)
     }
     assert len(hashes) == 1

@@ -23,6 +23,7 @@ from polytempo.server.service import served, service
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.shard_rule import parameters_of
 
 WORDS = 60
@@ -192,7 +193,9 @@ def test_only_touched_rows_travel() -> None:
 
     def sent(steps: int, sparse: bool) -> float:
         made = job(lambda: Bag(20_000, 8, sparse), words=20_000)
-        result = simulate_served(made, strategies.async_sgd(shards=2), 1, ethernet(), RunOptions(steps=steps))
+        result = simulate_served(
+            RunSpec.of(made, strategies.async_sgd(shards=2), 1, RunOptions(steps=steps)), ethernet()
+        )
         assert result.server is not None
         bytes_sent: float = result.bytes_sent_per_rank + result.server["bytes_sent"]
         return bytes_sent

@@ -11,9 +11,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from polytempo.engines.engine import Result
 from polytempo.engines.init import init
-from polytempo.engines.local import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.launch import launch
+from polytempo.engines.worker import RankInfo
 from polytempo.interop.autoload import register
 from polytempo.native.library import why_not
 

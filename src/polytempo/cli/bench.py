@@ -68,7 +68,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
     if not found or unit is None:
-        raise ValueError(f"--sizes {text}: write sizes like 4096, 4KiB, 1MiB or 16MB, with commas between them")
+        raise ValueError(f"--sizes {text}: must be sizes separated by commas, such as 4096, 4KiB or 16MB")
     return int(float(found[1]) * unit)
 
 
@@ -113,14 +113,14 @@ def _or(given: Any, default: Any) -> Any:
 def _parts(option: str, text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ValueError(f"{option} {text}: names with commas between them, and this one has an empty place")
+        raise ValueError(f"{option} {text}: must be names separated by commas, and one of them is empty")
     return parts
 
 
 def _numbers(option: str, text: str) -> list[int]:
     parts = _parts(option, text)
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{option} {text}: whole numbers with commas between them, such as 2,4")
+        raise ValueError(f"{option} {text}: must be whole numbers separated by commas, such as 2,4")
     return [int(part) for part in parts]
 
 
@@ -129,17 +129,17 @@ def _count(option: str, text: str) -> int:
     scale = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}.get(text[-1:].upper(), 1)
     digits = text[:-1] if scale > 1 else text
     if not digits.replace("_", "").isdecimal():
-        raise ValueError(f"{option} {text}: a whole number such as 1000000, 250k or 100M")
+        raise ValueError(f"{option} {text}: must be a whole number such as 1000000, 250k or 100M")
     return int(digits) * scale
 
 
 def _at_least_one(option: str, number: int) -> int:
     if number < 1:
-        raise ValueError(f"{option} {number}: at least 1")
+        raise ValueError(f"{option} {number}: must be at least 1")
     return number
 
 
 def _positive(option: str, number: float) -> float:
     if not 0 < number < float("inf"):
-        raise ValueError(f"{option} {number:g}: a number of seconds above 0")
+        raise ValueError(f"{option} {number:g}: must be a number of seconds above 0")
     return number

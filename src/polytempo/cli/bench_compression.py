@@ -41,13 +41,15 @@ def plan_of(given: Mapping[str, Any]) -> CompressionPlan:
     quick = bool(given["quick"])
     latency_us = 50.0 if given["latency_us"] is None else given["latency_us"]
     if not 0 <= latency_us < float("inf"):
-        raise ValueError(f"--latency-us {latency_us:g}: microseconds from 0 on")
+        raise ValueError(f"--latency-us {latency_us:g}: must be 0 or more microseconds")
     steps = (3 if quick else 9) if given["rounds"] is None else given["rounds"]
     if steps < 1:
-        raise ValueError(f"--rounds {steps}: at least 1")
+        raise ValueError(f"--rounds {steps}: must be at least 1")
     codecs = MEASURED if given["codecs"] is None else given["codecs"]
     if not codecs.strip():
-        raise ValueError(f"--codecs {codecs!r}: names nothing; write some, such as 'int8, top_k', or leave it out")
+        raise ValueError(
+            f"--codecs {codecs!r}: the value is empty; write codecs, such as 'int8, top_k', or leave the option out"
+        )
     return CompressionPlan(
         sizes=parse_model(MODEL if given["model"] is None else given["model"]),
         link=Link(latency_us * 1e-6, parse_link(LINK if given["link"] is None else given["link"])),
@@ -61,7 +63,7 @@ def parse_model(text: str) -> list[int]:
     """`"784-2048-10"` as the sizes of a perceptron's layers."""
     parts = text.split("-")
     if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--model {text}: the sizes of a perceptron's layers, such as {MODEL}")
+        raise ValueError(f"--model {text}: must be the layer sizes of a perceptron, such as {MODEL}")
     return [int(part) for part in parts]
 
 

@@ -36,7 +36,7 @@ def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str 
         )
     most = _MOST_PER_CORE * len(os.sched_getaffinity(0))
     if min(processes, seeds) > most:
-        raise ValueError(f"--processes {processes}: at most {most} here, {_MOST_PER_CORE} for each core")
+        raise ValueError(f"--processes {processes}: must be at most {most} on this machine, {_MOST_PER_CORE} per core")
     if bug is not None:
         planted(bug)
     begin_s = shown_s = time.monotonic()
@@ -52,7 +52,7 @@ def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str 
             print(f"{done} of {seeds} seeds, {failed} failed", file=sys.stderr)
     if done < seeds:
         raise RuntimeError(f"only {done} of {seeds} seeds were run: a process ended early")
-    print(f"{seeds} seeds in {time.monotonic() - begin_s:.1f} s: {seeds - failed} held, {failed} failed")
+    print(f"{seeds} seeds in {time.monotonic() - begin_s:.1f} s: {seeds - failed} passed, {failed} failed")
     if failed:
         raise typer.Exit(1)
 

@@ -53,7 +53,9 @@ def parse_stop(text: str) -> Stop:
 
 def _job(origin: str | None) -> Job:
     if origin is None:
-        raise ValueError("a program gave this run its job; name it with --job path/to/file.py:job")
+        raise ValueError(
+            "the run was started from Python, so its record names no job; name it with --job path/to/file.py:job"
+        )
     return found_job(origin)
 
 

@@ -47,7 +47,7 @@ def compare_request(given: Mapping[str, object], config: Path | None) -> Request
     """What `polytempo compare` is asked to do."""
     options = train_options(given, config)
     if options.resume:
-        raise ValueError("--resume: compare begins anew; `polytempo train --resume --out` goes on with one of its runs")
+        raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
     check_strategies(options.strategies or COMPARED)
     check_job(options.job)
     return Request(options, _folder(options, _run_name(options, "compare")))
@@ -57,7 +57,7 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> Reques
     """What `polytempo simulate` is asked to do."""
     options = train_options(given, config)
     if options.resume:
-        raise ValueError("--resume: a simulation is not resumed; the same seed gives the same run, so begin again")
+        raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
     check_strategies(options.strategy)
     if options.cluster is not None:
         declared().cluster(options.cluster)
@@ -65,6 +65,15 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> Reques
         declared().distribution(options.stragglers)
     check_job(options.job)
     return Request(options, _folder(options, _run_name(options, options.strategy, "simulated")))
+
+
+def check_explained(strategy: str, job: str | None) -> None:
+    """ValueError for a strategy or job that `polytempo explain` cannot find."""
+    if not strategy.strip():
+        raise ValueError(f"STRATEGY {strategy!r}: the value is empty; write a strategy, such as 'top_k_sgd(0.01)'")
+    check_strategies(strategy)
+    if job is not None:
+        jobs.check(job)
 
 
 def check_strategies(text: str) -> None:

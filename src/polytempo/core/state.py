@@ -63,6 +63,10 @@ class Saved(NamedTuple):
     tensors: dict[str, Tensor]
     scalars: dict[str, Scalar]
 
+    def holds(self, path: str) -> bool:
+        """Whether there is a leaf at `path`, or below it."""
+        return any(name == path or name.startswith(f"{path}/") for name in [*self.tensors, *self.scalars])
+
 
 async def settled(state: Any) -> Any:
     """`state` with everything under way finished. Ranks that exchange messages must all call it."""

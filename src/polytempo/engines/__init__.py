@@ -1,0 +1,21 @@
+"""Who starts the processes of a run: `pt.run(job, strategy, engine=pt.engines.subprocess())`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_ENGINES = {"local": ("local_engine", "Local"), "subprocess": ("subprocess_engine", "Subprocess")}
+
+__all__ = ["local", "subprocess"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ENGINES:
+        raise AttributeError(f"module 'polytempo.engines' has no engine {name!r}; there are: {', '.join(__all__)}")
+    module, setup = _ENGINES[name]
+    return getattr(import_module(f"polytempo.engines.{module}"), setup)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,3 +12,13 @@ def check_strategy(strategy: object) -> None:
             f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; "
             "pt.parse_strategy makes one of a text such as 'downpour(push_every=5)'"
         )
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """ValueError where a run of `strategy` needs more workers."""
+    least = 1 if strategy.server is None else strategy.server.least_workers
+    if workers < least:
+        raise ValueError(
+            f"{strategy} needs at least {least} workers, or it waits for none of them, and there are {workers}; use "
+            f"workers={least} or more, or a smaller argument"
+        )

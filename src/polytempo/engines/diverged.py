@@ -6,28 +6,28 @@ from pathlib import Path
 
 import torch
 
-from polytempo.core import NotFinite, Strategy
+from polytempo.core import NotFinite
 from polytempo.report.metrics import read_metrics
-from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 
 
-def diverged_result(job: Job, strategy: Strategy, workers: int, options: RunOptions, error: NotFinite) -> Result:
+def diverged_result(spec: RunSpec, error: NotFinite) -> Result:
     """The run in numbers, as far as its last row of metrics tells them, beside runs that came to their end.
 
     It has no loss and no accuracy, and `diverged` says why. Where the run has a folder, it is left there, too.
     """
+    options = spec.options
     path = None if options.out is None else options.out / "metrics.jsonl"
     rows = [
         row for row in (read_metrics(path) if path is not None and path.is_file() else []) if row["kind"] == "train"
     ]
     last = rows[-1] if rows else {"step": 0, "epoch": 0.0, "samples": 0, "seconds": 0.0}
     result = Result(
-        job=job.name,
-        strategy=str(strategy),
+        job=spec.job.name,
+        strategy=str(spec.strategy),
         world="process",
-        workers=workers,
+        workers=spec.workers,
         steps=int(last["step"]) if error.step is None else error.step,
         epochs=float(last["epoch"]),
         samples=int(last["samples"]),
@@ -38,8 +38,8 @@ def diverged_result(job: Job, strategy: Strategy, workers: int, options: RunOpti
         train_loss=None,
         bytes_sent_per_rank=0.0,
         communication_share=0.0,
-        batch_size=options.batch_size or job.batch_size,
-        seed=options.seed,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
         threads=torch.get_num_threads(),
         parameters_sha256=None,
         trace_hash="",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LOOPBACK = "127.0.0.1"
+_URL = re.compile(r"tcp://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d{1,5})")
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports derived from a job's name lie above the range from which Linux hands out ephemeral ones."""
 _LAST_ORDINARY_STEP = 0xFFFF_FF00
@@ -62,9 +63,11 @@ def recognise(environ: Mapping[str, str]) -> RankPlace:
 
 def _polytempo(environ: Mapping[str, str]) -> RankPlace:
     rank, size = _integer(environ, "POLYTEMPO_RANK"), _integer(environ, "POLYTEMPO_SIZE")
-    rendezvous = Path(_text(environ, "POLYTEMPO_RENDEZVOUS"))
-    generation = _integer(environ, "POLYTEMPO_GENERATION", 0)
-    return RankPlace("Polytempo", rank, size, rank, size, 0, None, None, generation, rendezvous)
+    where, generation = _text(environ, "POLYTEMPO_RENDEZVOUS"), _integer(environ, "POLYTEMPO_GENERATION", 0)
+    if not where.startswith("tcp://"):
+        return RankPlace("Polytempo", rank, size, rank, size, 0, None, None, generation, Path(where))
+    address, port = parsed_url(where)
+    return RankPlace("Polytempo", rank, size, rank, size, 0, address, port, generation)
 
 
 def _torch(environ: Mapping[str, str]) -> RankPlace:
@@ -139,6 +142,14 @@ def _slurm(environ: Mapping[str, str]) -> RankPlace:
         address,
         _integer(environ, "MASTER_PORT", _port(job)),
     )
+
+
+def parsed_url(url: str) -> tuple[str, int]:
+    """The host and the port of a rendezvous. ValueError for another text."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ValueError(f"a rendezvous is at tcp://host:port, not at {url!r}")
+    return match[1] or match[2], int(match[3])
 
 
 def _first_slurm_host(environ: Mapping[str, str]) -> str:

@@ -124,7 +124,7 @@ def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> 
         return store
     assert place.master_address is not None
     assert place.master_port is not None
-    agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_holds_it = place.launcher == "Polytempo" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = (place.master_address, place.master_port)
     if place.rank or agent_holds_it:
         return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -2,18 +2,22 @@
 
 shared   home/mail/n3           a socket in the run's private folder; tensors stay in shared memory
 tcp      home/mail/n3.address   where node 3 listens; encrypted with the keys in home/keys (mode 0600)
+         mail/n3                the same, in the store of a rendezvous: for processes that share no folder
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
+from torch._C._distributed_c10d import Store
+
 from polytempo.server.message import Message
 from polytempo.wire.frames import FrameLimits
-from polytempo.wire.keys import make_keys, read_keys, write_keys
+from polytempo.wire.keys import Keys, make_keys, read_keys, write_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
 
@@ -50,30 +54,51 @@ class MailboxDirectory:
         coordinator's is the user's own.
         """
         if self._transport == "shared":
-            return NodeMail(
-                node,
-                self._folder,
-                Mailbox(node, f"ipc://{self._folder}/n{node}", None, self._limits, references=self._arenas),
-            )
+            mail = Mailbox(node, self._socket(node), None, self._limits, references=self._arenas)
+            return NodeMail(node, mail, self._socket, moves=False)
         keys = read_keys(self._home / "keys")
         mail = Mailbox(node, "tcp://127.0.0.1:*", keys, self._limits, keeps_memory=own_process)
         unfinished = self._folder / f"n{node}.{os.getpid()}"
         unfinished.write_text(mail.address)
         unfinished.replace(_address_file(self._folder, node))
-        return NodeMail(node, self._folder, mail, by_file=True)
+        return NodeMail(node, mail, addresses_in(self._folder))
 
     @property
     def _folder(self) -> Path:
         return self._home / "mail"
 
+    def _socket(self, node: int) -> str:
+        return f"ipc://{self._folder}/n{node}"
+
+
+class MailboxStore:
+    """Gives every process its mailbox, at `host`, where they share nothing but `store` and `keys`."""
+
+    def __init__(self, store: Store, host: str, keys: Keys, most_bytes: int) -> None:
+        self._store, self._host, self._keys = store, host, keys
+        self._limits = FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
+
+    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
+        """See `MailboxDirectory.mailbox`."""
+        mail = Mailbox(node, f"tcp://{self._host}:*", self._keys, self._limits, keeps_memory=own_process)
+        self._store.set(_store_key(node), mail.address)
+        return NodeMail(node, mail, self._find)
+
+    def _find(self, node: int) -> str | None:
+        key = _store_key(node)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
 
 class NodeMail:
-    """A mailbox that finds every other node's by its number, also when that node is started anew elsewhere."""
+    """A mailbox that finds every other node's by its number, also when that node is started anew elsewhere.
 
-    def __init__(self, node: int, folder: Path, mailbox: Mailbox, *, by_file: bool = False) -> None:
-        self.node, self._folder, self._mailbox, self._by_file = node, folder, mailbox, by_file
-        self._known: dict[int, int] = {}
-        """Node -> when its address was written (0: it needs no file)."""
+    `find(node)` is its address, None as long as it has none. `moves`: whether it may be another one later.
+    """
+
+    def __init__(self, node: int, mailbox: Mailbox, find: Callable[[int], str | None], *, moves: bool = True) -> None:
+        self.node, self._mailbox, self._find, self._moves = node, mailbox, find, moves
+        self._known: dict[int, str] = {}
+        """Node -> its address."""
         self._looked_s: dict[int, float] = {}
         """Node -> when its address was last looked at."""
 
@@ -90,24 +115,33 @@ class NodeMail:
         self._mailbox.close(linger_s)
 
     def _reaches(self, node: int) -> bool:
-        if not self._by_file:
-            if node not in self._known:
-                self._mailbox.connect(node, f"ipc://{self._folder}/n{node}")
-                self._known[node] = 0
-            return True
         now_s = time.monotonic()
-        if node in self._known and now_s - self._looked_s[node] < _LOOK_S:
+        if node in self._known and (not self._moves or now_s - self._looked_s[node] < _LOOK_S):
             return True
         self._looked_s[node] = now_s
-        file = _address_file(self._folder, node)
-        try:
-            written = file.stat().st_mtime_ns
-            if self._known.get(node) != written:
-                self._mailbox.connect(node, file.read_text())
-                self._known[node] = written
-        except FileNotFoundError:
+        address = self._find(node)
+        if address is None:
             return False
+        if self._known.get(node) != address:
+            self._mailbox.connect(node, address)
+            self._known[node] = address
         return True
+
+
+def addresses_in(folder: Path) -> Callable[[int], str | None]:
+    """Node -> the address in its file; None where there is none."""
+
+    def find(node: int) -> str | None:
+        try:
+            return _address_file(folder, node).read_text()
+        except FileNotFoundError:
+            return None
+
+    return find
+
+
+def _store_key(node: int) -> str:
+    return f"mail/n{node}"
 
 
 def _address_file(folder: Path, node: int) -> Path:

@@ -24,15 +24,14 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.core import Strategy, files
+from polytempo.core import files
 from polytempo.engines.run_snapshot import RunSnapshot, run_snapshot_path
 from polytempo.native.library import instruction_set
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.record import Asking, Entry, Recorder, entry_of
 from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.snapshot import files_of
-from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 FORMAT = "polytempo-run"
 VERSION = 1
@@ -62,8 +61,9 @@ class RunFacts(msgspec.Struct, frozen=True):
     """The snapshot that it went on from."""
 
 
-def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, native: bool, threads: int) -> RunFacts:
+def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     """The facts of a run that is about to begin on this machine."""
+    job, strategy, options = spec.job, spec.strategy, spec.options
     kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan")
     taken = {name: getattr(options, name) for name in kept}
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
@@ -74,7 +74,7 @@ def facts_now(job: Job, strategy: Strategy, workers: int, options: RunOptions, n
         origin=job.origin,
         origin_sha256=sha256_of(job.origin),
         strategy=str(strategy),
-        workers=workers,
+        workers=spec.workers,
         shards=0 if strategy.server is None else strategy.server.shards,
         options=taken,
         native=native,

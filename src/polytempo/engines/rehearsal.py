@@ -14,16 +14,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
-from polytempo.engines.local import RunTimedOut, launch
+from polytempo.engines.collective import RunTimedOut
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
-from polytempo.engines.worker_processes import WorkerDied
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.program import check_goals
 from polytempo.training.requirements import check_model, fitted
@@ -32,6 +32,8 @@ _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
 _KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[Job, set[Any]] = WeakKeyDictionary()
+"""The options and strategies, by name, that a job has been rehearsed with."""
 
 
 class Rehearsed(NamedTuple):
@@ -45,31 +47,36 @@ class Rehearsed(NamedTuple):
     """What the model, the loss and the optimizer warned of."""
 
 
-def rehearse(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
-    """Make the job's parts in a process of its own, and the gradient of one batch.
+def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
+    """Make the job's parts in a process of its own, and the gradient of one batch. `specs`: by one strategy each.
 
     Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
     strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
-    worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
+    worker's start (the data are read once more) and one step; in a process the same job, options and strategies are
+    rehearsed once.
     """
-    known = _KNOWN.setdefault(job, {})
-    key = (options.data, options.seed, options.batch_size, options.lr, tuple(options.until), options.threads)
-    if key not in known:
-        known[key] = _tried(job, strategies, options)
+    spec, options = specs[0], specs[0].options
+    known = _KNOWN.setdefault(spec.job, {})
+    key = (options.data, spec.seed, spec.batch_size, spec.lr, tuple(options.until), options.threads)
+    fitted_before = _FITTED.setdefault(spec.job, set())
+    new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
+    if new or key not in known:
+        known[key] = _tried(new or specs)
+        fitted_before.update((key, str(each.strategy)) for each in new)
     return known[key]
 
 
-def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
+def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
     def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
-            return {"found": list(_rehearsed(job, strategies, options))}
+            return {"found": list(_rehearsed(specs))}
         except JobFailed as error:
             return {"failed": str(error)}
         except ValueError as error:
             return {"wrong": str(error)}
 
     try:
-        [told] = launch(work, 1, threads=options.threads, timeout_s=_PATIENCE_S)
+        [told] = launch(work, 1, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
     except (WorkerDied, RunTimedOut):
         return Rehearsed(None, 0, ())
     if "failed" in told:
@@ -80,20 +87,21 @@ def _tried(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Reh
     return Rehearsed(samples, private_bytes, tuple(warned))
 
 
-def _rehearsed(job: Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
-    torch.manual_seed(options.seed)
+def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
+    spec = specs[0]
+    job = spec.job
+    torch.manual_seed(spec.seed)
     model = model_of(job)
-    data = data_of(job, options.data)
-    batch_size = options.batch_size or job.batch_size
+    data = data_of(job, spec.options.data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        for strategy in strategies:
-            fitted(strategy, optimizer_of(job, model, options.lr))
-            check_model(model, strategy)
-        shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed)
+        for each in specs:
+            fitted(each.strategy, optimizer_of(job, model, spec.lr))
+            check_model(model, each.strategy)
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
-            schedule_of(job, optimizer_of(job, model, options.lr), len(shard))
-        check_goals(job, options, has_test=data.test is not None)
+            schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
+        check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
         loss_of(job, model, batch).backward()
         if data.test is not None:

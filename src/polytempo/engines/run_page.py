@@ -11,8 +11,8 @@ from typing import Any
 from polytempo.report.page import write_report
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 
 
 def reported(result: Result, out: Path) -> Result:
@@ -25,10 +25,8 @@ def reported(result: Result, out: Path) -> Result:
 
 
 @contextmanager
-def show_rows(
-    progress: Progress | None, options: RunOptions, description: str
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that shows rows of metrics as progress, where there is one to show."""
+def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that shows rows of metrics as progress, where there is one to show. `kind`: "virtual " workers."""
     if progress is None:
         yield lambda row: None
         return
@@ -38,9 +36,9 @@ def show_rows(
         if row["kind"] == "test":
             accuracy[0] = row["accuracy"]
         else:
-            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"])
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 
-    progress.start(options.steps, description)
+    progress.start(spec.options.steps, f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers")
     try:
         yield show
     finally:

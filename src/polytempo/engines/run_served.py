@@ -6,30 +6,26 @@ launcher   coordinator ── looks after ──▶ workers, copies of shards   
 
 from __future__ import annotations
 
-import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import torch
 
-from polytempo.core import PolytempoError, Strategy, files
-from polytempo.engines import janitor
-from polytempo.engines.local import threads_per_worker
+from polytempo.core import PolytempoError, files
+from polytempo.engines.engine import Engine, EngineSetup, Launch, Process, Role
+from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.served_run import ServedOutcome, ServedRun
-from polytempo.engines.supervisor import ProcessSupervisor, Role
-from polytempo.engines.worker_processes import WorkerDied, WorkerProcess, died, diverged, how
+from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
-from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -40,10 +36,8 @@ _LONGEST_WRITE_S = 300.0
 """The same for shards that write the last snapshot."""
 
 
-def run_served(
-    job: Job, strategy: Strategy, workers: int, options: RunOptions, progress: Progress | None = None
-) -> Result:
-    """Train `job` with `workers` processes and the parameter server that `strategy` asks for, all on this host.
+def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progress | None = None) -> Result:
+    """Train with worker processes and the parameter server that the run's strategy asks for.
 
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
@@ -51,32 +45,30 @@ def run_served(
     Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
     of a shard has died.
     """
-    threads = torch.get_num_threads()
+    options, threads = spec.options, torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
     try:
         with ExitStack() as stack:
-            home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
             if options.out is not None:
                 files.run_folder(options.out)
-            run = ServedRun(job, strategy, workers, options, home)
-            stack.callback(run.arenas.close)  # they are many files, and `run` is part of cycles
-            notes = stack.enter_context(janitor.swept(home))
+            run = ServedRun(spec)
+            stack.callback(run.close)
+            logs = None if options.out is None else options.out / "logs"
+            launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
+            opened = stack.enter_context((engine or Local()).open(launch))
             if progress is not None:
                 run.events.say = progress.note
-            run.mail.open()
-            out = options.out
-            logs = (home / "logs" if out is None else out / "logs").absolute()
-            files.made(logs)
-            show = stack.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} workers"))
+            run.meet(opened.address)
+            show = stack.enter_context(show_rows(progress, spec))
             writer = None
-            if out is not None:
-                metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=run.resumed_at, scored_again=run.scored_again)
+            if options.out is not None:
+                path = options.out / "metrics.jsonl"
+                metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
                 writer = stack.enter_context(metrics)
             run.tally.record = recorder(writer, show)
-            threads_each = threads_per_worker(workers, options.threads)
-            stack.enter_context(run.kept(threads_each))
+            stack.enter_context(run.kept(opened.address.threads))
             with diverged():
-                outcome = _conducted(run, home, notes, logs, threads_each)
+                outcome = _conducted(run, opened)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)
@@ -86,38 +78,33 @@ def run_served(
     return reported(result, options.out)
 
 
-def num_processes(strategy: Strategy, workers: int) -> int:
+def num_processes(spec: RunSpec) -> int:
     """How many processes a run on this host has beside the launcher and its janitor."""
-    service = strategy.server
-    return workers if service is None else workers + service.shards * (1 + service.replicas) + 1
+    service = spec.strategy.server
+    if service is None:
+        return Topology.collective(spec.workers).num_nodes
+    return Topology.served(spec.workers, service.shards, service.replicas).num_nodes  # with the evaluator, but not us
 
 
-def _conducted(run: ServedRun, home: Path, notes: int, logs: Path, threads: int) -> ServedOutcome:
-    """Start everybody, be the coordinator until the end, and see that nobody is left."""
-    supervisor = ProcessSupervisor(run.part, home, notes, logs, threads=threads, most_lives=run.most_lives)
-    with _closed(supervisor):
-        for worker in run.cast.workers:
-            supervisor.start("worker", worker, incarnation=run.incarnation)
-        for shard, chain in enumerate(run.cast.chains):
-            for node in chain:
-                supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
-        if run.evaluator is not None:
-            supervisor.start("evaluator", run.evaluator)
-        launcher = Launcher(run, supervisor)
-        run.conduct(launcher)
-        run.events.restarts = launcher.restarts
-        launcher.await_saved()
-        launcher.dismiss()
-        supervisor.wait(_GRACE_S)
-        return run.outcome(supervisor.ended, home)
-
-
-@contextmanager
-def _closed(supervisor: ProcessSupervisor) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        supervisor.close()
+def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
+    """Start all processes, be the coordinator until the end, and see that none is left."""
+    supervisor = ProcessSupervisor(engine, run.topology)
+    for worker in run.topology.workers:
+        supervisor.start("worker", worker, incarnation=run.incarnation)
+    for shard, chain in enumerate(run.topology.chains):
+        for node in chain:
+            supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
+    if run.evaluator is not None:
+        supervisor.start("evaluator", run.evaluator)
+    launcher = Launcher(run, supervisor)
+    run.conduct(launcher)
+    run.events.restarts = launcher.restarts
+    launcher.await_saved()
+    launcher.dismiss()
+    supervisor.wait(_GRACE_S)
+    engine.stop()
+    supervisor.look()
+    return run.outcome(supervisor.ended)
 
 
 class Launcher:
@@ -125,8 +112,8 @@ class Launcher:
 
     def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
-        self._incarnations = dict.fromkeys(run.cast.workers, run.incarnation)
-        self._next_node = run.cast.evaluator + 1
+        self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
+        self._next_node = run.topology.evaluator + 1
         self._restarts = 0
         self._now_s = 0.0
         self._heard_s: dict[int, float] = {}
@@ -139,7 +126,7 @@ class Launcher:
         self._short: set[int] = set()
         """Shards that lack a copy for good."""
         self._look_at_s = 0.0
-        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.cast.spares, self._shard)
+        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.topology.spares, self._shard)
         run.on_event = self._hear
 
     @property
@@ -183,9 +170,9 @@ class Launcher:
         saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
         while saves is not None and saves.pending and time.monotonic() < until_s:
             if not any(role.kind == "copy" for role in self._supervisor.running):
-                for role, process in self._supervisor.ended:
-                    if role.kind == "copy" and process.failure is not None and not process.failure.symptom:
-                        raise self._died(role, process)  # it could not write what it holds: that is how the run ends
+                for process in self._supervisor.ended:
+                    if process.role.kind == "copy" and process.failure is not None and not process.failure.symptom:
+                        raise self._died(process)  # it could not write what it holds: that is how the run ends
                 print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
                 break
             self._supervisor.wait(_LOOK_S)
@@ -196,7 +183,10 @@ class Launcher:
 
     def dismiss(self) -> None:
         """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
-        roles = {role.node: role for role in [*(role for role, _ in self._supervisor.ended), *self._supervisor.running]}
+        roles = {
+            role.node: role
+            for role in [*(process.role for process in self._supervisor.ended), *self._supervisor.running]
+        }
         for node in self._silent:  # those given up so late that nobody has looked since
             self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
@@ -210,9 +200,10 @@ class Launcher:
         out: Outbox = []
         if self.finished:
             return out  # processes end now because they shall
-        for role, process in self._supervisor.look():
+        for process in self._supervisor.look():
+            role = process.role
             if process.failure is not None or (process.exit_code or 0) > 0:
-                raise self._died(role, process)
+                raise self._died(process)
             if role.kind == "evaluator":
                 self._score_again(role, how(process))
                 continue
@@ -230,10 +221,8 @@ class Launcher:
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
 
-    def _died(self, role: Role, process: WorkerProcess) -> WorkerDied:
-        error = died([process], self._run.most_lives, who=str(role), why=self._waited_for(process, role))
-        error.rank = role.node
-        return error
+    def _died(self, process: Process) -> WorkerDied:
+        return died([process], self._run.most_lives, who=str(process.role), why=self._waited_for(process))
 
     def _see_alive(self, now_s: float) -> None:
         """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
@@ -241,14 +230,14 @@ class Launcher:
         for role in self._supervisor.running:
             if role.node not in stopped:
                 self._heard_s[role.node] = now_s
-                self._coordinator.failures.heard(now_s, role.node)
+                self._coordinator.failure_detector.heard(now_s, role.node)
 
-    def _waited_for(self, process: WorkerProcess, role: Role) -> str:
+    def _waited_for(self, process: Process) -> str:
         """What a process that ended for want of others waited for, as far as it is known here."""
         if process.failure is None or not process.failure.symptom:
             return ""
         stopped = {other.node: str(other) for other in self._supervisor.stopped}
-        holders = sorted(set(self._coordinator.scheduler.holders().values()) - {role.node} - set(stopped))
+        holders = sorted(set(self._coordinator.scheduler.holders().values()) - {process.role.node} - set(stopped))
         facts = [f"{', '.join(stopped.values())} stopped by a signal"] * bool(stopped)
         facts += [f"{', '.join(f'worker-{worker}' for worker in holders)} had batches in hand"] * bool(holders)
         remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"

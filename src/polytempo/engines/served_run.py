@@ -1,7 +1,6 @@
-"""`ServedRun`: one run with a parameter server on real processes. What each of them does, and what comes of it.
+"""`ServedRun`: one run with a parameter server on processes, as the process sees it that conducts the run.
 
-home/mail/n3    node 3's mailbox (ipc)         arenas   one for each life of a process, made before the forks
-out/checkpoint  the shards' snapshots          out/record   what met each shard in which order
+out/checkpoint  the shards' snapshots      out/record   what met each shard in which order
 """
 
 from __future__ import annotations
@@ -14,58 +13,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from polytempo.core import PolytempoError, Strategy
-from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, context_of, points_of, scheduler_of, service_of
+from polytempo.core import PolytempoError
+from polytempo.engines.engine import Address, Process, Role
 from polytempo.engines.events import RunEvents
-from polytempo.engines.mailbox_directory import MailboxDirectory
-from polytempo.engines.recording import CopyRecorder, Recording, facts_now, has_ended
-from polytempo.engines.reshaping import num_added
-from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed, shard_saves
-from polytempo.engines.supervisor import Role
+from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore
+from polytempo.engines.recording import Recording, facts_now, has_ended
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
+from polytempo.engines.served_node import Mail, Setting, act
+from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.tally import Tally
-from polytempo.engines.worker import result_path
-from polytempo.engines.worker_processes import WorkerProcess
 from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
-from polytempo.server.layout import part, shard_map
 from polytempo.server.loop import Machine, serve
-from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import Outbox
-from polytempo.server.pieces import without_tables
 from polytempo.server.record import Entry
-from polytempo.server.shard.node import Node
 from polytempo.server.shard.optimizer import can_be_native
-from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
-from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.snapshot import believed, read
-from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
-from polytempo.server.worker.lent_gradients import LentGradients
-from polytempo.server.worker.server_calls import through
-from polytempo.spec.job import Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of
-from polytempo.spec.options import RunOptions
-from polytempo.spec.result import Result, parameters_sha256
-from polytempo.training.running_statistics import Running
-from polytempo.training.scorer import Scorer
-from polytempo.training.server_worker import Attendance, work
-from polytempo.training.shard_rule import flat_of, parameters_of
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.server_worker import Attendance
+from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
-from polytempo.worlds import MOST_WRITTEN, Joined, combined_hash, joined, write_chrome_trace
+from polytempo.worlds import Joined, combined_hash, joined, write_chrome_trace
 from polytempo.worlds.mail import MailWorld
 
-_SPARE_BUFFERS = 12
-"""So many vectors as large as the parameters fit into an arena, beside one for each worker."""
-_SPARE_BYTES = 64 << 20
-_SLOWLY_BYTES_PER_S = 100e6
-"""A copy is not thought dead for touching its parameters at this rate."""
 _FAREWELL_S = 0.2
 """How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
 
@@ -85,73 +58,70 @@ class ServedOutcome(NamedTuple):
 
 
 class ServedRun:
-    """Made in the launcher before it forks, so that every process has it."""
+    """What the process knows that conducts the run: the machines that decide, and what each process is to be told."""
 
-    def __init__(self, job: Job, strategy: Strategy, workers: int, options: RunOptions, home: Path) -> None:
-        assert strategy.server is not None
-        self.job, self.strategy, self.service, self.options = job, strategy, strategy.server, options
-        self.home = home
-        self.out = None if options.out is None else options.out.absolute()
-        self.cast = cast_of(self.service, workers, num_added(self.service.shards, options.reshape))
-        self.data = data_of(job, options.data)
-        self.batches = Batches(
-            self.data.training(),
-            size=workers,
-            batch_size=options.batch_size or job.batch_size,
-            seed=options.seed,
-            deals=self.service.deals,
-        )
-        model = self._model()
-        optimizer = self._optimizer(model)
-        self.parameters = parameters_of(model, optimizer, strategy)
-        self.spans = shard_map(self.parameters, self.service.shards)
-        self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
-        self.service = service_of(self.service, job, optimizer, self.batches, options)
-        busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
-        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
-        self.evaluator = None if self.data.test is None else self.cast.evaluator
-        self.most_lives = self.cast.coordinator + options.restarts + 2
-        vectors = workers + _SPARE_BUFFERS + SNAPSHOTS
-        dense_bytes = sum(p.numel for p in without_tables(self.parameters)) * self.weights.itemsize
-        self.arenas = Arenas(self.most_lives, vectors * dense_bytes + _SPARE_BYTES)
-        self.mail = MailboxDirectory(home, options.transport, self.arenas, (2 * workers + 8) * self.weights.nbytes)
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec, self.options = spec, spec.options
+        self.out = None if spec.options.out is None else spec.options.out.absolute()
+        self.program = ServedProgram(spec)
+        self.topology = self.program.topology
+        self.evaluator = self.topology.evaluator if self.program.scores else None
+        self.most_lives = self.program.most_lives
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
-        self.scheduler = scheduler_of(self.service, self.batches, job, options, has_test=self.data.test is not None)
-        self.points = points_of(self.batches, self.scheduler)
+        self.scheduler = self.program.scheduler()
         self._resume()
-        told = job, strategy, self.service, options, self.batches, self.scheduler
-        self.tally = Tally(*told, workers=workers, before=self.run_snapshot)
+        self.tally = Tally(self.program, self.scheduler, self.run_snapshot)
         self.coordinator = self._coordinator()
         self.tally.stop = self.coordinator.stop
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
+        self._arenas: Arenas | None = None
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
+
+    def meet(self, address: Address) -> None:
+        """Say how processes find each other: over shared memory where they have this one's, else by encrypted TCP.
+
+        Call it before the first of them is started, and `close` at the end.
+        """
+        program = self.program
+        if address.inherits and address.home is not None:
+            self._arenas = Arenas(self.most_lives, program.arena_bytes)
+            directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
+            directory.open()
+            self._mail: Mail = directory
+            return
+        self._rendezvous, self._keys = Rendezvous(address.host), make_keys()
+        self._mail = MailboxStore(self._rendezvous.store, address.host, self._keys, program.mail_bytes)
+
+    def close(self) -> None:
+        """Let go of shared memory: it is many files, and this object is part of cycles."""
+        if self._arenas is not None:
+            self._arenas.close()
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            self.cast.coordinator,
-            self.cast.workers,
-            self.cast.chains,
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
             self.scheduler,
-            self.timing,
+            self.program.timing,
             incarnation=self.incarnation,
-            on_row=self.tally.take,
-            on_event=lambda event: self.on_event(event),
-            on_entry=lambda entry: self.on_entry(entry),
-            reshaper=Reshaper(self.parameters, self.spans),
-            evaluator=self.evaluator,
+            listeners=Listeners(
+                on_row=self.tally.take,
+                on_event=lambda event: self.on_event(event),
+                on_entry=lambda entry: self.on_entry(entry),
+            ),
+            reshaper=Reshaper(self.program.parameters, self.program.spans),
         )
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""
-        options, batches = self.options, self.batches
+        options, batches, service = self.options, self.program.batches, self.program.service
         self.common: dict[str, Any] = {
-            "job": self.job.name,
-            "strategy": str(self.strategy),
-            "shards": self.service.shards,
-            "seed": options.seed,
+            "job": self.spec.job.name,
+            "strategy": str(self.spec.strategy),
+            "shards": service.shards,
+            "seed": self.spec.seed,
             "batch_size": batches.batch_size,
             "samples": batches.num_samples,
         }
@@ -160,12 +130,12 @@ class ServedRun:
         self.run_snapshot, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
         if not options.resume or self.out is None:
             return
-        folder, per_batch = self.out / "checkpoint", self.service.numbers_per_batch
-        found = resumed(folder, self.service.shards, self.common, per_batch, even=batches.deals == "evenly")
+        folder, per_batch = self.out / "checkpoint", service.numbers_per_batch
+        found = resumed(folder, service.shards, self.common, per_batch, even=batches.deals == "evenly")
         self.run_snapshot, self.resumed_at = found.run_snapshot, found.run_snapshot.step
         self.incarnation = (found.run_snapshot.generation + 1) * LIVES + 1
         go_on(self.scheduler, found, folder)
-        self.scored_again = found.scored_again(self.points, batches)
+        self.scored_again = found.scored_again(self.program.points, batches)
         lacks_score = set(found.batches) == {self.scheduler.num_tickets} and not has_ended(
             self.out, found.run_snapshot.generation
         )
@@ -187,15 +157,14 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        native = can_be_native(self.weights.dtype)
-        facts = facts_now(self.job, self.strategy, len(self.cast.workers), self.options, native, threads)
+        facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
         self.recording = Recording(self.out, facts, self.run_snapshot)
         self.on_entry = self.recording.on_entry
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
             self.common,
-            workers=len(self.cast.workers),
+            workers=self.spec.workers,
             every=self.options.checkpoint_every,
             last=self.run_snapshot,
             step=lambda: self.tally.last_step,
@@ -206,144 +175,32 @@ class ServedRun:
         finally:
             self.recording.close()
 
-    def _model(self) -> nn.Module:
-        torch.manual_seed(self.options.seed)
-        return model_of(self.job)
-
-    def _optimizer(self, model: nn.Module) -> Optimizer:
-        return optimizer_of(self.job, model, self.options.lr)
-
     # ------------------------------------------------------------------ what the processes do
 
-    def part(self, role: Role) -> Mapping[str, Any] | None:
-        """What a process does; it runs in it."""
-        if role.kind == "evaluator":
-            self._evaluate(role)
-            return None
-        return self._worker(role) if role.kind == "worker" else self._copy(role)
+    def work(self, role: Role) -> Mapping[str, Any] | None:
+        """What a process does that has this one's memory; it runs in it."""
+        return act(self.program, role, self._now(), self._mail, self._arenas)
+
+    def setting(self) -> Mapping[str, Any]:
+        """What a process is told that has the run's `RunSpec` alone; see `program.perform`."""
+        return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
+
+    def _now(self) -> Setting:
+        return Setting(
+            view=self.coordinator.view,
+            zero_s=self._zero_s,
+            record=None if self.recording is None else self.recording.folder,
+            snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+        )
 
     def conduct(self, launcher: Machine) -> None:
         """Be the coordinator's process until the run is over."""
-        mail = self.mail.mailbox(self.cast.coordinator)
-        world = MailWorld(self.cast.coordinator, mail, self._hosts, zero_s=self._zero_s)
+        line = self._mail.mailbox(self.topology.coordinator)
+        world = MailWorld(self.topology.coordinator, line, self.program.hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
         finally:
-            mail.close(_FAREWELL_S)
-
-    @property
-    def _hosts(self) -> list[int]:
-        return [0] * (self.cast.coordinator + self.options.restarts + 2)
-
-    def _worker(self, role: Role) -> Mapping[str, Any]:
-        model = self._model()
-        optimizer = self._optimizer(model)
-
-        def empty(numel: int, dtype: torch.dtype) -> Tensor:
-            return self.arenas.empty(role.life, numel, dtype)
-
-        client = Client(
-            role.node,
-            role.incarnation,
-            self.spans,
-            self.coordinator.chains[: len(self.spans)],  # of shards that have come since, the first view tells
-            self.cast.coordinator,
-            self.timing,
-            empty=empty,
-            outgoing=LentGradients(empty, lambda tensor: self.arenas.reference(tensor) is not None),
-            dtype=self.weights.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
-        )
-        context = context_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
-        mail = self.mail.mailbox(role.node, own_process=True)
-        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
-        try:
-            program = work(world.port.among(self.cast.workers), context, client)
-            attendance = world.drive(through(client, world.port, program))
-        finally:
-            mail.close(linger_s=1.0)
-        return self._told(world) | {
-            "attendance": list(attendance),
-            # who came when the run was over has not got the final weights
-            "sha256": None if client.finished else parameters_sha256(model.parameters()),
-            "threads": torch.get_num_threads(),
-        }
-
-    def _evaluate(self, role: Role) -> None:
-        model = self._model()
-        scorer = Scorer(self.job, self.data, self.batches, model, self._optimizer(model))
-
-        def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
-            return json.dumps(scorer.row(number, seconds, flat, running)).encode()
-
-        chains, timing = self.coordinator.chains, self.timing
-        evaluator = Evaluator(role.node, self.cast.coordinator, chains, scorer.numel, self.weights.dtype, score, timing)
-        mail = self.mail.mailbox(role.node, own_process=True)
-        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
-        try:
-            world.drive(serve(world.port, evaluator))
-        finally:
-            mail.close(linger_s=1.0)
-
-    def _copy(self, role: Role) -> Mapping[str, Any]:
-        present = self.coordinator.reshaper.spans
-        spans = present[role.shard] if role.shard < len(present) else ()
-        shard = Shard(
-            role.shard,
-            self.parameters,
-            spans,
-            part(self.weights, spans).clone(),
-            self.service,
-            empty=lambda numel, dtype: self.arenas.empty(role.life, numel, dtype),
-            running=self.running,
-        )
-        if self.run_snapshot is not None and self.out is not None and not role.blank:
-            part_saved = read(self.out / "checkpoint", self.run_snapshot.number, role.shard)
-            with believed(self.out / "checkpoint", self.run_snapshot.number, role.shard):
-                shard.load(part_saved.state, part_saved.tensors)
-        recorder = CopyRecorder(None if self.recording is None else self.recording.folder, shard, role.node)
-        snapshots = None if self.evaluator is None else ScoreSnapshots(shard, self.points)
-
-        saves = shard_saves(role.shard, self.parameters, spans, self.options)
-
-        def on_entry(index: int, entry: ShardEntry) -> None:
-            recorder.on_entry(index, entry)
-            if snapshots is not None:
-                snapshots.on_entry(index, entry)
-            if saves is not None:
-                saves.look()
-
-        node = Node(
-            role.node,
-            shard,
-            self.cast.coordinator,
-            self.timing,
-            blank=role.blank,
-            on_entry=on_entry,
-            on_save=None if saves is None else saves.on_save,
-        )
-        machine = node if snapshots is None else Showing(node, snapshots)
-        mail = self.mail.mailbox(role.node, own_process=True)
-        world = MailWorld(role.node, mail, self._hosts, zero_s=self._zero_s)
-        try:
-            for to, message in machine.receive(world.now_s(), self.cast.coordinator, self.coordinator.view):
-                mail.post(to, message)
-            world.drive(serve(world.port, machine))
-        finally:
-            recorder.close()
-            mail.close(linger_s=1.0)
-        if saves is not None:
-            saves.close()
-        return self._told(world)
-
-    def _told(self, world: MailWorld) -> dict[str, Any]:
-        """What every process leaves of its trace."""
-        return {
-            **world.trace.excerpt(MOST_WRITTEN // self.cast.coordinator + 1),
-            "bytes": world.trace.bytes_sent[world.rank],
-        }
+            line.close(_FAREWELL_S)
 
     def look(self, now_s: float, out: Outbox) -> None:
         """Called by the launcher now and then, between messages."""
@@ -352,16 +209,16 @@ class ServedRun:
 
     # ------------------------------------------------------------------ what comes of it
 
-    def outcome(self, ended: Sequence[tuple[Role, WorkerProcess]], home: Path) -> ServedOutcome:
-        """Read what the processes left, before their folder goes."""
+    def outcome(self, ended: Sequence[Process]) -> ServedOutcome:
+        """What the processes left."""
         attendances, excerpts = [], list[dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}
-        for role, _ in ended:
-            path = result_path(home, role.life)
-            if role.kind == "evaluator" or not path.exists():
+        for process in ended:
+            role = process.role
+            if role.kind == "evaluator" or process.result is None:
                 continue
-            told = json.loads(path.read_bytes())
+            told = json.loads(process.result)
             sent[role.kind] += told["bytes"]
             excerpts.append(told)
             if role.kind == "worker" and told["sha256"] is not None:
@@ -396,4 +253,6 @@ class ServedRun:
         if self.recording is not None:
             self.recording.end(outcome.finals)
         events, dropped = outcome.events
-        write_chrome_trace(out / "trace.json", events, title=f"{self.job.name}, {self.strategy}", dropped=dropped)
+        write_chrome_trace(
+            out / "trace.json", events, title=f"{self.spec.job.name}, {self.spec.strategy}", dropped=dropped
+        )

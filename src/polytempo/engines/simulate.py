@@ -10,13 +10,12 @@ from random import Random
 from typing import Any, Unpack
 
 import torch
-from torch import nn
 
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.shard import DataShard
-from polytempo.engines.arguments import check_strategy
+from polytempo.engines.arguments import check_strategy, check_workers
 from polytempo.engines.capacity import check_simulated
 from polytempo.engines.folder import began
 from polytempo.engines.run_page import reported, show_rows
@@ -25,9 +24,10 @@ from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.guard import unfinite_names
@@ -74,6 +74,7 @@ def simulate(
     Memory: one model and one optimizer state for each worker.
     """
     check_strategy(strategy)
+    check_workers(strategy, workers)
     options = with_keywords(options, more)
     _check(strategy, options, meta=meta)
     if cluster is None:
@@ -84,15 +85,14 @@ def simulate(
             f"{strategy} has one copy of the parameters in the memory of one host, but on {cluster.name} {workers} "
             f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
         )
+    spec = RunSpec.of(job, strategy, workers, options)
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
         with began(options.out):
             if strategy.server is not None:
-                return simulate_served(job, strategy, workers, cluster, options, progress)
-            if meta:
-                return _priced(job, strategy, workers, cluster, options)
-            return _trained(job, strategy, workers, cluster, options, progress)
+                return simulate_served(spec, cluster, progress)
+            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress)
     finally:
         torch.set_num_threads(threads)
 
@@ -115,18 +115,17 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
     return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
 
 
-def _trained(
-    job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions, progress: Progress | None
-) -> Result:
+def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Result:
+    job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
-    model = _model(job, options.seed)
+    model, _ = replica_of(spec)
     check_simulated(model, data, workers)
-    world = VirtualWorld(cluster, workers, seed=options.seed)
-    flops = flops_per_sample(job, model, data, options.seed)
+    world = VirtualWorld(cluster, workers, seed=spec.seed)
+    flops = flops_per_sample(job, model, data, spec.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
-    updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
-    courses = [_context(job, strategy, options, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
-    if is_hogwild(strategy):
+    updates = [_updates(spec, rank) for rank in range(workers)]
+    courses = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
+    if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in courses])
 
     async def program(port: Port) -> TrainingSummary:
@@ -135,7 +134,7 @@ def _trained(
         return summary
 
     with ExitStack() as files:
-        show = files.enter_context(show_rows(progress, options, f"{job.name}, {strategy}, {workers} virtual workers"))
+        show = files.enter_context(show_rows(progress, spec, "virtual "))
         writer = None
         if options.out is not None:
             run_folder(options.out)
@@ -148,45 +147,34 @@ def _trained(
 
 
 def _context(
-    job: Job,
-    strategy: Strategy,
-    options: RunOptions,
-    data: Data,
-    observer: VirtualObserver,
-    flops: float,
-    updates: Updates,
-    rank: int,
+    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, rank: int
 ) -> TrainingContext:
-    workers = observer.size
-    model = _model(job, options.seed)
-    optimizer = optimizer_of(job, model, options.lr)
-    replica = Replica(model, optimizer, strategy, workers, allow_nan=options.allow_nan)
-    batch_size = options.batch_size or job.batch_size
-    shard = DataShard(data.training(), rank=rank, size=workers, batch_size=batch_size, seed=options.seed)
+    model, optimizer = replica_of(spec)
+    replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
+    shard = DataShard(data.training(), rank=rank, size=spec.workers, batch_size=spec.batch_size, seed=spec.seed)
     return TrainingContext(
-        job=job,
-        options=options,
+        spec=spec,
         replica=replica,
         shard=shard,
         data=data,
-        take_step=priced_step(replica, job, flops, updates),
+        take_step=priced_step(replica, spec.job, flops, updates),
         observer=observer,
-        scheduler=schedule_of(job, optimizer, len(shard)),
+        scheduler=schedule_of(spec.job, optimizer, len(shard)),
         unchecked=unfinite_names(model),
     )
 
 
-def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, options: RunOptions) -> Result:
+def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     """Only the time: one model on the meta device, which all workers share, as there are no values."""
+    job, workers, options = spec.job, spec.workers, spec.options
     steps = options.steps or 10
-    batch_size = options.batch_size or job.batch_size
     data = data_of(job, options.data)
-    flops = batch_size * flops_per_sample(job, _model(job, options.seed), data, options.seed)
+    flops = spec.batch_size * flops_per_sample(job, replica_of(spec)[0], data, spec.seed)
     with torch.device("meta"):
         model = model_of(job)
-    optimizer = optimizer_of(job, model, options.lr)
-    replicas = [Replica(model, optimizer, strategy, workers) for _ in range(workers)]
-    updates = [_updates(strategy, options.seed, rank) for rank in range(workers)]
+    optimizer = optimizer_of(job, model, spec.lr)
+    replicas = [Replica(model, optimizer, spec.strategy, workers) for _ in range(workers)]
+    updates = [_updates(spec, rank) for rank in range(workers)]
 
     async def program(port: Port) -> None:
         for step in range(steps):
@@ -196,12 +184,12 @@ def _priced(job: Job, strategy: Strategy, workers: int, cluster: Cluster, option
         await updates[port.rank].settle()
 
     with _seldom_collected():
-        outcome = VirtualWorld(cluster, workers, seed=options.seed).run(program)
+        outcome = VirtualWorld(cluster, workers, seed=spec.seed).run(program)
     shard = DataShard(
-        data.training(), rank=0, size=1, batch_size=batch_size, seed=options.seed
+        data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
-    context = TrainingContext(job, options, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
-    samples = steps * batch_size * workers
+    context = TrainingContext(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
+    samples = steps * spec.batch_size * workers
     summary = TrainingSummary(
         steps=steps,
         epochs=samples / check_length(shard),
@@ -253,14 +241,9 @@ def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome
     return reported(result, out)
 
 
-def _updates(strategy: Strategy, seed: int, rank: int) -> Updates:
-    random = Random(f"{seed}/{rank}/interleaving") if is_hogwild(strategy) else None
-    return Updates(strategy.one_copy, random)
-
-
-def _model(job: Job, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return model_of(job)
+def _updates(spec: RunSpec, rank: int) -> Updates:
+    random = Random(f"{spec.seed}/{rank}/interleaving") if is_hogwild(spec.strategy) else None
+    return Updates(spec.strategy.one_copy, random)
 
 
 async def _no_step(port: Port, batch: Any, samples: int) -> Any:

@@ -6,15 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polytempo.core import Strategy
-from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
-from polytempo.engines.cast import reached, samples_behind
 from polytempo.engines.run_snapshot import RunSnapshot
+from polytempo.engines.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Statistics
-from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.training.guard import check_score
@@ -25,29 +22,17 @@ from polytempo.training.server_worker import Attendance
 class Tally:
     """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
 
-    def __init__(
-        self,
-        job: Job,
-        strategy: Strategy,
-        service: Service,
-        options: RunOptions,
-        batches: Batches,
-        scheduler: BatchScheduler,
-        *,
-        workers: int,
-        before: RunSnapshot | None = None,
-    ) -> None:
-        self._workers = workers
-        self._job, self._strategy, self._service, self._options = job, strategy, service, options
-        self._batches, self._scheduler = batches, scheduler
+    def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
+        self._spec, self._service, self._batches = program.spec, program.service, program.batches
+        self._scheduler = scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.stop: Callable[[], None] = scheduler.stop
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row; and how long the run lasted before it was resumed."""
-        self._samples = samples_behind(scheduler, batches)
+        self._samples = _samples_behind(scheduler, self._batches)
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
-        self._reached: bool | None = False if options.until else None
+        self._reached: bool | None = False if self._spec.options.until else None
 
     def take(self, text: bytes) -> None:
         """A row, as JSON, of whichever worker."""
@@ -60,7 +45,7 @@ class Tally:
         if row["kind"] == "test":
             self._tested = row
             if not self._reached:
-                self._reached = reached(row, self._options)
+                self._reached = _reached(row, self._spec.options)
                 if self._reached:
                     self.stop()
         else:
@@ -84,16 +69,16 @@ class Tally:
         """The run in numbers. `idle_share(seconds)` is the workers' part of the time that was not computation; `more`
         goes into `Result.server`.
         """
-        workers = self._workers
+        workers = self._spec.workers
         trained = [a for a in attendances if a.steps]  # who came too late for a batch has no time
         seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
-        samples = samples_behind(self._scheduler, self._batches)
+        samples = _samples_behind(self._scheduler, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
-        if not self._options.allow_nan and self._tested is not None:
+        if not self._spec.options.allow_nan and self._tested is not None:
             check_score(self._tested["loss"], self.last_step)
         return Result(
-            job=self._job.name,
-            strategy=str(self._strategy),
+            job=self._spec.job.name,
+            strategy=str(self._spec.strategy),
             world=world,
             workers=workers,
             steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
@@ -106,8 +91,8 @@ class Tally:
             train_loss=train_loss,
             bytes_sent_per_rank=worker_bytes / workers,
             communication_share=min(1.0, max(0.0, idle_share(seconds))) if seconds else 0.0,
-            batch_size=self._batches.batch_size,
-            seed=self._options.seed,
+            batch_size=self._spec.batch_size,
+            seed=self._spec.seed,
             threads=threads,
             parameters_sha256=parameters_sha256,
             trace_hash=trace_hash,
@@ -118,3 +103,18 @@ class Tally:
             ),
             server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),
         )
+
+
+def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
+    """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
+    return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
+
+
+def _reached(row: dict[str, float], options: RunOptions) -> bool | None:
+    """Whether a row of a test meets what `until` asks for; None where it asks for nothing."""
+    if not options.until:
+        return None
+    return all(
+        row["loss"] <= target if name == "loss" else (row["accuracy"] or 0.0) >= target
+        for name, target in options.until.items()
+    )

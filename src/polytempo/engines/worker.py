@@ -10,19 +10,17 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 import torch
 
 from polytempo.core.errors import JobFailed, NotFinite, PeerLost, TimedOut
 from polytempo.engines import janitor
+from polytempo.engines.engine import Failure, Result
 from polytempo.engines.fork import default_signals, die_with
-
-Result = Mapping[str, Any] | Sequence[Any] | float | None
-"""What a worker hands back: anything that JSON can say."""
 
 MAX_RESULT_BYTES = 64 << 20
 _MOST_SAID = 200
@@ -39,17 +37,6 @@ class RankInfo(NamedTuple):
     threads: int
     generation: int = 0
     """How many times these workers were started before."""
-
-
-class Failure(NamedTuple):
-    """Why a worker raised: the exception's name, whether it only tells of another rank's end, and its message."""
-
-    error: str
-    symptom: bool
-    message: str = ""
-    """What the exception says, on one line and not too long."""
-    facts: Mapping[str, Any] | None = None
-    """Of a `NotFinite`, what it is made of."""
 
 
 def serve(work: Callable[[RankInfo], Result], rank_info: RankInfo, log: Path, launcher: int, notes: int) -> None:
@@ -76,17 +63,31 @@ def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
     try:
         _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
     except BaseException as error:
-        facts = error.facts if isinstance(error, NotFinite) else None
-        failure = Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
-        with suppress(OSError):
-            _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure))
         with suppress(OSError):  # each of the two may lie on a disk that is full
-            if isinstance(error, JobFailed):  # it says where in the job; the way there is ours
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            else:
-                traceback.print_exc()
-        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure_by(error)))
+        show_error(error)
+        return exit_code_of(error)
     return 0
+
+
+def failure_by(error: BaseException) -> Failure:
+    """What is told of an exception that ends a process."""
+    facts = error.facts if isinstance(error, NotFinite) else None
+    return Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
+
+
+def show_error(error: BaseException) -> None:
+    """Write it into the process's log; of a `JobFailed`, which says where in the job, not the way there."""
+    with suppress(OSError):
+        if isinstance(error, JobFailed):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With what a process exits that `error` ends."""
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def _in_short(error: BaseException) -> str:
@@ -139,14 +140,25 @@ def failure_path(home: Path, rank: int) -> Path:
     return home / f"failure-{rank}.json"
 
 
+def failure_of(home: Path, rank: int) -> Failure | None:
+    """Why the worker of `rank` says that it failed, if it could say so."""
+    path = failure_path(home, rank)
+    return Failure(*json.loads(path.read_text())) if path.exists() else None
+
+
 def _write(path: Path, value: Result) -> None:
     """Complete or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(encoded(value))
+    unfinished.replace(path)
+
+
+def encoded(value: Result) -> bytes:
+    """A result as JSON. ValueError where it is too large."""
     text = json.dumps(value).encode()
     if len(text) > MAX_RESULT_BYTES:
         raise ValueError(
             f"a worker's result may have at most {MAX_RESULT_BYTES} bytes as JSON, and this one has {len(text)}; "
             "write large results to a file and return its path"
         )
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(text)
-    unfinished.replace(path)
+    return text

@@ -34,14 +34,22 @@ class Reassignment:
 
     def __post_init__(self) -> None:
         """Refuse what could never work."""
-        parts = (self.behind, self.first_offer, self.later_offers, self.grain, self.report_every)
-        times = (self.report_s, self.retry_s, self.patience, self.silence_s)
-        if not all(0 < part <= 1 for part in parts) or not all(time > 0 for time in times):
-            raise ValueError(f"parts must be in (0, 1] and times positive, got {self}")
-        if self.helpers < 0 or self.slack < 0:
-            raise ValueError(f"helpers and slack cannot be negative, got {self}")
+        for name in ("behind", "first_offer", "later_offers", "grain", "report_every"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} is a part of a worker's batch, above 0 and at most 1, got {getattr(self, name)}"
+                )
+        for name in ("report_s", "retry_s", "patience", "silence_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("helpers", "slack"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.grain > self.first_offer or self.first_offer > self.later_offers:
-            raise ValueError(f"needs grain <= first_offer <= later_offers, got {self}; a slice is the least to offer")
+            raise ValueError(
+                "a slice (grain) is the least that a worker can offer, so grain <= first_offer <= later_offers; got "
+                f"grain={self.grain}, first_offer={self.first_offer}, later_offers={self.later_offers}"
+            )
 
     @property
     def slices(self) -> int:

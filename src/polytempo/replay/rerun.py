@@ -1,11 +1,11 @@
-"""`Rerun`: a recorded run with a parameter server once more, in the virtual world.
+"""`Rerun`: performs a recorded run with a parameter server again, in the virtual world.
 
-    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order
+    records ──▶ orders ──▶ shards, coordinator     each takes the messages of the run, in their order
                             ▲        │
-                            └── lives of workers   the programs of the run; one that was killed is not heard to its end
+                            └── lives of workers   the programs of the run; a killed one ends where its record ends
 
 Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
-is over when nobody can go on; that is where the records end.
+is over when no machine can go on; that is where the records end.
 """
 
 from __future__ import annotations
@@ -20,34 +20,30 @@ import torch
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
-from polytempo.data.batches import Batches
-from polytempo.engines.cast import cast_of, context_of, dtype_of, points_of, scheduler_of, service_of
 from polytempo.engines.recording import RunFacts
 from polytempo.engines.run_snapshot import LIVES, resumed
+from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
 from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.layout import part, shard_map
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.record import Asking, PullEntry, PushEntry
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.optimizer import can_be_native
-from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.snapshot import read
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
-from polytempo.training.running_statistics import Running
-from polytempo.training.scorer import Scorer
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.served_context import ComputeGradients
 from polytempo.training.server_worker import Attendance, work
-from polytempo.training.shard_rule import flat_of, parameters_of
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")
@@ -56,62 +52,47 @@ _INSTANT = Cluster(network=Link(0.0, _NEVER), memory=Link(0.0, _NEVER), flops_pe
 
 
 class Rerun:
-    """Everybody of one replay. `play.difference` and what the gates say tell how it went."""
+    """The machines and lives of one replay. `progress.difference` has the first difference from the record."""
 
     def __init__(self, recorded: Recorded, job: Job, strategy: Strategy, data: Path | None, stop: Stop | None) -> None:
         assert strategy.server is not None
-        facts = recorded.facts
-        self.facts, self.job, self.strategy = facts, job, strategy
-        self.options = options_of(facts, data)
-        self.service = strategy.server
-        self.data = data_of(job, self.options.data)
-        self.batches = Batches(
-            self.data.training(),
-            size=facts.workers,
-            batch_size=self.options.batch_size or job.batch_size,
-            seed=self.options.seed,
-            deals=self.service.deals,
-        )
-        model, optimizer = self._replica()
-        self.dtype = dtype_of(model)
-        self.parameters = parameters_of(model, optimizer, strategy)
-        self.spans = shard_map(self.parameters, self.service.shards)
+        facts, shards = recorded.facts, strategy.server.shards
+        self.facts = facts
         lives = recorded.lives
         silent = set(range(facts.workers)) - {worker for worker, _ in lives}
         self.rank_of = {life: rank for rank, life in enumerate([*lives, *((worker, 0) for worker in silent)])}
         first = len(self.rank_of)
-        self.chains = [(first + shard,) for shard in range(self.service.shards)]
-        self.coordinator_rank = first + self.service.shards
+        chains = tuple((first + shard,) for shard in range(shards))
+        self.topology = Topology(tuple(range(facts.workers)), chains, coordinator=first + shards)
+        self.program = ServedProgram(RunSpec.of(job, strategy, facts.workers, options_of(facts, data)), self.topology)
         entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
         taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | PullEntry | PushEntry))
-        self.play = ReplayProgress(self.rank_of, taken, facts.workers, stop)
+        self.progress = ReplayProgress(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
         self.scored: list[dict[str, Any]] = []
         """The rows about tests, of all scores that could have been taken."""
         self.finals: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.losses: dict[Life, list[float]] = {life: [] for life in self.rank_of}
-        self.scheduler = scheduler_of(
-            self.service, self.batches, job, self.options, has_test=self.data.test is not None
-        )
+        self.scheduler = self.program.scheduler()
         self.scores = self._scores()
         self.coordinator = self._coordinator(recorded)
-        self.doors = [self._door(recorded, shard) for shard in range(self.service.shards)]
-        self.gates = [
-            MessageOrder(f"shard {n}", entries, door, self.play, 1 + recorded.begins[n])
-            for n, (door, entries) in enumerate(zip(self.doors, recorded.shards, strict=True))
+        self.shards = [self._shard(recorded, shard) for shard in range(shards)]
+        self.orders = [
+            MessageOrder(f"shard {n}", entries, machine, self.progress, 1 + recorded.begins[n])
+            for n, (machine, entries) in enumerate(zip(self.shards, recorded.shards, strict=True))
         ]
-        for door, gate in zip(self.doors, self.gates, strict=True):
-            door.gate = gate
-        entrance = OrderedCoordinator(self.coordinator, self.play)
-        self.gates.append(MessageOrder("the coordinator", recorded.coordinator, entrance, self.play))
+        for shard, order in zip(self.shards, self.orders, strict=True):
+            shard.order = order
+        machine = OrderedCoordinator(self.coordinator, self.progress)
+        self.orders.append(MessageOrder("the coordinator", recorded.coordinator, machine, self.progress))
 
     def perform(self) -> None:
-        """ReplayProgress until nobody can go on."""
+        """Run until no machine can go on."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.facts.threads)
         try:
-            VirtualWorld(_INSTANT, self.coordinator_rank + 1, seed=self.options.seed).run(self._program)
+            VirtualWorld(_INSTANT, self.topology.num_nodes, seed=self.program.spec.seed).run(self._act)
         except Deadlock as end:
             if end.__cause__ is not None:  # not the end of the records: a machine has failed
                 raise end.__cause__ from end
@@ -124,92 +105,70 @@ class Rerun:
         facts = self.facts
         scheduler = self.scheduler
         if recorded.start is not None:
-            found = resumed(recorded.start, self.service.shards, {})
+            found = resumed(recorded.start, len(self.topology.chains), {})
             scheduler.load(found.scheduler, found.applied)
             for first, last in found.applied[0]:
-                self.play.pushed.add(first, last)
+                self.progress.pushed.add(first, last)
         return Coordinator(
-            self.coordinator_rank,
-            cast_of(self.service, facts.workers).workers,
-            self.chains,
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains),
             scheduler,
             _TIMING,
             incarnation=facts.generation * LIVES + 1,
-            on_row=self._on_row,
+            listeners=Listeners(on_row=self._on_row),
         )
 
     def _on_row(self, text: bytes) -> None:
         self.rows.append(json.loads(text))
 
     def _scores(self) -> OffTheClock | None:
-        if self.data.test is None:
+        program = self.program
+        if not program.scores:
             return None
-        scorer = Scorer(self.job, self.data, self.batches, *self._replica())
-        return OffTheClock(points_of(self.batches, self.scheduler), scorer, self.dtype, self.scored.append, lambda: 0.0)
+        points = program.points
+        return OffTheClock(points, program.scorer(), program.dtype, self.scored.append, lambda: 0.0)
 
-    def _door(self, recorded: Recorded, number: int) -> OrderedShard:
+    def _shard(self, recorded: Recorded, number: int) -> OrderedShard:
         """The shard as it was when the run began, or went on."""
-        model, optimizer = self._replica()
-        spans = self.spans[number]
-        weights = part(flat_of(model, optimizer), spans).clone()
-        service = service_of(self.service, self.job, optimizer, self.batches, self.options)
-        native = self.facts.native and can_be_native(self.dtype)
-        running = Running(model).vector()
-        shard = Shard(number, self.parameters, spans, weights, service, native=native, running=running)
+        native = self.facts.native and can_be_native(self.program.dtype)
+        shard = self.program.shard(number, native=native)
         if recorded.start is not None:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)
             shard.load(saved.state, saved.tensors)
         watcher = None if self.scores is None else self.scores.watcher(shard, lambda: node)
-        node = Node(self.chains[number][0], shard, self.coordinator_rank, _TIMING, on_entry=watcher)
-        node.receive(0.0, self.coordinator_rank, View(1, tuple(self.chains), ()))
+        chains, coordinator = self.topology.chains, self.topology.coordinator
+        node = Node(chains[number][0], shard, coordinator, _TIMING, on_entry=watcher)
+        node.receive(0.0, coordinator, View(1, chains, ()))
         if self.scores is not None:
             self.scores.begin([shard])
-        return OrderedShard(node, self.play)
+        return OrderedShard(node, self.progress)
 
     # ------------------------------------------------------------------ lives
 
-    async def _program(self, port: Port) -> None:
-        machine = port.rank - self.chains[0][0]
+    async def _act(self, port: Port) -> None:
+        machine = port.rank - self.topology.chains[0][0]
         if machine >= 0:
-            await serve(port, self.gates[machine])
+            await serve(port, self.orders[machine])
         for life, rank in self.rank_of.items():
             if rank == port.rank:
                 await self._live(port, life)
 
     async def _live(self, port: Port, life: Life) -> None:
-        """One life, from when its first message was due to when its last one had come."""
+        """One life, from the cue before its first message to the cue after its last."""
         await port.take(None)
         worker, incarnation = life
-        model, optimizer = self._replica()
-        client = Client(
-            worker,
-            incarnation,
-            self.spans,
-            self.chains,
-            self.coordinator_rank,
-            _TIMING,
-            dtype=self.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
-        )
-        context = context_of(self.job, self.strategy, self.options, self.data, self.batches, model, optimizer)
+        client = self.program.client(worker, incarnation, _TIMING)
+        context = self.program.context()
         context.compute_gradients = _noting(context.compute_gradients, self.losses[life])
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
-        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # nobody talks to them
+        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # no message goes to the others
         try:
             attendance = await _until_cue(through(client, port, work(group, context, client)))
-        except Exception as error:  # the run had it too, or something differs: the gates tell
+        except Exception as error:  # the run had it too, or the orders show a difference
             self.errors[written(life)] = f"{type(error).__name__}: {error}"
             return
         if attendance is not None:
-            self.finals[written(life)] = parameters_sha256(model.parameters())
-
-    def _replica(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(self.options.seed)
-        model = model_of(self.job)
-        return model, optimizer_of(self.job, model, self.options.lr)
+            self.finals[written(life)] = parameters_sha256(context.model.parameters())
 
 
 def options_of(facts: RunFacts, data: Path | None) -> RunOptions:

@@ -14,6 +14,8 @@ EQUAL = 0.005
 """Accuracies that differ by no more are called equal: half a point, the chance of one seed and a small test set."""
 FAR_BELOW = 0.02
 """Who ends so far below the best is named."""
+FALLEN, RISING = 0.05, 0.01
+"""By how much a run has fallen from its best test, or risen in its last fifth, where that is said."""
 EQUALLY_FAST = 1.05
 """Times and rates whose ratio is no greater are called equal."""
 
@@ -61,17 +63,17 @@ def headline(runs: Sequence[RunRecord]) -> str:
 
 
 def remarks(runs: Sequence[RunRecord]) -> list[str]:
-    """A sentence for every run that diverged, and for every one that ends far below the most accurate."""
-    names, sentences = short_labels(runs), []
-    for run, name in zip(runs, names, strict=True):
-        if _diverged(run):
-            sentences.append(f"{name} diverged: {_because(run)}")
-    accuracies = {number: _accuracy(run) for number, run in enumerate(runs) if not _diverged(run)}
-    best = max((value for value in accuracies.values() if value is not None), default=0.0)
-    for number, value in accuracies.items():
-        if value is not None and round(best - value, 9) > FAR_BELOW:
-            points = f"{100 * (best - value):.1f} points below the most accurate run"
-            sentences.append(f"{names[number]} ends at {percent(value, 1)}, {points}{_rising(runs[number])}.")
+    """A sentence for every run that diverged, and one for those that end far below the most accurate."""
+    names = short_labels(runs)
+    pairs = list(zip(runs, names, strict=True))
+    sentences = [f"{name} diverged: {_because(run)}" for run, name in pairs if _diverged(run)]
+    ends = [(accuracy, run, name) for run, name in pairs if (accuracy := _accuracy(run)) is not None]
+    ends = [each for each in ends if not _diverged(each[1])]
+    best, _, best_name = max(ends, key=lambda each: each[0], default=(0.0, None, ""))
+    behind = [each for each in ends if round(best - each[0], 9) > FAR_BELOW]
+    if behind:
+        told = "; ".join(f"{name} ends at {percent(accuracy, 1)}{_course(run)}" for accuracy, run, name in behind)
+        sentences.append(f"Far below the most accurate run ({best_name}, {percent(best, 1)}): {told}.")
     return sentences
 
 
@@ -180,12 +182,16 @@ def _before(one: Reached, other: Reached) -> bool:
     return one.by_s <= other.after_s and other.by_s > EQUALLY_FAST * one.by_s
 
 
-def _rising(run: RunRecord) -> str:
-    tests = finish_of(run, "").tests
-    if len(tests) < 5:
+def _course(run: RunRecord) -> str:
+    """What the tests say about why a run ends low: it has fallen, or it was still rising."""
+    accuracies = [accuracy for _, accuracy in finish_of(run, "").tests]
+    if len(accuracies) < 5:
         return ""
-    earlier = max(accuracy for _, accuracy in tests[: -(len(tests) // 5)])
-    return ", and was still rising: more epochs may help" if tests[-1][1] - earlier >= 0.01 else ""
+    best, last = max(accuracies), accuracies[-1]
+    if best - last >= FALLEN:
+        return f", after {percent(best, 1)} at its best: its steps may be too large, so try a smaller --lr"
+    earlier = max(accuracies[: -(len(accuracies) // 5)])
+    return ", and was still rising: more epochs may help" if last - earlier >= RISING else ""
 
 
 def _because(run: RunRecord) -> str:

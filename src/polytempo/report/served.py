@@ -34,7 +34,7 @@ def staleness_bars(runs: Sequence[RunRecord]) -> Figure | None:
         return None
     most = max(max(count) for count in counts.values())
     width = -(-(most + 1) // _MOST_BARS)
-    figure = empty_figure(320, "Staleness (updates between reading and applying)", "Gradients (%)")
+    figure = empty_figure(320, "Staleness (updates)", "Gradients (%)")
     names = short_labels(runs)
     for number, count in counts.items():
         classes = Counter[int]()
@@ -54,7 +54,7 @@ def staleness_bars(runs: Sequence[RunRecord]) -> Figure | None:
                 "hovertemplate": f"{name}<br>staleness %{{hovertext}}: %{{y:.2%}}<extra></extra>",
             }
         )
-    figure.xaxis["range"] = [-0.5, most + 0.5]
+    figure.xaxis.update(range=[-0.5, most + 0.5], tick0=0, dtick=-(-(most + 1) // 12))  # whole numbers
     figure.yaxis.update(tickformat="~%", rangemode="tozero")
     figure.layout.update(barmode="group", bargap=0.15, bargroupgap=0.0)
     return figure

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polytempo.core.errors import JobFailed, PolytempoError
 from polytempo.spec.job import Data, Job
+from polytempo.spec.run_spec import RunSpec
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
@@ -78,6 +79,13 @@ def optimizer_of(job: Job, model: nn.Module, lr: float | None = None) -> Optimiz
         expected = "one of the parameters that it is given, and this one has none of them"
         raise wrong(job, form, optimizer, expected, job.optimizer)
     return optimizer
+
+
+def replica_of(spec: RunSpec) -> tuple[nn.Module, Optimizer]:
+    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate."""
+    torch.manual_seed(spec.seed)
+    model = model_of(spec.job)
+    return model, optimizer_of(spec.job, model, spec.lr)
 
 
 def schedule_of(job: Job, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler | None:

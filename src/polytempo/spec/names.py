@@ -14,7 +14,10 @@ from typing import NamedTuple
 from polytempo.spec.call import parse_call
 from polytempo.spec.resolution import Factory, Function, resolve
 
-COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
+COMPARED = (
+    "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16, outer_momentum=0.5), gossip, delayed_sgd, "
+    "adasum"
+)
 """The strategies of a `compare` that names none."""
 NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
 """What `compression` has besides codecs."""

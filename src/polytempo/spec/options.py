@@ -39,7 +39,8 @@ class RunOptions:
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
     transport: Literal["shared", "tcp"] = "shared"
-    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts."""
+    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
+    always TCP where an engine's processes share no memory."""
     restarts: int = 20
     """With a parameter server: how many processes may be started in place of others that were killed."""
     reshape: Mapping[int, int] = field(default_factory=dict)

@@ -26,7 +26,10 @@ def diloco(
     `local_sgd`.
 
     Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
-    The paper uses AdamW inside and H = 500; its outer constants (0.7, 0.9) are the defaults here.
+    The paper uses AdamW inside, with a learning rate that decays, and H = 500; its outer constants (0.7, 0.9) are the
+    defaults here. A movement that repeats adds up to lr / (1 - μ) = 7 times itself, so an inner learning rate that was
+    tuned for another strategy goes too far: take a seventh of it, or write `outer_momentum=0.5` (1.4 times), as the
+    demo does.
 
     Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
     """

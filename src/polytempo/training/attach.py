@@ -24,13 +24,15 @@ from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
+from polytempo.training.buffers import BufferRule
 from polytempo.training.drift_watch import OnDrift, watch
 from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
+from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
 from polytempo.training.ports import ports_of
-from polytempo.training.replica import BufferRule, Replica, take_over
+from polytempo.training.replica import Replica
 from polytempo.training.trainable_parameters import sparse_tables, trainable
 from polytempo.worlds import ProcessWorld, current
 
@@ -153,7 +155,7 @@ def _attached(model: nn.Module) -> Handle | None:
 
 
 async def _begin(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool) -> None:
-    await take_over(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
+    await broadcast_model(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
     await broadcast_optimizer(port, optimizer)
 
 

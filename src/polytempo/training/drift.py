@@ -133,7 +133,7 @@ def look_of(tensor: Tensor) -> DriftLook:
 
 def looked(replica: Replica, what: Compared, pieces: Sequence[Tensor], *, buffers: bool) -> DriftLook:
     """This rank's look at these tensors, at its settings, and at those buffers that have met in this step."""
-    met = list(replica.equal_buffers().values()) if buffers else []
+    met = list(replica.buffers.equal().values()) if buffers else []
     numbers = settings_hash(settings(replica, what))
     return DriftLook(replica.step, 1, fingerprint(pieces), fingerprint(met), numbers, 1, 1)
 

@@ -34,8 +34,9 @@ from polytempo.training.drift import (
     looked,
     value_of,
 )
+from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import broadcast_optimizer
-from polytempo.training.replica import Replica, take_over
+from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld, beside
 
 OnDrift = Literal["stop", "restore", "ignore"]
@@ -192,7 +193,7 @@ async def _gathered(port: Port, look: DriftLook) -> list[DriftLook]:
 
 async def _restored(port: Port, replica: Replica, what: Compared, verdict: DriftVerdict) -> None:
     source, into = verdict.healthy[0], frozenset(verdict.others)
-    await take_over(port, replica.model, source=source, into=into)
+    await broadcast_model(port, replica.model, source=source, into=into)
     if what.optimizer:
         await broadcast_optimizer(port, replica.optimizer, source=source, into=into)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.core.state import Saved
 from polytempo.one_host.hogwild import TurnHooks
@@ -19,11 +17,12 @@ from polytempo.one_host.one_copy import OneCopy, own_parameters
 from polytempo.training.backward import Backward
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.join import JoinMembership
-from polytempo.training.loaded_parameters import Loaded
-from polytempo.training.loss_scale import LossScale, calls_step
+from polytempo.training.loss_scale import LossScale
 from polytempo.training.ownership import Ownership
 from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
+from polytempo.training.step_checks import StepChecks
+from polytempo.training.step_hooks import StepHooks
 from polytempo.training.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld
 
@@ -47,34 +46,20 @@ class Handle:
         """Whether the hooks are on."""
         self.one_copy, self._turns = copy, turns
         self._members = JoinMembership(world, ports.data, replica)
-        self._lends = False
-        strategy, optimizer = replica.strategy, replica.optimizer
-        means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
-        free = turns is not None and strategy.one_copy != "in_turn"
-        meets = copy is not None or turns is not None or replica.exchanges_gradients or replica.exchanges_parameters
-        self._feels_scales = (meets and not means and not free) or ports.model.size > 1
-        """Whether scaled losses, or a step that one rank skips, would change more than `.grad`."""
+        feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1
         scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
         self._has_scaler = scale is not None
-        if replica.exchanges_gradients and not strategy.gradients.linear:
+        if replica.exchanges_gradients and not replica.strategy.gradients.linear:
             replica.loss_scale = scale
-        self._scale = scale if self._feels_scales else None
-        self._backward = Backward(world, ports, replica, self._members, find_unused=find_unused, scale=self._scale)
-        self._loaded = Loaded(replica)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._held, self._frozen = [id(p) for p in held], [p for p in held if not p.requires_grad]
-        self._dtypes = [p.dtype for p in replica.trainable.values()]
-        self._hooks: list[Any] = []
-        self._idle = copy is None and not (replica.exchanges_gradients or replica.exchanges_parameters)
-        if replica.guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
-            self._hooks.append(optimizer.register_step_pre_hook(self._look_at_gradients))
-        if not self._idle or self._feels_scales:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-        self._ownership = Ownership(replica.model, optimizer) if meets else None
+        agreed_scale = scale if feels_scales else None
+        self._backward = Backward(world, ports, replica, self._members, find_unused=find_unused, scale=agreed_scale)
+        self._checks = StepChecks(replica, feels_scales=feels_scales, has_scaler=self._has_scaler)
+        self._step = StepHooks(world, ports, replica, self._checks, self._members, self._backward, copy)
+        self._hooks: list[RemovableHandle] = self._step.before()
+        self._ownership = Ownership(replica.model, replica.optimizer) if _meets(replica, copy, turns) else None
         if turns is not None:
             turns.watch()
-        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._hooks += self._backward.watch()
+        self._hooks += [replica.optimizer.register_step_post_hook(self._after_step), *self._backward.watch()]
         if ports.data.size > 1:
             hook = WeakHook(self._members.given_to)
             for module in _called(replica.model):
@@ -85,131 +70,9 @@ class Handle:
         """Optimizer steps since the start (of the first run, where one was resumed)."""
         return self.replica.step
 
-    # ------------------------------------------------------------------ the step
-
-    def _look_at_gradients(self, *_: Any) -> None:
-        """Where nothing is exchanged, so that no exchange looks at them."""
-        if self.replica.guard is not None:
-            self.replica.guard.gradients(self.replica.step, self.world.rank)
-
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_parameters()
-        self._check_scaler()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self.one_copy is not None:
-            return self._step_together(self.one_copy, args, closure)
-        if self.replica.exchanges_parameters:
-            self._loaded.honour(self.world, self.ports.data)
-        if closure is None:
-            self._complete()
-            return None
-        evaluated = self._evaluated(closure, self._backward.exchanged)
-        return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
-
-    def _complete(self) -> None:
-        """Let `.grad` be what the step is made of."""
-        if not self.replica.exchanges_gradients:
-            self._members.agree_on_share()
-            return
-        self._backward.complete()
-        for bucket in self.replica.buckets if self.replica.loss_scale is not None else ():
-            if bucket.withheld:
-                bucket.place(None, answered=False)
-
-    def _evaluated(self, closure: Callable[[], Any], exchanged: bool) -> Callable[[], Any]:
-        """The closure, followed by the exchange of what it has computed, each time that the optimizer calls it.
-
-        The first time, gradients may have been `exchanged` before the step, and the closure just says their loss.
-        """
-
-        def evaluate() -> Any:
-            nonlocal exchanged
-            before = self._backward.num_exchanges
-            loss = closure()
-            if self._backward.num_exchanges == before and not exchanged:
-                self._backward.exchanged = False
-            exchanged = False
-            self._complete()
-            if self.replica.exchanges_parameters and self.replica.strategy.carries_optimizer:
-                self.replica.fill_gradients()
-            searches = isinstance(self.replica.optimizer, LBFGS)  # by the loss, which must be the same on all ranks
-            return self._mean(loss) if searches and self._backward.answered and self.ports.data.size > 1 else loss
-
-        return evaluate
-
-    def _mean(self, loss: Any) -> Tensor:
-        share = 1 / self.ports.data.size if self.replica.share is None else self.replica.share
-        own = share * torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1)
-        return self.world.drive(tree(self.ports.data, own.cpu()))[0]
-
-    def _step_together(self, copy: OneCopy, args: tuple[Any, ...], closure: Callable[[], Any] | None) -> Any:
-        """Make the step on the one copy. A closure is called first, for torch would call it after the step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.ports.data.size > 1:
-            self.world.record("compute", self._backward.mark_s)
-        self._members.agree_on_share()
-        start_s = self.world.now_s()
-        copy.step(self.replica.share)
-        self.world.record("step", start_s)
-        self.replica.has_met()
-        return None if closure is None else ((args[0], lambda: loss), {})
-
-    def _check_parameters(self) -> None:
-        """Parameters that began to train after `attach` would train on every rank apart."""
-        held = [id(p) for group in self.replica.optimizer.param_groups for p in group["params"]]
-        thawed = self._frozen and any(parameter.requires_grad for parameter in self._frozen)
-        if thawed or held != self._held:
-            what = "a frozen parameter needs gradients now" if thawed else "the optimizer was given other parameters"
-            raise RuntimeError(f"{what}, which nobody exchanges; call detach() on the handle and attach again")
-        if [p.dtype for p in self.replica.trainable.values()] != self._dtypes:
-            raise RuntimeError(
-                "parameters have another dtype than at attach, and gradients travel in that; convert the model first, "
-                "then attach, or call detach() on the handle and attach again"
-            )
-        if self._lends:
-            raise RuntimeError("inside consensus() the model is not this rank's; leave it before optimizer.step()")
-
-    def _check_scaler(self) -> None:
-        if not self._feels_scales:
-            return
-        if not self._has_scaler and calls_step():
-            raise RuntimeError(
-                f"{self.replica.strategy} must know of a GradScaler: the scale of losses changes, and all ranks must "
-                "skip the same steps; write attach(model, optimizer, strategy, scaler=scaler)"
-            )
-        if self._has_scaler and not self._backward.exchanged:
-            raise RuntimeError(
-                "with scaler= ranks agree on infinities at the end of a backward pass; let the last one of a step be "
-                "outside of no_sync()"
-            )
-        if self.one_copy is not None and hasattr(self.replica.optimizer, "found_inf"):
-            raise RuntimeError(
-                "a GradScaler leaves it to a fused optimizer to unscale gradients, and shared_memory() makes the step "
-                "in its place; make the optimizer with fused=False"
-            )
-
     def _after_step(self, *_: Any) -> None:
-        if _skipped(self.replica.optimizer):
-            return
-        if self._idle:
-            self.replica.step += 1
-            self.world.step = self.replica.step
-            self._backward.end_step()
-            return
-        if self.one_copy is not None:
-            self.one_copy.end_step()
-        if self.ports.data.size > 1 and self.replica.exchanges_parameters:
-            self.world.record("compute", self._backward.mark_s)
-        self.world.drive(self.replica.finish_step(self.ports.data))
-        if self.replica.drift is not None:
-            if not self.replica.exchanges_gradients:
-                self.replica.drift.after_exchange()
-            self.replica.drift.after_step()
-        self.world.step = self.replica.step
-        self._backward.end_step()
+        """The hook by which an optimizer keeps its handle alive."""
+        self._step.after_step()
 
     # ------------------------------------------------------------------ contexts
 
@@ -250,11 +113,11 @@ class Handle:
         for name, tensor in named:
             if name in agreed:
                 tensor.data = agreed[name]
-        self._lends = True
+        self._checks.lends = True
         try:
             yield
         finally:
-            self._lends = False
+            self._checks.lends = False
             for tensor, data in own:
                 tensor.data = data
 
@@ -275,19 +138,8 @@ class Handle:
                 "a GradScaler skips steps, which ranks that have left join() do not see; give all ranks equally many "
                 "batches, as pt.shard does"
             )
-        with self._members.join(self._shadow_step):
+        with self._members.join(self._step.shadow_step):
             yield
-
-    def _shadow_step(self) -> None:
-        if self.replica.exchanges_gradients:
-            self.replica.optimizer.zero_grad()
-            self._backward.finish()
-            self.replica.optimizer.step()
-        elif self.one_copy is not None or self.replica.strategy.carries_optimizer:
-            self.replica.optimizer.zero_grad()
-            self.replica.optimizer.step()  # its slice of the one copy; or so that there is state, for others to average
-        else:
-            self._after_step()
 
     # ------------------------------------------------------------------ saving and ending
 
@@ -337,7 +189,7 @@ class Handle:
 
         Where ranks share one copy of the parameters all must call it, and each gets parameters of its own.
         """
-        for hook in [*self._hooks, *self._loaded.hooks, *self.replica.hooks]:
+        for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
         if self.replica.drift is not None:
             self.replica.drift.end()
@@ -357,10 +209,16 @@ def _called(model: nn.Module) -> list[nn.Module]:
     return list(model.children()) if isinstance(model, nn.ModuleList | nn.ModuleDict) else [model]
 
 
-def _skipped(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer has left out the step, because a `GradScaler` found an infinity."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
+    return copy is not None or turns is not None or replica.exchanges_gradients or replica.exchanges_parameters
+
+
+def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
+    """Whether scaled losses, or a step that one rank skips, would change more than `.grad`."""
+    strategy = replica.strategy
+    means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
+    free = turns is not None and strategy.one_copy != "in_turn"
+    return _meets(replica, copy, turns) and not means and not free
 
 
 async def _met(port: Port) -> None:

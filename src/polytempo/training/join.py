@@ -11,6 +11,7 @@ from torch import nn
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.training.buffers import MemberWeight
 from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld
 from polytempo.worlds.shares import Batch
@@ -51,7 +52,7 @@ class JoinMembership:
                 self._take_consensus()
         finally:
             self.joining = self._left = False
-            self._replica.weight, self._replica.source = None, 0
+            self._replica.member = MemberWeight()
 
     @property
     def share(self) -> float | None:
@@ -79,8 +80,8 @@ class JoinMembership:
         mine[self._data.rank] = active
         who = self._world.drive(tree(self._data, mine)).nonzero().flatten().tolist()
         if who:
-            self._replica.share = self._replica.weight = active / len(who)
-            self._replica.source = who[0]
+            self._replica.share = active / len(who)
+            self._replica.member = MemberWeight(active / len(who), who[0])
         return bool(who)
 
     @torch.no_grad()

@@ -40,7 +40,8 @@ class Loaded:
         return digest.digest()
 
     def _before_load(self, *_: Any) -> None:
-        if self._before is None and any(True for _ in anchors(tuple(self._replica.parameter_states))):
+        parameters = self._replica.parameters
+        if self._before is None and parameters is not None and any(True for _ in anchors(tuple(parameters.states))):
             self._before = self._fingerprint()
 
     def _after_load(self, *_: Any) -> None:
@@ -55,7 +56,8 @@ class Loaded:
         """Before an optimizer step: begin anew, if need be. All ranks must have loaded something, or none."""
         before, self._before = self._before, None
         first, self._began = not self._began, True
-        if self._replica.restored or not (first or before is not None):
+        parameters = self._replica.parameters
+        if parameters is None or self._replica.restored or not (first or before is not None):
             return
         changed = None if before is None else before != self._fingerprint()
-        world.drive(self._replica.renew(data, changed=changed))
+        world.drive(parameters.renew(data, changed=changed, at_start=self._replica.step == 0))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port
@@ -103,3 +104,25 @@ def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.dev
 
 def _named(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
+
+
+def moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state tensors, as `name|key`, whatever their dtype and shape.
+
+    Counts of steps and other single numbers, the same on all ranks, are none of them. Raises ValueError for state that
+    has no mean: codes, and lists of tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (key == "step" or (value.ndim == 0 and parameter.ndim)):
+                continue
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f"{name}|{key}"] = value
+            elif isinstance(value, Tensor | list):
+                what = str(value.dtype) if isinstance(value, Tensor) else "a list"
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as {what}, of which there is no mean; use "
+                    "parameter_averaging(optimizer_state=False), or an optimizer whose state is floating-point tensors"
+                )
+    return found

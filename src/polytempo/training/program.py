@@ -22,6 +22,7 @@ from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
 from polytempo.training.ports import Ports, ports_of
@@ -85,8 +86,7 @@ class Observer(Protocol):
 class TrainingContext:
     """Everything that one rank needs for a run."""
 
-    job: Job
-    options: RunOptions
+    spec: RunSpec
     replica: Replica
     shard: DataShard
     data: Data
@@ -99,6 +99,16 @@ class TrainingContext:
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
+
+    @property
+    def job(self) -> Job:
+        """The run's."""
+        return self.spec.job
+
+    @property
+    def options(self) -> RunOptions:
+        """The run's, as they were given."""
+        return self.spec.options
 
 
 class TrainingSummary(NamedTuple):
@@ -183,13 +193,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
-        seed_step(context.options.seed, data.rank, step, "data")
+        seed_step(context.spec.seed, data.rank, step, "data")
         batch = next_batch(context.job, batches)
         if batch is None:
             break
         context.observer.begins(port.rank, step)
         await port.mark(step)
-        seed_step(context.options.seed, data.rank, step, "model")
+        seed_step(context.spec.seed, data.rank, step, "model")
         context.replica.share = context.shard.share
         meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
@@ -241,13 +251,10 @@ def _over(context: TrainingContext) -> bool:
 
 
 def _finished(context: TrainingContext) -> bool:
-    options = context.options
-    if options.steps is not None and context.replica.step >= options.steps:
+    steps, epochs = context.options.steps, context.spec.epochs
+    if steps is not None and context.replica.step >= steps:
         return True
-    if options.epochs is None and options.steps is not None:
-        return False
-    default = context.job.epochs * (10 if options.until else 1)
-    return _position(context)[0] >= (options.epochs or default) - 1e-9
+    return epochs is not None and _position(context)[0] >= epochs - 1e-9
 
 
 def _check(context: TrainingContext) -> None:

@@ -91,7 +91,7 @@ def shard(
     """This rank's batches of `source`, an epoch for every iteration.
 
     All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an
-    epoch whatever the number of workers; see `polytempo.data.Shard` for the remainder and for resuming.
+    epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
     `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
     has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
     """

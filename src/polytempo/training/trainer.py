@@ -18,10 +18,11 @@ from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, replica_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
+from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import attach
@@ -67,21 +68,19 @@ class Trainer:
         self.options = with_keywords(options, more)
         self.world = world or current()
         options = self.options
-        torch.manual_seed(options.seed)
-        self.model: nn.Module = model_of(job)
+        spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
+        self.model, optimizer = replica_of(spec)
         self.data = data_of(job, options.data)
-        lr = options.lr or job.lr
-        optimizer = optimizer_of(job, self.model, lr)
-        self.batch_size = options.batch_size or job.batch_size
+        self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
-        facts |= {"job": job.name, "lr": lr, "batch_size": self.batch_size, "until": dict(options.until)}
+        facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
-            *(self.model, optimizer, strategy or sync_sgd()),
+            *(self.model, optimizer, spec.strategy),
             world=self.world,
-            seed=options.seed,
+            seed=spec.seed,
             on_drift=options.on_drift,
             allow_nan=options.allow_nan,
         )
@@ -90,12 +89,11 @@ class Trainer:
             self.data.training(),
             rank=data.rank,
             size=data.size,
-            batch_size=self.batch_size,
-            seed=options.seed,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
         )
         self.context = TrainingContext(
-            job=job,
-            options=options,
+            spec=spec,
             replica=self.handle.replica,
             shard=shard,
             data=self.data,
@@ -205,8 +203,8 @@ def result_of(
         train_loss=summary.train_loss,
         bytes_sent_per_rank=num_bytes / num_ranks,
         communication_share=communication_share,
-        batch_size=context.options.batch_size or context.job.batch_size,
-        seed=context.options.seed,
+        batch_size=context.spec.batch_size,
+        seed=context.spec.seed,
         threads=torch.get_num_threads(),
         parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,

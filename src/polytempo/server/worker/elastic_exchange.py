@@ -1,4 +1,4 @@
-"""Elastic averaging, the worker's half: it and the server's center are drawn towards each other."""
+"""Elastic averaging, the worker's half: its parameters and the server's center move towards each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polytempo.core import Bundle, Cost, Exchange, Port, State, Steps, Transform
 
 
 class Exchanging(NamedTuple):
-    """Steps so far."""
+    """The state of `exchange`: how many steps it has seen."""
 
     step: int
 
@@ -32,7 +32,7 @@ def exchange(every: int) -> Transform:
         if step % every:
             return bundle, Exchanging(step)
         difference = await port.push(bundle.flat, step)
-        if difference is None:  # the shards had had it already
+        if difference is None:  # the shards had applied this push before
             return bundle, Exchanging(step)
         return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
 

@@ -1,0 +1,134 @@
+"""`Engine`: who starts the processes of a run, and nothing else.
+
+program ── start(role, host) ─▶ ┌ engine ┐ ─▶ processes     fork, a new interpreter, another host, a batch system
+        ◀─ poll(wait_s) ──────  │        │ ◀─ how they end, what they leave
+        ── stop(process) ─────▶ └────────┘                  address: where processes find the program
+
+Whatever decides (who is started again, when a run is over) stands above, and knows processes by their roles. It does
+not assume that functions travel to them, that they share folders with it, or that they are on its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from polytempo.spec.run_spec import RunSpec
+
+Result = Mapping[str, Any] | Sequence[Any] | float | None
+"""What a process hands back: anything that JSON can say."""
+
+
+class Role(NamedTuple):
+    """What a process is to be."""
+
+    kind: str
+    """ "rank" of a collective run; "worker", "copy" of a shard or "evaluator" where there is a parameter server."""
+    node: int
+    """Its number in the run's topology: a worker keeps its node over its lives, a copy is a new node each time."""
+    life: int
+    """Its number among all processes of the run."""
+    incarnation: int = 1
+    shard: int = -1
+    blank: bool = False
+    """Whether a copy begins without the shard's state, which another copy will send it."""
+
+    def __str__(self) -> str:
+        if self.kind == "copy":
+            return f"shard-{self.shard}-node-{self.node}"
+        name = f"{self.kind}-{self.node}" if self.kind in ("rank", "worker") else self.kind
+        return name if self.incarnation == 1 else f"{name}.{self.incarnation}"
+
+
+class Failure(NamedTuple):
+    """Why a process raised: the exception's name, whether it only tells of another one's end, and its message."""
+
+    error: str
+    symptom: bool
+    message: str = ""
+    """What the exception says, on one line and not too long."""
+    facts: Mapping[str, Any] | None = None
+    """Of a `NotFinite`, what it is made of."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A process that an engine has started, as the engine knows it since the last `poll`."""
+
+    role: Role
+    log: Path
+    """What it has written, among this host's files."""
+    exit_code: int | None = None
+    """As `os.waitstatus_to_exitcode` says it (a signal is negative); None while it runs."""
+    stopped: bool = False
+    """Whether a signal (SIGSTOP, SIGTSTP, …) holds it. A tracer that holds it is not seen."""
+    ended: int = 0
+    """Counts the looks at the processes; those with one number ended as good as together."""
+    result: bytes | None = None
+    """What it has left, as JSON, where it ended well."""
+    failure: Failure | None = None
+    """Why it says that it failed, if it could say so."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without leaving a result."""
+        return self.exit_code is not None and (self.exit_code != 0 or self.result is None)
+
+
+class Address(NamedTuple):
+    """Where the processes of an engine meet each other and their program."""
+
+    host: str
+    """Where this process can be reached from them."""
+    threads: int
+    """How many threads each of them has."""
+    home: Path | None = None
+    """A private folder (mode 0700) that ends with the run and that all processes have; None: they share no folder."""
+    inherits: bool = False
+    """Whether they have this process's memory, as forked ones do: then shared memory (arenas) can be offered."""
+
+
+class Engine(Protocol):
+    """Starts processes, sees them end, and ends them."""
+
+    @property
+    def address(self) -> Address:
+        """Where they meet."""
+
+    def start(self, role: Role, host: int = 0) -> Process:
+        """Start the process of `role` on the topology's host `host`."""
+
+    def poll(self, wait_s: float = 0.0) -> list[Process]:
+        """The processes that have ended since the last poll; waits for one at most for `wait_s`."""
+
+    def stop(self, process: Process | None = None) -> None:
+        """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
+
+
+class Launch(NamedTuple):
+    """What an engine is opened for: one run, or one function."""
+
+    work: Callable[[Role], Result]
+    """What a process does, for engines whose processes have this one's functions."""
+    spec: RunSpec | None
+    """The run, for engines whose processes find everything by name. None: a function, which has no name."""
+    setting: Callable[[], Mapping[str, Any]]
+    """What such a process must know besides, at this moment, as plain data."""
+    workers: int
+    """How many processes compute at the same time; they share the cores."""
+    most: int
+    """How many processes there may be in all, those included that take another one's place."""
+    threads: int | None = None
+    """Threads of each; None: as the engine sees fit."""
+    logs: Path | None = None
+    """Where logs are kept; None: they end with the run."""
+
+
+class EngineSetup(Protocol):
+    """What `engine=` takes: it opens an engine for a run, and closes it after the run, however that ends."""
+
+    def open(self, launch: Launch) -> AbstractContextManager[Engine]:
+        """The engine. ValueError where it cannot do what `launch` asks for."""

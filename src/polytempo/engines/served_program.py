@@ -1,0 +1,249 @@
+"""`ServedProgram`: what a run with a parameter server is made of, worked out from its `RunSpec` alone.
+
+RunSpec ──▶ data, batches, parameters, spans ──▶ context + client      of a worker
+                                              ├─▶ shard                of a copy
+                                              ├─▶ scheduler, coordinator, tally
+                                              └─▶ scorer               of the evaluator
+
+It is the same in every process of the run, in both worlds, and in a replay: they differ in where machines live, and in
+what becomes of one that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from polytempo.core.rule import Service
+from polytempo.data.batches import Batches
+from polytempo.data.plan import check_enough
+from polytempo.engines.reshaping import num_added
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.layout import Spans, part, shard_map
+from polytempo.server.pieces import without_tables
+from polytempo.server.shard.buffers import Empty, plain_empty
+from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
+from polytempo.server.shard.score_snapshots import ScorePoints, score_points
+from polytempo.server.shard.shard import Shard
+from polytempo.server.timing import Timing
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.vector_format import VectorFormat
+from polytempo.spec.job import Data
+from polytempo.spec.job_calls import data_of, made_schedule, replica_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
+from polytempo.training.guard import Guard
+from polytempo.training.local_decay import LocalDecay
+from polytempo.training.program import check_goals
+from polytempo.training.rate_schedule import RateSchedule, check_schedule
+from polytempo.training.running_statistics import Running
+from polytempo.training.scorer import Scorer
+from polytempo.training.served_context import ServedContext
+from polytempo.training.server_worker import gradients_of
+from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
+from polytempo.training.trainable_parameters import trainable
+
+_MOST_HELD = 1024
+"""A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
+_SPARE_BUFFERS = 12
+"""So many vectors as large as the parameters fit into an arena, beside one for each worker."""
+_SPARE_BYTES = 64 << 20
+_SLOWLY_BYTES_PER_S = 100e6
+"""A copy is not thought dead for touching its parameters at this rate."""
+
+
+class ServedProgram:
+    """Everything that is the same for all nodes. `topology` None: that of the strategy's own shards and copies.
+
+    `see(model, data)` is called before anything is built on them; it may refuse them. Errors: ValueError where the
+    shards cannot do what the job's optimizer and schedule say.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        topology: Topology | None = None,
+        see: Callable[[nn.Module, Data], None] = lambda model, data: None,
+    ) -> None:
+        service, options = spec.strategy.server, spec.options
+        assert service is not None, f"{spec.strategy} has no parameter server"
+        self.spec = spec
+        added = num_added(service.shards, options.reshape)
+        self.topology = topology or Topology.served(spec.workers, service.shards, service.replicas, added)
+        self.data = data_of(spec.job, options.data)
+        self.batches = Batches(
+            self.data.training(),
+            size=spec.workers,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            deals=service.deals,
+        )
+        model, optimizer = replica_of(spec)
+        see(model, self.data)
+        self.parameters = parameters_of(model, optimizer, spec.strategy)
+        self.spans = shard_map(self.parameters, service.shards)
+        self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
+        self.service = self._service(service, optimizer)
+        busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
+        self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
+        """How long processes wait for each other; a virtual world and a replay have timings of their own."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parameters."""
+        return self.weights.dtype
+
+    @property
+    def scores(self) -> bool:
+        """Whether there is a test set to score on."""
+        return self.data.test is not None
+
+    def scheduler(self) -> BatchScheduler:
+        """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one."""
+        check_goals(self.spec.job, self.spec.options, has_test=self.scores)
+        service, batches = self.service, self.batches
+        if service.reassigns is not None:  # every worker cuts a share of every step into slices
+            check_enough(batches.num_samples, batches.size)
+        return BatchScheduler(
+            batches_per_epoch=len(batches),
+            num_tickets=self._num_tickets,
+            deals=service.deals,
+            workers=batches.size,
+            warm_start=service.warm_start,
+            most_held=_MOST_HELD,
+            rests=service.waits,
+        )
+
+    @property
+    def points(self) -> ScorePoints:
+        """When scores are taken."""
+        return score_points(len(self.batches), self._num_tickets, self.batches.size)
+
+    @property
+    def most_lives(self) -> int:
+        """How many processes the run may have in all, with those that take another one's place."""
+        return self.topology.num_nodes + self.spec.options.restarts + 1
+
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each node, with those that are started later."""
+        return [self.topology.host_of(node) for node in range(self.most_lives)]
+
+    @property
+    def mail_bytes(self) -> int:
+        """The largest tensors that any message carries, in all."""
+        return (2 * self.spec.workers + 8) * self.weights.nbytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """The address space that one process needs for tensors that others read in place."""
+        dense_bytes = sum(each.numel for each in without_tables(self.parameters)) * self.dtype.itemsize
+        return (self.spec.workers + _SPARE_BUFFERS + SNAPSHOTS) * dense_bytes + _SPARE_BYTES
+
+    def client(
+        self,
+        worker: int,
+        incarnation: int,
+        timing: Timing,
+        chains: Sequence[Sequence[int]] | None = None,
+        memory: LentGradients | None = None,
+    ) -> Client:
+        """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began."""
+        return Client(
+            worker,
+            incarnation,
+            self.spans,
+            self.topology.chains if chains is None else chains[: len(self.spans)],  # the first view tells of newer ones
+            self.topology.coordinator,
+            timing,
+            VectorFormat(self.dtype, self.parameters, self.service.codec, self.service.pull_codec),
+            memory=memory,
+        )
+
+    def context(self, flops_per_sample: float = 0.0) -> ServedContext:
+        """What a worker is to train; a virtual one charges `flops_per_sample`."""
+        spec, batches = self.spec, self.batches
+        model, optimizer = replica_of(spec)
+        decay = LocalDecay(optimizer) if self.service.decays == "workers" else None
+        schedule = None
+        if (make := made_schedule(spec.job)) is not None:
+            movable = _movable(spec.strategy.server)
+            schedule = RateSchedule(
+                *(optimizer, make), steps_per_epoch=self._steps_per_epoch, batches=len(batches), movable=movable
+            )
+        return ServedContext(
+            job=spec.job,
+            strategy=spec.strategy,
+            model=model,
+            optimizer=optimizer,
+            data=self.data,
+            batches=batches,
+            compute_gradients=gradients_of(model, spec.job, flops_per_sample),
+            seed=spec.seed,
+            schedule=schedule,
+            decay=decay,
+            guard=None if spec.options.allow_nan else Guard(model, trainable(model, optimizer)),
+        )
+
+    def shard(
+        self,
+        number: int,
+        spans: Sequence[Spans] | None = None,
+        *,
+        native: bool | None = None,
+        empty: Empty | None = None,
+    ) -> Shard:
+        """Shard `number` as the run begins. `spans`: what each shard holds by now; one that it lacks holds nothing."""
+        present = self.spans if spans is None else spans
+        held = present[number] if number < len(present) else ()
+        return Shard(
+            number,
+            self.parameters,
+            held,
+            part(self.weights, held).clone(),
+            self.service,
+            empty=empty or plain_empty,
+            native=native,
+            running=self.running,
+        )
+
+    def scorer(self) -> Scorer:
+        """Scores what the shards hold, with a model of its own."""
+        return Scorer(self.spec.job, self.data, self.batches, *replica_of(self.spec))
+
+    @property
+    def _num_tickets(self) -> int:
+        """How many batches the run has, to the end of its steps or its epochs, whichever comes first."""
+        batches, steps, epochs = self.batches, self.spec.options.steps, self.spec.epochs
+        by_steps = None if steps is None else steps * batches.size
+        if epochs is None:
+            assert by_steps is not None
+            return by_steps
+        unit = 1 if batches.deals == "freely" else batches.size
+        by_epochs = max(1, -int(-epochs * (len(batches) // unit) // 1)) * unit
+        return by_epochs if by_steps is None else min(by_steps, by_epochs)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        """The steps of an epoch for the learning-rate schedule: one worker's part of the batches."""
+        return max(1, len(self.batches) // self.batches.size)
+
+    def _service(self, service: Service, optimizer: Optimizer) -> Service:
+        """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away."""
+        made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=self.spec.options.allow_nan)
+        if (schedule := made_schedule(self.spec.job)) is not None:
+            check_schedule(optimizer, schedule, self._steps_per_epoch, _movable(service))
+        return made
+
+
+def _movable(service: Service | None) -> Collection[str] | None:
+    """What a schedule may move: what the shards need of it travels with each push, or the workers alone need it."""
+    assert service is not None
+    if service.optimizer is None:
+        return ("lr",)
+    return ("lr", "momentum", "betas") if service.decays == "workers" else None

@@ -1,0 +1,129 @@
+"""The subprocess engine: new interpreters on this host, to which nothing travels but JSON on their standard input.
+
+It is slower to start than `local` (each process imports torch), and has no shared memory to offer. It is what an engine
+for other hosts is like: a process knows the run by its `RunSpec`, finds the job by name, and leaves its result as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from polytempo.core.files import made
+from polytempo.engines import janitor
+from polytempo.engines.capacity import limits
+from polytempo.engines.engine import Address, Failure, Launch, Process, Role
+from polytempo.engines.fork import held_signals
+from polytempo.engines.worker_processes import Child, Children
+
+_HOST = "127.0.0.1"
+_MODULE = "polytempo.worker"
+
+
+@dataclass(frozen=True)
+class Subprocess:
+    """Processes of this host, each a new interpreter that gets the run as JSON."""
+
+    python: str = sys.executable
+
+    @contextmanager
+    def open(self, launch: Launch) -> Iterator[SubprocessEngine]:
+        """See `EngineSetup`. Errors: ValueError for a function, or a job, that has no name."""
+        if launch.spec is None:
+            raise ValueError("a function cannot travel to a new interpreter; give engine=pt.engines.local()")
+        spec = launch.spec.to_json()
+        home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+        with janitor.swept(home) as notes:
+            threads = launch.threads or max(1, limits().cores // launch.workers)
+            logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
+            made(logs)
+            engine = SubprocessEngine(self.python, spec, launch, Address(_HOST, threads), home, notes, logs)
+            try:
+                yield engine
+            finally:
+                engine.stop()
+                engine.poll()  # which closes the files of answers
+
+
+class SubprocessEngine:
+    """See `Engine`."""
+
+    def __init__(
+        self, python: str, spec: str, launch: Launch, address: Address, home: Path, notes: int, logs: Path
+    ) -> None:
+        self._python, self._spec, self._launch, self._address = python, spec, launch, address
+        self._home, self._notes, self._logs = home, notes, logs
+        self._answers: dict[Child, IO[bytes]] = {}
+        self._children = Children(self._read)
+
+    @property
+    def address(self) -> Address:
+        """See `Engine`."""
+        return self._address
+
+    def start(self, role: Role, host: int = 0) -> Process:
+        """See `Engine`. What it prints goes to `logs/ROLE.log`."""
+        path = self._logs / f"{role}.log"
+        path.unlink(missing_ok=True)  # it may be a link
+        order = json.dumps(self._order(role)).encode()
+        environment = dict(os.environ) | {"TMPDIR": str(self._home), "OMP_NUM_THREADS": str(self._address.threads)}
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644), "wb") as log:
+            answer: IO[bytes] = tempfile.TemporaryFile(dir=self._home)  # noqa: SIM115 - `_read` closes it
+            with held_signals():  # a process that has been started is known here, too
+                started = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours
+                    [self._python, "-m", _MODULE],
+                    stdin=subprocess.PIPE,
+                    stdout=answer,
+                    stderr=log,
+                    env=environment,
+                    pass_fds=(self._notes,),
+                    start_new_session=True,
+                )
+                started.returncode = 0  # from here on it is ours to wait for
+                child = self._children.add(Child(role, path, pid=started.pid, notes=self._notes))
+        self._answers[child] = answer
+        assert started.stdin is not None
+        try:
+            with started.stdin as stdin:
+                stdin.write(order)
+        except BrokenPipeError:
+            pass  # it has ended already: `poll` will find it
+        return child
+
+    def poll(self, wait_s: float = 0.0) -> list[Process]:
+        """See `Engine`."""
+        return self._children.poll(wait_s)
+
+    def stop(self, process: Process | None = None) -> None:
+        """See `Engine`."""
+        self._children.stop(process)
+
+    def _order(self, role: Role) -> Mapping[str, Any]:
+        """All that the process is told."""
+        return {
+            "spec": self._spec,
+            "role": role._asdict(),
+            "setting": dict(self._launch.setting()),
+            "host": self._address.host,
+            "size": self._launch.most,
+            "threads": self._address.threads,
+            "launcher": os.getpid(),
+            "notes": self._notes,
+        }
+
+    def _read(self, child: Child) -> None:
+        with self._answers.pop(child) as answer:
+            answer.seek(0)
+            text = answer.read()
+        told = json.loads(text) if child.exit_code is not None and child.exit_code >= 0 and text else {}
+        child.result = json.dumps(told["result"]).encode() if "result" in told else None
+        child.failure = Failure(*told["failure"]) if "failure" in told else None

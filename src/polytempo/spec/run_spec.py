@@ -1,0 +1,151 @@
+"""`RunSpec`: a run as a value. What was left to the job is worked out here, once, and nowhere else.
+
+pt.run(job, strategy, workers, …) ──▶ RunSpec ──▶ the programs of its processes, in either world
+                                        │ ▲
+                              to_json() ▼ │ from_json()      for another process, or another host
+                                        JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from polytempo.core import Strategy
+from polytempo.spec.catalogue import parse_strategy
+from polytempo.spec.job import Job
+from polytempo.spec.options import RunOptions
+
+FORMAT = "polytempo-run-spec"
+VERSION = 1
+_UNTIL_EPOCHS = 10
+"""A run that ends when a measure is reached gives up after so many times the job's epochs."""
+_FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A job, a strategy, how many workers, and the options. Make it by `RunSpec.of`.
+
+    `options` are as they were given: what is None there was left to the job, and stands here.
+    """
+
+    job: Job
+    strategy: Strategy
+    workers: int
+    options: RunOptions
+    lr: float
+    """The learning rate that the job's optimizer is made with."""
+    batch_size: int
+    """Samples per worker and step."""
+    epochs: float | None
+    """The run ends after so many; None: its `steps` alone say when."""
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy, workers: int, options: RunOptions) -> RunSpec:
+        """The run of `job` by `strategy` with so many `workers`."""
+        by_steps = options.epochs is None and options.steps is not None
+        return cls(
+            job=job,
+            strategy=strategy,
+            workers=workers,
+            options=options,
+            lr=options.lr or job.lr,
+            batch_size=options.batch_size or job.batch_size,
+            epochs=None if by_steps else options.epochs or job.epochs * (_UNTIL_EPOCHS if options.until else 1),
+        )
+
+    @property
+    def seed(self) -> int:
+        """What all randomness of the run is drawn from."""
+        return self.options.seed
+
+    def __str__(self) -> str:
+        """As progress shows it: "digits, local_sgd(period=8), 4 workers"."""
+        return f"{self.job.name}, {self.strategy}, {self.workers} workers"
+
+    def to_json(self) -> str:
+        """The run as text, from which `from_json` makes it in another process.
+
+        Errors: ValueError for a job, or a strategy, that was made in a program, so that no other process can find it.
+        """
+        try:
+            named = str(parse_strategy(str(self.strategy))) == str(self.strategy)
+        except ValueError:
+            named = False
+        if not named:
+            raise ValueError(
+                f"strategy {self.strategy} is not one that its name makes, and the run's processes are to make it by "
+                "its name; give one of pt.strategies, or run it with engine=pt.engines.local()"
+            )
+        if self.job.origin is None:
+            raise ValueError(
+                f"job {self.job.name} is made of functions that this process alone has, and the run's processes are to "
+                'find it by name; write the job into a file, and give pt.jobs.find("path/to/file.py:job"), or run it '
+                "with engine=pt.engines.local()"
+            )
+        plain = {
+            "format": FORMAT,
+            "version": VERSION,
+            "job": self.job.origin,
+            "functions": functions_of(self.job),
+            "strategy": str(self.strategy),
+            "workers": self.workers,
+            "options": _plain(self.options),
+            "lr": self.lr,
+            "batch_size": self.batch_size,
+            "epochs": self.epochs,
+        }
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str, find_job: Callable[[str], Job]) -> RunSpec:
+        """The run that `to_json` wrote. `find_job` knows the jobs' names, as `jobs.find` does.
+
+        Errors: ValueError for another text, and where a name stands for another job here than there.
+        """
+        plain = json.loads(text)
+        if not isinstance(plain, dict) or (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"this is no {FORMAT} of version {VERSION}: {text[:80]!r}")
+        job = find_job(plain["job"])
+        for name, there in plain["functions"].items():
+            if (here := functions_of(job)[name]) != there:
+                raise ValueError(
+                    f"job {plain['job']} has another {name} where the run was begun ({there}) than where it is found "
+                    f"by name ({here}); give that job a name of its own in a file"
+                )
+        return cls(
+            job=job,
+            strategy=parse_strategy(plain["strategy"]),
+            workers=plain["workers"],
+            options=_options(plain["options"]),
+            lr=plain["lr"],
+            batch_size=plain["batch_size"],
+            epochs=plain["epochs"],
+        )
+
+
+def functions_of(job: Job) -> dict[str, str]:
+    """Where each function of a job is written: {"model": "polytempo.jobs.digits.model, line 18", …}."""
+    return {name: _written(getattr(job, name)) for name in _FUNCTIONS}
+
+
+def _written(function: object) -> str:
+    function = getattr(function, "function", function)  # of `of_batch`
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name}, line {code.co_firstlineno}"
+
+
+def _plain(options: RunOptions) -> dict[str, Any]:
+    """Options as JSON takes them; folders by their whole paths, for another process may be elsewhere."""
+    folders = {name: str(folder.absolute()) for name in ("data", "out") if (folder := getattr(options, name))}
+    return asdict(replace(options, until=dict(options.until))) | folders | {"reshape": list(options.reshape.items())}
+
+
+def _options(plain: Mapping[str, Any]) -> RunOptions:
+    folders = {name: Path(plain[name]) for name in ("data", "out") if plain[name] is not None}
+    return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"])})

@@ -1,0 +1,120 @@
+"""`ParameterExchange`: the transform of a strategy's parameters on one rank, with what it remembers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.aggregation.outer import anchors
+from polytempo.collectives import tree
+from polytempo.core import Bundle, Port, State, Strategy
+from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
+from polytempo.training.buffers import AppliedTransform
+from polytempo.training.optimizer_state import moments
+from polytempo.training.tensor_groups import by_kind
+
+_CHANNEL = 1000
+
+
+class ParameterExchange:
+    """Exchanges `trainable` parameters after steps of `optimizer`, one bundle for each dtype and device.
+
+    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. Raises ValueError where there
+    are several bundles and the transform needs one.
+    """
+
+    def __init__(self, strategy: Strategy, optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+        self._strategy, self._optimizer, self._trainable = strategy, optimizer, trainable
+        layouts = self._layouts()
+        if len(layouts) > 1 and not strategy.parameters.separable:
+            raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(layouts)} dtypes")
+        self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
+        self._frozen: frozenset[str] = frozenset()
+        """Parameters that were frozen when ranks met last."""
+
+    def _layouts(self) -> list[Bundle]:
+        detached = {name: parameter.detach() for name, parameter in self._trainable.items()}
+        return [Bundle(group) for group in by_kind(detached).values()]
+
+    @torch.no_grad()
+    def _groups(self) -> list[dict[str, Tensor]]:
+        tensors = {name: parameter.detach() for name, parameter in self._trainable.items()}
+        if self._strategy.carries_optimizer:
+            tensors |= moments(self._trainable, self._optimizer)  # each joins the group of its dtype
+        return list(by_kind(tensors).values())
+
+    async def exchange(self, data: Port, weight: float | None) -> AppliedTransform | None:
+        """Run the transform over the parameters as they are now; by what ranks met, if they did."""
+        met, states = None, list(self.states)
+        for i, group in enumerate(self._groups()):
+            bundle = Bundle(group, weight)
+            applied = AppliedTransform(self._strategy.parameters, states[min(i, len(states) - 1)])
+            answer, after = await applied.transform.apply(data.on_channel(_CHANNEL + i), bundle, applied.state)
+            if i < len(states):  # moments of another dtype than any parameter have no state of their own
+                self.states[i] = after
+            if answer is not None and answer is not bundle:
+                self._take(i, group, answer)
+                met = met or applied
+        if met is not None:
+            self._frozen = frozenset(name for name, p in self._trainable.items() if not p.requires_grad)
+        return met
+
+    def _take(self, index: int, group: Mapping[str, Tensor], answer: Bundle) -> None:
+        """Write the answer into the parameters, but for those that stay frozen."""
+        resting = self._resting(index)
+        moved = [(tensor, answer.views[name]) for name, tensor in group.items() if name not in resting]
+        torch._foreach_copy_([tensor for tensor, _ in moved], [view for _, view in moved])
+        for anchor in anchors(self.states[index]) if resting else ():
+            for name in resting & group.keys():
+                anchor.views[name].copy_(group[name])
+
+    def _resting(self, index: int) -> frozenset[str]:
+        """Frozen parameters that ranks have brought together since, and that something remembered could move on."""
+        if not self._frozen or index >= len(self.states) or next(anchors(self.states[index]), None) is None:
+            return frozenset()
+        return frozenset(name for name in self._frozen if not self._trainable[name].requires_grad)
+
+    @torch.no_grad()
+    async def renew(self, data: Port, *, changed: bool | None, at_start: bool) -> None:
+        """Parameters may have come from elsewhere: let what is remembered of them refer to them as they are now.
+
+        All ranks call it; if they `changed` on one, all begin anew from rank 0's. `at_start`, before the first step,
+        ranks need not know (None): what all have changed shows. Cost: a number to all where they know, and a broadcast
+        of the parameters where they changed.
+        """
+        for i, group in enumerate(self._groups()):
+            state = self.states[i] = await settled(self.states[i])
+            begun = self._strategy.parameters.init(Bundle(group))
+            if not saved(begun, "").tensors:
+                continue
+            port = data.on_channel(_CHANNEL + i)
+            if changed is None:
+                anew = at_start and not equal(state, begun)
+            else:
+                anew = bool((await tree(port, torch.tensor([float(changed)]))).any())
+            if anew:
+                bundle = Bundle(group).copy()
+                begun = self._strategy.parameters.init(bundle.with_flat(await port.broadcast(bundle.flat)))
+                self.states[i] = renewed(state, begun)
+
+    async def settle(self) -> None:
+        """Wait for exchanges that are under way."""
+        self.states = [await settled(state) for state in self.states]
+
+    def named_states(self) -> list[tuple[str, State]]:
+        """What is remembered, each with the path that it is saved under."""
+        return [(_path(i), state) for i, state in enumerate(self.states)]
+
+    def restore(self, source: Saved, debts: Sequence[Saved] | None) -> None:
+        """Take over what was saved; what was not, begins anew."""
+        for i, layout in enumerate(self._layouts()):
+            state = self._strategy.parameters.init(layout)
+            held = source.holds(_path(i))
+            self.states[i] = restored(state, source, _path(i), layout, debts) if held else state
+
+
+def _path(index: int) -> str:
+    return f"parameters/{index}"

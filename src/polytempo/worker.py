@@ -1,0 +1,71 @@
+"""A process of a run that was started by name: `python -m polytempo.worker`, with its orders as JSON on standard input.
+
+Its answer, {"result": …} or {"failure": …}, is the only thing that it writes to standard output; all else goes to
+standard error. Engines start it; there is no other use for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from polytempo import jobs
+from polytempo.engines import janitor
+from polytempo.engines.engine import Role
+from polytempo.engines.fork import default_signals, die_with
+from polytempo.engines.program import perform
+from polytempo.engines.worker import encoded, exit_code_of, failure_by, show_error
+from polytempo.spec.run_spec import RunSpec
+
+
+def main() -> int:
+    """Do what standard input says; the exit code."""
+    order = json.loads(sys.stdin.buffer.read())
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever the job prints belongs into the log
+    _settle(order)
+    try:
+        spec = RunSpec.from_json(order["spec"], jobs.find)
+        role = Role(**order["role"])
+        answer = b'{"result": ' + encoded(perform(spec, role, order["setting"], order["host"])) + b"}"
+        code = 0
+    except BaseException as error:
+        answer, code = json.dumps({"failure": list(failure_by(error))}).encode(), exit_code_of(error)
+        show_error(error)
+    with os.fdopen(answers, "wb") as stream:
+        stream.write(answer)
+    return code
+
+
+def _settle(order: Mapping[str, Any]) -> None:
+    """End with the launcher, take signals as they come, and be found by `init` in the right world."""
+    die_with(order["launcher"])
+    janitor.begin(order["notes"])
+    default_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    tempfile.tempdir = os.environ.get("TMPDIR")
+    torch.set_num_threads(order["threads"])
+    os.environ.update(
+        {
+            "POLYTEMPO_RANK": str(order["role"]["life"]),
+            "POLYTEMPO_SIZE": str(order["size"]),
+            "POLYTEMPO_RENDEZVOUS": order["setting"]["rendezvous"],
+        }
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
