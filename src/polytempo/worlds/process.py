@@ -1,7 +1,9 @@
 """The process world: performs the operations of one real rank through torch.distributed.
 
-A coroutine advances only when it is launched or waited for, in the order of the program. Every rank
-runs the same program, so every rank issues its collectives in the same order, which the transports need.
+A coroutine advances when it is launched or waited for, in the order of the program. Every rank runs the same program,
+so every rank issues its collectives in the same order, which the transports need. Where messages travel between hosts,
+a thread goes on with the coroutines that were launched while the program computes (`worlds.progress`). The trace does
+not show when: each line stands where it would stand if the program had done everything itself.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.pending import Pair, Pending
+from polytempo.worlds.progress import Progress
 from polytempo.worlds.shares import Shares
 from polytempo.worlds.strand import Strand
 from polytempo.worlds.trace import Event, Trace
 from polytempo.worlds.transport import Begun, Transport, group_timeout_s
 
 T = TypeVar("T")
+
+_UNTIL_AWAITED = -1
+"""The step of what the thread has begun: it belongs to the step in which the program waits for it."""
 
 
 class ProcessWorld:
@@ -37,6 +43,8 @@ class ProcessWorld:
     def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
         self.rank, self.size = rank, len(hosts)
         self.transport = Transport(rank, self.size, group)
+        self.progress = Progress() if group is None and len(set(hosts)) > 1 else None
+        """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
         self.step, self.waited_s = 0, 0.0
@@ -76,9 +84,25 @@ class ProcessWorld:
 
     def launch(self, coroutine: Program[Any]) -> Strand:
         """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
-        strand = Strand(self, coroutine)
-        strand.advance(block=False)
+        strand = Strand(self, coroutine, self.progress)
+        if self.progress is None:
+            strand.advance(block=False)
+            return strand
+        with self.progress.changed:
+            strand.advance(block=False)
+            if not strand.done:
+                self.progress.add(strand)
         return strand
+
+    @property
+    def in_program(self) -> bool:
+        """Whether this is called by the program itself, not by the thread that goes on meanwhile."""
+        return self.progress is None or self.progress.here() is None
+
+    @staticmethod
+    def waits_for(answer: Any) -> bool:
+        """Whether what `perform` returned has to be waited for."""
+        return isinstance(answer, Pending | Pair | Strand)
 
     # ------------------------------------------------------------------ operations
 
@@ -112,7 +136,20 @@ class ProcessWorld:
     def record(self, kind: str, start_s: float) -> None:
         """Write the line of something that this rank did from `start_s` until now."""
         now_s = self.now_s()
-        self.trace.add(Event(self.rank, self.step, kind, 0, min(start_s, now_s), now_s))  # `begin` moves the zero
+        self.write(self._event(kind, 0)._replace(start_s=min(start_s, now_s), end_s=now_s))  # `begin` moves the zero
+
+    def write(self, event: Event) -> None:
+        """Put a line into the trace; where the thread has done it, when the program waits for it."""
+        strand = None if self.progress is None else self.progress.here()
+        if strand is not None:
+            strand.note(event)
+        else:
+            self.trace.add(event if event.step != _UNTIL_AWAITED else event._replace(step=self.step))
+
+    def waited(self, since_s: float) -> None:
+        """The program has waited for other ranks from `since_s` until now. The thread's waiting costs nothing."""
+        if self.in_program:
+            self.waited_s += self.now_s() - since_s
 
     def perform(self, op: Op[Any]) -> Any:
         """The answer to an operation, or what has to be waited for."""
@@ -130,9 +167,9 @@ class ProcessWorld:
             case Start(what):
                 return Work(self.issue(what) if isinstance(what, Op) else self.launch(what))
             case Work(handle):
-                return handle
+                return self._started(handle)
             case _:
-                return self.issue(op)
+                return self._started(self.issue(op))
 
     def issue(self, op: Op[Any]) -> Pending | Pair:
         """Begin an operation that other ranks take part in."""
@@ -149,9 +186,16 @@ class ProcessWorld:
                 return self._begun(op, event, self.transport.collective)
         raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
 
+    @staticmethod
+    def _started(awaited: Any) -> Any:
+        """What is awaited now: it is held no longer."""
+        if isinstance(awaited, Pending | Pair):
+            awaited.start()
+        return awaited
+
     def _event(self, kind: str, sent_bytes: int, peer: int = -1) -> Event:
-        now_s = self.now_s()
-        return Event(self.rank, self.step, kind, sent_bytes, now_s, now_s, peer)
+        now_s, step = self.now_s(), self.step if self.in_program else _UNTIL_AWAITED
+        return Event(self.rank, step, kind, sent_bytes, now_s, now_s, peer)
 
     def _begun(self, op: Any, event: Event, begin: Callable[[Any], Begun]) -> Pending:
         try:
@@ -162,18 +206,17 @@ class ProcessWorld:
     def _send_receive(self, op: SendReceive) -> Pair:
         recv, send = op.halves
         came, went = self._event("recv", 0, op.source), self._event("send", num_bytes(op.buffer), op.to)
-        try:
-            coming, going = self.transport.send_receive(op)
-        except RuntimeError as error:
-            raise self.translated(op, went, error) from error
-        return Pair(Pending(self, recv, came, coming), Pending(self, send, went, going))
+        return Pair(self._begun(recv, came, self.transport.recv), self._begun(send, went, self.transport.send))
 
     def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
         """A transport's error in the words that both worlds use."""
-        return self.transport.translated(op, event.step, event.peer, error)
+        step = self.step if event.step == _UNTIL_AWAITED else event.step
+        return self.transport.translated(op, step, event.peer, error)
 
     def forget_groups(self) -> None:
         """Let go of groups, so that their transport can end. The world is of no use afterwards."""
+        if self.progress is not None:
+            self.progress.close()
         self.transport.forget()
         self._host_group, self._asked_for_host_group = None, True
 

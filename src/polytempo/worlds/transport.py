@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -31,8 +32,8 @@ from polytempo.core.op import (
     Recv,
     ReduceScatter,
     Send,
-    SendReceive,
 )
+from polytempo.worlds.batches import Batches
 from polytempo.worlds.wire_tag import wire_tag
 
 _LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
@@ -52,6 +53,9 @@ class Transport:
     def __init__(self, rank: int, size: int, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
         self._groups: dict[tuple[int, ...], Any] = {}
+        self.batched = frozenset({"cuda"})
+        """The devices whose messages travel in batches (see `worlds.batches`)."""
+        self._batches: Batches | None = None
 
     def share_groups(self, other: Transport) -> None:
         """Use the groups that `other` has made, and leave it those that are made here."""
@@ -59,7 +63,7 @@ class Transport:
 
     def forget(self) -> None:
         """Let go of all groups, so that they can end."""
-        self._groups, self.group = {}, None
+        self._groups, self.group, self._batches = {}, None, None
 
     @property
     def timeout_s(self) -> float:
@@ -71,25 +75,23 @@ class Transport:
     def send(self, op: Send) -> Begun:
         """Hand a buffer over; done when it may change."""
         tag = wire_tag(op.channel, op.tag)
-        return Begun(self._whole.send([op.buffer.contiguous()], op.to, tag) if op.buffer.numel() else None, _none)
+        work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
+        return Begun(work, _none)
 
     def recv(self, op: Recv) -> Begun:
         """Receive into new memory."""
         into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
         tag = wire_tag(op.channel, op.tag)
-        return Begun(self._whole.recv([into], op.source, tag) if into.numel() else None, lambda: into)
+        return Begun(self._message(op, into, lambda: self._whole.recv([into], op.source, tag)), lambda: into)
 
-    def send_receive(self, op: SendReceive) -> tuple[Begun, Begun]:
-        """The receive and the send, in this order. NCCL has to be given both as one batch: it performs one at a time,
-        and ranks that all receive first would wait for each other.
-        """
-        recv, send = op.halves
-        if not op.buffer.is_cuda:
-            return self.recv(recv), self.send(send)
-        batch = _nccl(self._whole, op.buffer.device)
-        batch._start_coalescing()
-        coming, going = self.recv(recv), self.send(send)
-        return coming._replace(work=batch._end_coalescing()), going._replace(work=None)
+    def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
+        if not tensor.numel():
+            return None
+        if tensor.device.type not in self.batched:
+            return begin()
+        if self._batches is None:
+            self._batches = Batches(_batching(self._whole, tensor.device))
+        return self._batches.hold(op.channel, isinstance(op, Send), begin)
 
     # ------------------------------------------------------------------ collectives
 
@@ -176,7 +178,7 @@ def _none() -> None:
     return None
 
 
-def _nccl(group: Any, device: torch.device) -> Any:
+def _batching(group: Any, device: torch.device) -> Any:
     """What batches messages between devices: torch's backend of `group`, also behind our own."""
     backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
     return getattr(backend, "_cuda", backend)
