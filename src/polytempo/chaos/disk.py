@@ -35,11 +35,11 @@ class FaultyDisk:
         self.dead = False
         self._faults, self._random = faults, random
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FaultyWriter:
         """See `Disk`."""
         self._may_fail()
         self.files[path] = bytearray()
-        return Writing(self, path)
+        return FaultyWriter(self, path)
 
     def read(self, path: Path, most_bytes: int) -> bytes:
         """See `Disk`."""
@@ -91,7 +91,7 @@ class FaultyDisk:
             raise OSError(_ENOSPC, "no space left on this disk")
 
 
-class Writing:
+class FaultyWriter:
     """A file that is being written."""
 
     def __init__(self, disk: FaultyDisk, path: Path) -> None:

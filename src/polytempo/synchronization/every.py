@@ -10,8 +10,8 @@ from polytempo.core.cost import Cost, Steps
 from polytempo.core.transform import cost_of
 
 
-class Counted(NamedTuple):
-    """Steps so far, and the inner transform's state."""
+class PeriodState(NamedTuple):
+    """The state of `every`, `until` and `after`: steps so far, and the inner transform's state."""
 
     step: int
     inner: State
@@ -41,15 +41,15 @@ def after(step: int, transform: Transform) -> Transform:
 
 
 def _when(condition: Callable[[int], bool], transform: Transform, change: Callable[[Steps], Steps]) -> Transform:
-    def init(parameters: Bundle) -> Counted:
-        return Counted(0, transform.init(parameters))
+    def init(parameters: Bundle) -> PeriodState:
+        return PeriodState(0, transform.init(parameters))
 
-    async def apply(port: Port, bundle: Bundle, state: Counted) -> tuple[Bundle | None, Counted]:
+    async def apply(port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
         out: Bundle | None = bundle
         if condition(step):
             out, inner = await transform.apply(port, bundle, inner)
-        return out, Counted(step, inner)
+        return out, PeriodState(step, inner)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).at(change)

@@ -108,10 +108,12 @@ class State(msgspec.Struct, array_like=True, eq=False):
 
 Leases = dict[int, list[tuple[int, int]]]
 Reads = dict[int, tuple[int, int]]
-Queues = dict[int, list[Waiting]]
+WaitingByWorker = dict[int, list[Waiting]]
 
 
-def renumbered(current: int, leases: Leases, reads: Reads, waiting: Queues) -> tuple[list[int], Leases, Reads, Queues]:
+def renumbered(
+    current: int, leases: Leases, reads: Reads, waiting: WaitingByWorker
+) -> tuple[list[int], Leases, Reads, WaitingByWorker]:
     """The buffers that are held, the present weights first, and their holders, by place in that list."""
     numbers: dict[int, int] = {}
 
