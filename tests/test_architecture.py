@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -229,3 +231,48 @@ def test_nothing_forbidden(path: Path) -> None:
 def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
     check = f"{statement}\nimport sys\nassert not [m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules]"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|lest)\b", re.IGNORECASE)
+NOT_YET_PLAIN = {
+    "aggregation",
+    "bench",
+    "cli",
+    "collectives",
+    "compression",
+    "core",
+    "engines",
+    "interop",
+    "spec",
+    "strategies",
+    "training",
+    "worlds",
+}
+"""Folders in which such words are left; the list only gets shorter."""
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if folder(path) not in NOT_YET_PLAIN], ids=where)
+def test_sentences_name_their_subject(path: Path) -> None:
+    """ "No worker holds it", not "nobody holds it": the reader need not guess who could."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    assert [f"{number}: {line.strip()}" for number, line in lines if UNPLAIN.search(line)] == []
+
+
+SHARED_NAMES = {
+    "Push": "core's op and the message that performs it at a shard, whose name is the wire's and the record's",
+    "Pull": "the same",
+    "Progress": "a line in the terminal, and FlexRR's message, whose name is the wire's",
+    "Cast": "the codec, and the nodes of a run",
+}
+"""Public classes of two folders that share a name, each with its reason."""
+
+
+def test_one_name_for_one_idea() -> None:
+    """No two public classes share a name."""
+    found = Counter(
+        node.name
+        for path in FILES
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    )
+    assert {name for name, count in found.items() if count > 1} <= set(SHARED_NAMES)

@@ -14,6 +14,8 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
+        self.loads: list[str] = []
+        """What a browser fetches without being asked."""
         self.anchors: set[str] = set()
         self.feed(text)
 
@@ -22,6 +24,8 @@ class Page(HTMLParser):
         for name, value in attrs:
             if value and name in ("href", "src"):
                 self.links.append(value)
+                if name == "src" or tag == "link":
+                    self.loads.append(value)
             if value and name == "id":
                 self.anchors.add(value)
 
@@ -33,6 +37,8 @@ def broken(folder: Path) -> list[str]:
     for file, page in pages.items():
         for link in page.links:
             scheme, host, path, _, anchor = urlsplit(link)
+            if (scheme in ("http", "https") or host) and link in page.loads:
+                found.append(f"{file.relative_to(folder)}: {link} would be loaded from the network")
             if scheme or host or link == "#":
                 continue
             target = (file.parent / unquote(path)).resolve() if path else file

@@ -124,8 +124,11 @@ def _joined(boxes: list[Box]) -> list[Box]:
     return joined
 
 
-def drawn(name: str, panels: Sequence[Panel]) -> str:
-    """The panels below each other, on one scale of time, up to the last computation: behind it is the run's end."""
+def drawn(name: str, panels: Sequence[Panel], bars: str = "travels") -> str:
+    """The panels below each other, on one scale of time, up to the last computation: behind it is the run's end.
+
+    `bars`: what the colour of messages means.
+    """
     last = max(end for panel in panels for end in [*(box.end for box in panel.boxes), *(end for _, end in panel.bars)])
     scale = (WIDTH - LEFT - RIGHT) / last
     out, top = [], 0
@@ -133,7 +136,10 @@ def drawn(name: str, panels: Sequence[Panel]) -> str:
         out += _panel(name, each, top, scale, last)
         top += TITLE + LANE * len(each.lanes)
     height = top + FOOT
-    out += _axis(top, last, scale)
+    legend = [("var(--compute)", "computes"), ("var(--message)", bars)]
+    if any("shard" in each.lanes for each in panels):
+        legend.append(("var(--server)", "shard applies"))
+    out += _axis(top, last, scale, [*legend, ("var(--wait)", "dotted: waits")])
     body = "\n".join(out)
     return (
         f'<svg class="travel" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -183,7 +189,7 @@ def _panel(name: str, panel: Panel, top: int, scale: float, last: float) -> list
     return out
 
 
-def _axis(top: int, last: float, scale: float) -> list[str]:
+def _axis(top: int, last: float, scale: float, legend: Sequence[tuple[str, str]]) -> list[str]:
     """Ticks in milliseconds, and what the colours mean."""
     tick = next(t for t in (100, 200, 500, 1000, 2000, 5000, 10000) if last / t <= 9)
     out = []
@@ -193,12 +199,11 @@ def _axis(top: int, last: float, scale: float) -> list[str]:
         out.append(
             f'<text x="{x:.1f}" y="{top + 14}" fill="var(--wait)" text-anchor="middle" font-size="11">{text}</text>'
         )
-    legend = [("var(--compute)", "computes"), ("var(--message)", "travels"), ("var(--wait)", "dotted: waits")]
     x = LEFT
     for colour, text in legend:
         out.append(f'<rect x="{x}" y="{top + 25}" width="12" height="12" rx="2" fill="{colour}"/>')
         out.append(f'<text x="{x + 18}" y="{top + 35}" fill="currentColor" font-size="12">{text}</text>')
-        x += 110
+        x += 50 + 7 * len(text)
     return out
 
 
@@ -235,7 +240,8 @@ def pictures() -> dict[str, str]:
             panel("hogwild(): each worker updates the one copy when its gradient is there", hogwild(), 4, 4, host)
         ],
     }
-    return {name: drawn(name, each) for name, each in panels.items()}
+    bars = {"one-copy": "each sums and updates its slice"}
+    return {name: drawn(name, each, bars.get(name, "travels")) for name, each in panels.items()}
 
 
 if __name__ == "__main__":

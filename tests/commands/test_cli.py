@@ -88,7 +88,7 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     out = ("--out", "runs/digits-sync_sgd")
     refused = polytempo(*options, "6", *out, cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "a run is in it; go on with --resume, or name another folder" in refused.stderr
+    assert "this folder holds a run; continue it with --resume, or name another folder" in refused.stderr
 
     resumed = answer(polytempo(*options, "6", *out, "--resume", "--json", cwd=tmp_path))
     assert resumed["steps"] == whole["steps"] == 6

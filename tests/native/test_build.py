@@ -112,13 +112,13 @@ def test_a_checkout_has_it() -> None:
 
 
 def test_other_systems_have_none(tmp_path: Path) -> None:
-    assert library.opened(tmp_path, "darwin") == (None, "the native core is for Linux, and this is darwin")
+    assert library.open_library(tmp_path, "darwin") == (None, "the native core is for Linux, and this is darwin")
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "libpolytempo.so"
     file.write_text("not a library", encoding="ascii")
-    none, why_not = library.opened(file, "linux")
+    none, why_not = library.open_library(file, "linux")
     assert none is None
     assert why_not is not None
     assert f"{file} cannot be used: " in why_not
@@ -127,7 +127,7 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
 def test_the_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     file, ours = Path(library.__file__).with_name("libpolytempo.so"), library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", ours + 1)
-    none, why_not = library.opened(file, "linux")
+    none, why_not = library.open_library(file, "linux")
     assert none is None
     assert why_not is not None
     assert why_not.startswith(f"{file} has interface {ours}, and this package needs {ours + 1}; ")
@@ -136,7 +136,7 @@ def test_the_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_library_that_lacks_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(library._SIGNATURES, "pt_there_is_no_such_function", (None,))
     file = Path(library.__file__).with_name("libpolytempo.so")
-    none, why_not = library.opened(file, "linux")
+    none, why_not = library.open_library(file, "linux")
     assert none is None
     assert why_not is not None
     assert "pt_there_is_no_such_function" in why_not

@@ -21,7 +21,7 @@ from polytempo.data import SparseRows, libsvm_rows
 from polytempo.data.rows import random_rows
 from polytempo.engines.hogwild_linear import LinearFit, fit_logistic
 from polytempo.native import sparse
-from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Problem, RowPart, logistic_epoch, scatter_add_
+from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch, scatter_add_
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.sparse_linear import Settings, logistic_loss, part_of, scaled_decay, window_of
 from polytempo.worlds import ProcessWorld
@@ -101,10 +101,10 @@ def test_a_pass_equals_its_twin(seed: int, l2: float, update: int) -> None:
     rows = random_rows(30, 20, density=0.2, seed=seed)
     order = np.random.default_rng(seed).permutation(30)
     native, twin = problem_of(rows, l2), problem_of(rows, l2)
-    assert logistic_epoch(native, order, RowPart(0, 30), 0.5, update=update) == 30
+    assert logistic_epoch(native, order, RowPart(0, 30), 0.5, Access(update)) == 30
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "load", lambda: None)
-        assert logistic_epoch(twin, order, RowPart(0, 30), 0.5, update=update) == 30
+        assert logistic_epoch(twin, order, RowPart(0, 30), 0.5, Access(update)) == 30
     np.testing.assert_allclose(native.weights, twin.weights, rtol=2e-5, atol=1e-6)
     assert not native.locks.any()
 
@@ -114,7 +114,7 @@ def test_alone_a_window_changes_no_bit(window: int) -> None:
     order = np.random.default_rng(0).permutation(SMALL.num_rows)
     direct, held = problem_of(SMALL, 0.001), problem_of(SMALL, 0.001)
     logistic_epoch(direct, order, RowPart(0, 400), 0.5)
-    logistic_epoch(held, order, RowPart(0, 400), 0.5, window=window)
+    logistic_epoch(held, order, RowPart(0, 400), 0.5, Access(window=window))
     assert direct.weights.tobytes() == held.weights.tobytes()
 
 
@@ -123,7 +123,7 @@ def test_alone_every_update_is_the_same_serial_descent(update: int) -> None:
     order = np.random.default_rng(0).permutation(SMALL.num_rows)
     free, other = problem_of(SMALL), problem_of(SMALL)
     logistic_epoch(free, order, RowPart(0, 400), 0.5)
-    logistic_epoch(other, order, RowPart(0, 400), 0.5, update=update)
+    logistic_epoch(other, order, RowPart(0, 400), 0.5, Access(update))
     assert free.weights.tobytes() == other.weights.tobytes()
 
 
@@ -135,7 +135,7 @@ def test_a_wait_has_a_deadline(update: int, taken: str) -> None:
     getattr(problem, taken)[:] = 1
     order = np.arange(SMALL.num_rows)
     with pytest.raises(TimedOut, match=r"rank 1: timed out: an update of shared weights did not finish within 0.05 s"):
-        logistic_epoch(problem, order, RowPart(0, 400), 0.5, update=update, timeout_s=0.05, rank=1)
+        logistic_epoch(problem, order, RowPart(0, 400), 0.5, Access(update, timeout_s=0.05), rank=1)
 
 
 def test_who_waits_too_long_for_a_column_unlocks_those_before_it() -> None:
@@ -143,7 +143,7 @@ def test_who_waits_too_long_for_a_column_unlocks_those_before_it() -> None:
     columns = SMALL.columns[SMALL.starts[0] : SMALL.starts[1]]
     problem.locks[columns[-1]] = 1
     with pytest.raises(TimedOut):
-        logistic_epoch(problem, np.arange(1), RowPart(0, 1), 0.5, update=LOCKED, timeout_s=0.01)
+        logistic_epoch(problem, np.arange(1), RowPart(0, 1), 0.5, Access(LOCKED, timeout_s=0.01))
     assert len(columns) > 1
     assert problem.locks.nonzero()[0].tolist() == [columns[-1]]
 

@@ -14,10 +14,11 @@ from torch.optim import SGD
 
 import polytempo as pt
 from halves import MESH, STRATEGIES, half, half_job, loss, samples
+from polytempo import WorkerDied
 from polytempo.core import Mesh, Strategy
 from polytempo.engines.init import init
-from polytempo.engines.worker_processes import WorkerDied
-from polytempo.training.checkpoint import latest, read_manifest, read_part
+from polytempo.training.checkpoint import read_manifest, read_part
+from polytempo.training.checkpoint_folders import latest
 from polytempo.training.manifest import encoded
 from polytempo.worlds import ProcessWorld
 from process.crew import close, flat, together

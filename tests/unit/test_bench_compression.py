@@ -14,8 +14,9 @@ from polytempo import aggregation, compression
 from polytempo.bench.compression import CompressionPlan, Costs, codec_seconds, costs, gradient_of, wins_below
 from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
-from polytempo.cli.bench_compression import candidate, parse_link, parse_model, plan_of
+from polytempo.cli.bench_compression import candidate, plan_of
 from polytempo.cli.bench_compression import compression as command
+from polytempo.cli.bench_values import compression_values, parse_link, parse_model
 from polytempo.cluster import Link
 from polytempo.core import Bundle, Port, Transform
 from polytempo.report.summary import TIMES
@@ -143,7 +144,8 @@ def test_a_codec_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """One JSON object with a row for each codec, three files, and as many threads as before."""
     threads = torch.get_num_threads()
     given = {**OPTIONS, "model": "64-32-12", "codecs": "bf16, feedback(top_k(ratio=0.1)), low_rank(rank=1)"}
-    command({**given, "quick": True, "json": True, "out": tmp_path / "out"})
+    given |= {"quick": True, "json": True, "out": tmp_path / "out"}
+    command(compression_values(given), given)
     result = json.loads(capsys.readouterr().out)
     assert torch.get_num_threads() == threads
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"result.json", "table.md", "picture.png"}
@@ -182,27 +184,27 @@ def test_what_is_no_link_is_refused(text: str) -> None:
 def test_a_model_is_its_layers() -> None:
     assert parse_model("784-2048-10") == [784, 2048, 10]
     for text in ("", "784", "784-0-10", "784x10", "784--10"):
-        with pytest.raises(ValueError, match="the sizes of a perceptron's layers, such as 784-2048-2048-10"):
+        with pytest.raises(ValueError, match="must be the layer sizes of a perceptron, such as 784-2048-2048-10"):
             parse_model(text)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codecs": " "}, "--codecs ' ': names nothing; write some, such as 'int8, top_k'"),
+        ({"codecs": " "}, "--codecs ' ': the value is empty; write codecs, such as 'int8, top_k'"),
         ({"codecs": "int9"}, "there is no codec 'int9'"),
         ({"codecs": "top_k(ratio=2.0)"}, "ratio"),
         ({"codecs": "feedback(feedback)"}, "codec"),
         ({"workers": 1}, "--workers 1: from 2 to 64"),
         ({"workers": 65}, "--workers 65: from 2 to 64"),
         ({"model": "100000-100000-100000"}, "ask for fewer workers or a smaller model"),
-        ({"rounds": 0}, "--rounds 0: at least 1"),
+        ({"rounds": 0}, "--rounds 0: must be at least 1"),
         ({"latency_us": -1.0}, "--latency-us -1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure(plan_of({**OPTIONS, "quick": True, "codecs": "bf16", **given}))
+        measure(plan_of(compression_values({**OPTIONS, "quick": True, "codecs": "bf16", **given})))
 
 
 def test_nothing_to_measure_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_a_named_folder_is_not_overwritten(tmp_path: Path) -> None:
     file.write_text("", encoding="utf-8")
     assert checked_folder(free, resume=False) == free
     assert checked_folder(taken, resume=True) == taken
-    with pytest.raises(ValueError, match="a run is in it; go on with --resume, or name another folder"):
+    with pytest.raises(ValueError, match="this folder holds a run; continue it with --resume, or name another folder"):
         checked_folder(taken, resume=False)
     with pytest.raises(ValueError, match="this is a file; name a folder"):
         checked_folder(file, resume=False)
@@ -74,9 +74,9 @@ def test_a_folder_with_others_files_is_only_written_into_by_force(tmp_path: Path
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (mine / name).write_text("mine")
     for resume in (False, True):
-        with pytest.raises(ValueError, match=r"files that are no run's are in it \(a.txt, b.txt, c.txt, …\).*--force"):
+        with pytest.raises(ValueError, match=r"this folder holds other files \(a.txt, b.txt, c.txt, …\).*--force"):
             checked_folder(mine, resume=resume)
     assert checked_folder(mine, resume=False, force=True) == mine
     leave_run(mine / "run")
-    with pytest.raises(ValueError, match="a run is in it"):
+    with pytest.raises(ValueError, match="this folder holds a run"):
         checked_folder(mine / "run", resume=False, force=True)

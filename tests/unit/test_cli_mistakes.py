@@ -14,7 +14,7 @@ from polytempo.cli.main import app
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chaos", "--processes", "100000", "--seeds", "100000"], "error: --processes 100000: at most "),
+        (["chaos", "--processes", "100000", "--seeds", "100000"], "error: --processes 100000: must be at most "),
         (
             ["simulate", "digits", "--workers", "1000000", "--steps", "1"],
             "error: 1437 samples cannot be dealt to 1000000",
@@ -28,7 +28,7 @@ from polytempo.cli.main import app
             ["replay", "broken"],
             "error: broken has no record of messages; and broken/result.json cannot be read as JSON: ",
         ),
-        (["train", "digits", "--out", "taken"], "error: --out taken: files that are no run's are in it (notes.txt)"),
+        (["train", "digits", "--out", "taken"], "error: --out taken: this folder holds other files (notes.txt)"),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
 )

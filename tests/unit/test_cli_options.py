@@ -43,7 +43,7 @@ def test_a_list_without_names_is_refused(tmp_path: Path) -> None:
     """It would mean the usual strategies, which nobody who writes it wants."""
     path = tmp_path / "run.toml"
     path.write_text("strategies = []", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"strategies = \[\]: names nothing"):
+    with pytest.raises(ValueError, match=r"strategies = \[\]: the value is empty"):
         load_file(path)
 
 
@@ -103,7 +103,7 @@ def test_strategies_may_be_a_list(tmp_path: Path) -> None:
             "worker = 2",
             "a.toml: worker = 2: there is no option 'worker' (did you mean workers?); there are: ",
         ),
-        ("a.toml", "until = 'accuracy=97'", "a.toml: until = 'accuracy=97': takes accuracy as a share between 0 and 1"),
+        ("a.toml", "until = 'accuracy=97'", "a.toml: until = 'accuracy=97': accuracy is a number between 0 and 1"),
         ("a.toml", "workers = ", "a.toml: this is not TOML: "),
         ("a.yaml", "workers: [", "a.yaml: this is not YAML: "),
         ("a.yaml", "- 1", "a.yaml: expected lines like 'workers: 4', not [1]"),
@@ -127,7 +127,7 @@ def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str)
         ({"batch_size": 0}, "--batch-size 0: must be"),
         ({"seed": -1}, "--seed -1: must be"),
         ({"until": "accuracy"}, "--until accuracy: must be written accuracy=0.97 or loss=0.1"),
-        ({"until": "precision=0.9"}, "--until precision=0.9: knows accuracy and loss, not precision"),
+        ({"until": "precision=0.9"}, "--until precision=0.9: accepts accuracy and loss, not precision"),
         ({"until": "loss=nan"}, "--until loss=nan: must be a finite number"),
         ({"data": Path("missing")}, "--data missing: there is no such file or folder"),
     ],

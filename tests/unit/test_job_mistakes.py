@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
+from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
-from polytempo.engines.rehearsal import _rehearsed
+from polytempo.engines import rehearsal
+from polytempo.engines.rehearsal import Rehearsed, _rehearsed, rehearse
 from polytempo.spec.objective import loss_of
 from polytempo.spec.options import RunOptions
 
@@ -256,6 +258,22 @@ def test_a_strategy_that_does_not_fit_the_optimizer_is_refused() -> None:
     job = replace(JOB, optimizer=lambda parameters, lr: SGD(parameters, lr, momentum=0.9))
     with pytest.raises(ValueError, match="applies momentum"):
         rehearsed(job, pt.strategies.dgc())
+
+
+def test_every_strategy_of_a_job_is_rehearsed_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with one strategy says nothing about the second one of a later `compare`."""
+    job, tried = replace(JOB), []
+
+    def tries(job: pt.Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
+        tried.append([str(strategy) for strategy in strategies])
+        return Rehearsed(8, 0, ())
+
+    monkeypatch.setattr(rehearsal, "_tried", tries)
+    fits, other = pt.strategies.sync_sgd(), pt.strategies.dgc()
+    for strategies in ([fits], [fits], [fits, other], [other, fits]):
+        rehearse(job, strategies, RunOptions())
+    rehearse(job, [fits], RunOptions(lr=0.5))
+    assert tried == [[str(fits)], [str(other)], [str(fits)]]
 
 
 def test_a_goal_that_the_job_does_not_measure_is_refused() -> None:

@@ -13,6 +13,8 @@ from polytempo.engines.failures import WorkerDied
 from polytempo.engines.run_served import Launcher
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.message import Ask, Beat, Members, Noted, Outbox
 from polytempo.server.timing import Timing
 
@@ -48,7 +50,10 @@ def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     )
     chains, scheduler = [(COPY,)], BatchScheduler(4, 8, "freely", 2)
     run.coordinator = coordinator = Coordinator(
-        COORDINATOR, [0, 1], chains, scheduler, timing, on_event=lambda event: run.on_event(event)
+        Nodes(COORDINATOR, [0, 1], chains),
+        scheduler,
+        timing,
+        listeners=Listeners(on_event=lambda event: run.on_event(event)),
     )
     launcher = Launcher(run, processes)  # type: ignore[arg-type]
     for worker in (0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -25,7 +26,7 @@ RUNS = ("train", "compare", "simulate")
 # Where a file that a document names may lie; a folder is written with a slash at its end.
 PLACES = (ROOT, ROOT / "src", ROOT / "src/polytempo", ROOT / "tests", ROOT / "benchmarks")
 NAMED = re.compile(r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|toml|css|js))`")
-LEFT_BY_A_RUN = ("checkpoint/", "logs/", "runs/", "own_job.py")
+MADE_LATER = ("checkpoint/", "logs/", "runs/", "own_job.py", "docs/generated/")
 
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 """A fenced block. A comment before it says why a block is not run, and that is the only way for one not to be."""
@@ -158,7 +159,7 @@ def test_files_that_are_named_exist(document: str) -> None:
     missing = [
         name
         for name in NAMED.findall(read(document))
-        if name not in LEFT_BY_A_RUN and not any((place / name).exists() for place in PLACES)
+        if name not in MADE_LATER and not any((place / name).exists() for place in PLACES)
     ]
     assert missing == []
 
@@ -175,6 +176,8 @@ def test_every_strategy_is_in_the_table() -> None:
     """Of the page that lists them, and in no other row."""
     listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
     assert sorted(listed) == sorted(strategies.__all__)
+    for first_page in (README, read("docs/index.md")):
+        assert f"with {len(strategies.__all__)} distributed strategies" in first_page
 
 
 def test_every_page_is_in_a_contents() -> None:
@@ -186,3 +189,10 @@ def test_every_page_is_in_a_contents() -> None:
         for entry in (f"{Path(page).parent}/{line}.md" for line in block.splitlines() if re.match(r"[a-z]", line))
     ]
     assert set(PAGES) - set(entries) == {"docs/index.md"}
+
+
+def test_the_pictures_are_what_the_simulator_draws() -> None:
+    """`python docs/pictures/draw.py` draws them anew."""
+    drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["pictures"]()
+    committed = {file.stem: file.read_text(encoding="utf-8") for file in (DOCS / "pictures").glob("*.svg")}
+    assert [name for name in {**drawn, **committed} if drawn.get(name) != committed.get(name)] == []

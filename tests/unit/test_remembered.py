@@ -9,7 +9,7 @@ import torch
 from polytempo.aggregation.outer import AnchorState, NesterovState, anchors
 from polytempo.core import Bundle, Residual
 from polytempo.core.state import duplicate, equal, renewed, residual_tensors
-from polytempo.synchronization.every import Counted
+from polytempo.synchronization.every import PeriodState
 
 
 class Some(NamedTuple):
@@ -43,13 +43,13 @@ def test_a_duplicate_uses_memory_that_is_free_where_it_fits() -> None:
 
 def test_a_state_without_residuals_is_not_copied() -> None:
     anchor = Bundle({"w": torch.ones(2)})
-    assert duplicate(AnchorState(anchor, Counted(3, None))).anchor is anchor
+    assert duplicate(AnchorState(anchor, PeriodState(3, None))).anchor is anchor
 
 
 def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
-    old = Counted(7, AnchorState(Bundle({"w": torch.ones(2)}), NesterovState(Bundle({"w": torch.ones(2)}))))
+    old = PeriodState(7, AnchorState(Bundle({"w": torch.ones(2)}), NesterovState(Bundle({"w": torch.ones(2)}))))
     new = Bundle({"w": torch.full((2,), 4.0)})
-    fresh = Counted(0, AnchorState(new, NesterovState(Bundle({"w": torch.zeros(2)}))))
+    fresh = PeriodState(0, AnchorState(new, NesterovState(Bundle({"w": torch.zeros(2)}))))
     found = renewed(old, fresh)
     assert found.step == 7
     assert list(anchors(found)) == [new]

@@ -97,7 +97,10 @@ def test_an_int_for_a_float_becomes_one() -> None:
         ("routed(none)", "route must be one of these names: ring, stretched"),
         ("routed(ring(1))", "ring takes no arguments here; write route=ring"),
         ("routed(stretched(2, 3))", "too many positional arguments; it is written stretched(factor: float = 2.0)"),
-        ("nested(ring)", "nested(inner=ring): there is no such name; write text in quotes"),
+        (
+            "nested(ring)",
+            "nested(inner=ring): this argument takes no such name; text is written in quotes: 'ring'",
+        ),
     ],
 )
 def test_a_wrong_call_is_told_what_is_right(text: str, message: str) -> None:

@@ -143,7 +143,7 @@ def test_more_shards_than_elements_are_refused() -> None:
         shard_map((Parameter("w", 3),), 4)
     with pytest.raises(ValueError, match="too few for 3 shards"):
         shard_map((Parameter("table", 32, row_width=16),), 3)
-    with pytest.raises(ValueError, match="nobody can take them over"):
+    with pytest.raises(ValueError, match="no other can take them over"):
         with_shard_drained(MODEL, shard_map(MODEL, 1), 0)
 
 

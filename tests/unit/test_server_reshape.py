@@ -13,7 +13,9 @@ import torch
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.lost_shard import ShardLost
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import Parameter, numel_of, shard_map
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
@@ -84,7 +86,11 @@ class Net:
         chains = [tuple(range(10 + s * copies, 10 + (s + 1) * copies)) for s in range(2)]
         self.scheduler = BatchScheduler(TICKETS, TICKETS, "freely", workers=3)
         self.hub = Coordinator(
-            HUB, [0, 1, 2], chains, self.scheduler, TIMING, reshaper=Reshaper(PARAMETERS, spans), on_event=self._hear
+            Nodes(HUB, [0, 1, 2], chains),
+            self.scheduler,
+            TIMING,
+            reshaper=Reshaper(PARAMETERS, spans),
+            listeners=Listeners(on_event=self._hear),
         )
         self.machines: dict[int, Coordinator | Node | Learner] = {HUB: self.hub}
         self.events: list[tuple[str, int]] = []
@@ -220,11 +226,11 @@ def test_a_reshape_that_could_not_be_is_refused_at_once() -> None:
     spans = shard_map(PARAMETERS, 2)
     one = Reshaper(PARAMETERS, spans)
     one.drain(0)
-    with pytest.raises(ValueError, match=r"shard 0 holds nothing .*; those that do are \[1\]"):
+    with pytest.raises(ValueError, match=r"shard 0 holds nothing .*; drain one of \[1\]"):
         one.drain(0)
     with pytest.raises(ValueError, match="shard 1 is the last one"):
         one.drain(1)
-    with pytest.raises(ValueError, match="not told its shards' ranges"):
+    with pytest.raises(ValueError, match="does not know its shards' ranges"):
         Reshaper().drain(0)
     with pytest.raises(ValueError, match="tables with sparse gradients do not move, and rows is one"):
         Reshaper((Parameter("rows", 180, row_width=3),), spans).add((5,))

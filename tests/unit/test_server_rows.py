@@ -34,6 +34,7 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.tables import summed
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.touched_rows import TableRows
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.wire.frames import FrameLimits, decode, encode
 
 MODEL = (
@@ -327,7 +328,7 @@ class Line:
         ]
         for server in self.shards:
             server.apply(Members(COORDINATOR, 1, 1, ((0, 1),)))
-        self.client = Client(0, 1, spans, [(1 + i,) for i in range(num_shards)], 9, parameters=model)
+        self.client = Client(0, 1, spans, [(1 + i,) for i in range(num_shards)], 9, form=VectorFormat(parameters=model))
 
     def run(self) -> list[Message]:
         """Deliver everything; what went either way."""
@@ -420,7 +421,7 @@ def test_rows_pass_the_wire() -> None:
 def test_without_tables_a_client_takes_no_rows() -> None:
     client = Client(0, 1, ((Span(0, 4),),), ((1,),), 9)
     assert client.pulled_rows() == []
-    with pytest.raises(ValueError, match="there are no tables, so nobody would get the rows of table 0"):
+    with pytest.raises(ValueError, match="there are no tables, so no shard takes the rows of table 0"):
         client.accrue(TableRows(0, torch.tensor([0]), torch.ones(1, 2)))
 
 

@@ -12,6 +12,7 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.engines.run_snapshot import RunSnapshot, resumed, write_run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
 from polytempo.server.rules.hardsync import hardsync
@@ -25,7 +26,8 @@ class Team:
     """Two workers, each of which does its tickets one by one, and two shards that answer when the test lets them."""
 
     def __init__(self) -> None:
-        self.coordinator = Coordinator(9, [0, 1], [(node,) for node in SHARDS], BatchScheduler(2, 20, "evenly", 2))
+        chains = [(node,) for node in SHARDS]
+        self.coordinator = Coordinator(Nodes(9, [0, 1], chains), BatchScheduler(2, 20, "evenly", 2))
         self.asked = [0, 0]
         self.unanswered: list[tuple[int, Request]] = []
         self.dealt: list[tuple[int, int]] = []
@@ -77,7 +79,7 @@ def part(folder: Path, number: int, shard: int, batches: int) -> None:
     """The part of a shard that has so many batches."""
     service = Service(hardsync(), optimizer=UpdateRule("sgd"), shards=2)
     one = Shard(shard, (Parameter("w", 2),), (Span(shard, shard + 1),), torch.zeros(1), service, native=False)
-    one.decided.applied.add(0, batches - 1)
+    one.decisions.applied.add(0, batches - 1)
     write(folder, number, shard, *one.dump())
 
 

@@ -165,7 +165,7 @@ def test_a_repeated_push_is_answered_again_and_not_applied_again() -> None:
     server = shard()
     answer = pushed(server, push(0, 1))
     for _ in range(2):
-        assert server.look(push(0, 1)).replies == (answer,)
+        assert server.status_of(push(0, 1)).replies == (answer,)
         assert server.apply(push(0, 1)) == [answer]
     assert (server.version, server.repeated) == (1, 2)
 
@@ -181,12 +181,12 @@ def test_a_push_that_waits_is_answered_once_its_update_is_made() -> None:
     """1 worker 0 pushes, waits; 2 it asks again, and there is no answer yet; 3 worker 1 pushes: both are answered."""
     server = shard(service("together"))
     assert server.apply(push(0, 1, 1.0)) == []
-    assert server.look(push(0, 1)) == ("repeated", ())
+    assert server.status_of(push(0, 1)) == ("repeated", ())
     assert server.apply(pull(0, 2)) == [], "it stands behind the push"
     replies = server.apply(push(1, 1, 3.0))
     assert [(r.worker, r.sequence) for r in replies] == [(0, 1), (0, 2), (1, 1)]
     assert server.weights.tolist() == [0.0] * NUMEL  # 1 - 0.5 · (1 + 3)/2
-    assert len(server.look(push(0, 1)).replies) == 1
+    assert len(server.status_of(push(0, 1)).replies) == 1
 
 
 def test_answers_keep_the_order_of_requests() -> None:
@@ -348,7 +348,7 @@ def test_a_pull_that_comes_again_shows_the_same_weights() -> None:
     server = shard()
     first = only(server.apply(pull(0, 1)), Pulled)
     pushed(server, push(1, 1))
-    assert server.look(pull(0, 1)).replies == (first,)
+    assert server.status_of(pull(0, 1)).replies == (first,)
     assert first.values.tolist() == [1.0] * NUMEL
 
 
@@ -500,7 +500,7 @@ def test_a_loaded_shard_answers_a_pull_that_comes_again() -> None:
     pushed(server, push(1, 1))
     other = shard(workers=0)
     other.load(*server.dump())
-    (reply,) = other.look(pull(0, 1)).replies
+    (reply,) = other.status_of(pull(0, 1)).replies
     assert isinstance(reply, Pulled)
     assert (reply.version, reply.values.tolist()) == (0, [1.0] * NUMEL)
     for sequence in (2, 3):
@@ -548,7 +548,7 @@ def test_statistics_tell_how_stale_gradients_were() -> None:
     found = statistics(server, 2)
     assert found.staleness == {0: 2, 1: 1, 2: 1}
     assert (found.version, found.index) == (4, 6)
-    assert server.look(Inquire(COORDINATOR, 1, 2)).replies != ()
+    assert server.status_of(Inquire(COORDINATOR, 1, 2)).replies != ()
 
 
 def test_a_snapshot_is_noted() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.message import Beat
 from polytempo.server.timing import Timing
 
@@ -15,7 +17,8 @@ TIMING = Timing(beat_s=0.1, lost_s=1.0, worker_lost_s=5.0, starting_s=10.0)
 def events_of(chain: tuple[int, ...], silent: set[int]) -> tuple[Coordinator, list[tuple[str, int]]]:
     """What happens in 8 seconds in which all copies beat, but for the `silent` ones after their first word."""
     events: list[tuple[str, int]] = []
-    coordinator = Coordinator(9, [0], [chain], BatchScheduler(4, 8, "freely", 1), TIMING, on_event=events.append)
+    scheduler, listeners = BatchScheduler(4, 8, "freely", 1), Listeners(on_event=events.append)
+    coordinator = Coordinator(Nodes(9, [0], [chain]), scheduler, TIMING, listeners=listeners)
     for tenth in range(80):
         now_s = tenth / 10
         for node in chain:

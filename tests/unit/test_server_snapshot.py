@@ -25,7 +25,7 @@ from polytempo.server.shard.snapshot import (
     read,
     write,
 )
-from polytempo.server.shard.snapshot_writer import Snapshots, WrittenSnapshot
+from polytempo.server.shard.snapshot_writer import SnapshotWriter, WrittenSnapshot
 
 EXTENSIONS = ("safetensors", "json")
 
@@ -293,7 +293,7 @@ class Gated(LocalDisk):
 
 def test_one_snapshot_is_under_way_and_nobody_waits_for_it(tmp_path: Path) -> None:
     disk = Gated()
-    snapshots = Snapshots(tmp_path, 0, disk)
+    snapshots = SnapshotWriter(tmp_path, 0, disk)
     assert snapshots.poll() is None
     assert snapshots.begin(1, *part(10))
     assert not snapshots.begin(2, *part(20)), "one is under way"
@@ -310,7 +310,7 @@ def test_one_snapshot_is_under_way_and_nobody_waits_for_it(tmp_path: Path) -> No
 
 
 def test_errors_in_the_background_are_reported(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, 0, Failing(2, OSError(errno.ENOSPC, "No space left on device")))
+    snapshots = SnapshotWriter(tmp_path, 0, Failing(2, OSError(errno.ENOSPC, "No space left on device")))
     assert snapshots.begin(1, *part(10))
     saved = snapshots.close(30)
     assert saved is not None
@@ -318,7 +318,7 @@ def test_errors_in_the_background_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_not_finite_is_not_written_and_the_earlier_ones_stay(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, 0)
+    snapshots = SnapshotWriter(tmp_path, 0)
     for number in (1, 2):
         assert snapshots.begin(number, b"", [torch.ones(3)])
         assert snapshots.close(10.0) == WrittenSnapshot(number)

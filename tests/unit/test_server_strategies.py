@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
+import polytempo as pt
 from polytempo import strategies as s
 from polytempo.core import Strategy, identity
 from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
@@ -171,9 +173,13 @@ def _rule(strategy: Strategy) -> str:
         ("staleness_aware(n=0)", "n >= 1, got 0"),
         ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
         ("flexrr(bound=-1)", "slices >= 1 and bound >= 0, got slices=80 and bound=-1"),
-        ("flexrr(first_offer=0.01)", "needs grain <= first_offer <= later_offers"),
+        (
+            "flexrr(first_offer=0.01)",
+            "so grain <= first_offer <= later_offers; got grain=0.0125, first_offer=0.01, later_offers=0.05",
+        ),
         ("flexrr(helpers=0)", r"helpers >= 1, got 0; for the same steps without help use backup_workers\(backups=0\)"),
-        ("flexrr(behind=0)", r"parts must be in \(0, 1\]"),
+        ("flexrr(behind=0)", "behind is a part of a worker's batch, above 0 and at most 1, got 0"),
+        ("flexrr(grain=0)", "grain is a part of a worker's batch, above 0 and at most 1, got 0"),
         ("easgd(period=0)", "exchange needs a period of at least 1 step, got every=0"),
         ("easgd(alpha=1.5)", "0 < alpha < 1, got 1.5"),
         ("easgd(beta=0)", "0 < beta < 1, got 0"),
@@ -219,6 +225,14 @@ def test_at_least_one_is_waited_for(members: tuple[int, ...]) -> None:
     server = s.backup_workers(backups=5).server
     assert server is not None
     assert verdicts(server.rule, [(0, 0)], members) == ["Add Update Answer"]
+
+
+@pytest.mark.parametrize("start", [pt.run, pt.simulate])
+def test_a_run_needs_a_worker_to_wait_for(start: Callable[..., object]) -> None:
+    """Workers that die later are another matter: the rule then waits for one."""
+    says = r"backup_workers\(backups=5, .*\) needs at least 6 workers, .* there are 2; use workers=6 or more"
+    with pytest.raises(ValueError, match=says):
+        start(pt.jobs.find("digits"), s.backup_workers(backups=5), workers=2, steps=1)
 
 
 @pytest.mark.parametrize(("members", "alpha"), [((0,), 0.9), ((0, 1), 0.45), ((0, 1, 2, 3), 0.225)])

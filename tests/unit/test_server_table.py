@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.ranges import Ranges
 from polytempo.server.message import COORDINATOR, Inquire, Noted, Pull, Pushed, Reply
-from polytempo.server.shard.answers import WINDOW, Known, Table
+from polytempo.server.shard.answers import WINDOW, AnswerTable, Known
 
 
 def request(sequence: int, worker: int = 1, incarnation: int = 1) -> Pull:
@@ -21,8 +21,8 @@ def answer(sequence: int, worker: int = 1) -> Pushed:
     return Pushed(0, worker, 1, sequence, 5, 0, "applied")
 
 
-def table(*workers: int) -> Table:
-    made = Table(0)
+def table(*workers: int) -> AnswerTable:
+    made = AnswerTable(0)
     for worker in workers:
         made.admit(worker, 1)
     return made
@@ -30,18 +30,18 @@ def table(*workers: int) -> Table:
 
 def test_requests_are_taken_in_their_order() -> None:
     known = table(1)
-    assert [known.look(request(s)).kind for s in (1, 2, 9)] == ["new", "ahead", "ahead"]
+    assert [known.status_of(request(s)).kind for s in (1, 2, 9)] == ["new", "ahead", "ahead"]
     known.take(request(1))
-    assert [known.look(request(s)).kind for s in (1, 2, 3)] == ["repeated", "new", "ahead"]
+    assert [known.status_of(request(s)).kind for s in (1, 2, 3)] == ["repeated", "new", "ahead"]
 
 
 def test_a_repeat_gets_the_answer_as_soon_as_there_is_one() -> None:
     known = table(1)
     known.take(request(1))
-    assert known.look(request(1)).replies == ()
+    assert known.status_of(request(1)).replies == ()
     given = answer(1)
     known.answer(given)
-    assert known.look(request(1)).replies == (given,)
+    assert known.status_of(request(1)).replies == (given,)
 
 
 def test_answers_are_kept_for_a_window() -> None:
@@ -50,7 +50,7 @@ def test_answers_are_kept_for_a_window() -> None:
         known.take(request(sequence))
         known.answer(answer(sequence))
     assert sorted(known.known[1].answers) == list(range(100 - WINDOW, 100))
-    assert known.look(request(3)) == ("repeated", ())
+    assert known.status_of(request(3)) == ("repeated", ())
 
 
 def test_answers_that_come_late_or_never_leave_nothing_behind() -> None:
@@ -72,8 +72,8 @@ def test_what_was_lent_and_came_back_is_not_given_again() -> None:
     assert sorted(known.known[1].answers) == [2]
 
 
-def refusal(known: Table, asked: Pull) -> str:
-    (reply,) = known.look(asked).replies
+def refusal(known: AnswerTable, asked: Pull) -> str:
+    (reply,) = known.status_of(asked).replies
     assert isinstance(reply, Reply)
     assert (reply.worker, reply.incarnation, reply.sequence) == (asked.worker, asked.incarnation, asked.sequence)
     return str(getattr(reply, "reason", ""))
@@ -84,34 +84,34 @@ def test_strangers_learn_why() -> None:
     assert refusal(known, request(1, worker=2)) == "worker 2 is no member; it must come back with a new incarnation"
     known.admit(1, 2)
     assert refusal(known, request(1)) == "worker 1 is known in its life 2, and this is of life 1"
-    assert known.look(request(1, incarnation=2)).kind == "new"
+    assert known.status_of(request(1, incarnation=2)).kind == "new"
     known.forget(1)
-    assert known.look(request(1, incarnation=2)).kind == "stranger"
+    assert known.status_of(request(1, incarnation=2)).kind == "stranger"
 
 
 def test_the_coordinator_is_always_known_and_begins_anew() -> None:
     known = table()
     first, later = Inquire(COORDINATOR, 1, 1), Inquire(COORDINATOR, 2, 1)
-    assert known.look(first).kind == "new"
+    assert known.status_of(first).kind == "new"
     known.take(first)
     known.answer(Noted(0, COORDINATOR, 1, 1))
-    assert known.look(first).kind == "repeated"
-    assert known.look(Inquire(COORDINATOR, 2, 2)).kind == "ahead"
-    assert known.look(later).kind == "new"
+    assert known.status_of(first).kind == "repeated"
+    assert known.status_of(Inquire(COORDINATOR, 2, 2)).kind == "ahead"
+    assert known.status_of(later).kind == "new"
     known.take(later)
-    assert known.look(later) == ("repeated", ())
-    assert known.look(first).kind == "stranger"
+    assert known.status_of(later) == ("repeated", ())
+    assert known.status_of(first).kind == "stranger"
 
 
 def test_a_table_survives_as_bytes() -> None:
     known = table(1, 2)
     known.take(request(1))
     known.answer(answer(1))
-    again = Table(0, msgspec.msgpack.decode(msgspec.msgpack.encode(known.known), type=dict[int, Known]))
-    (reply,) = again.look(request(1)).replies
+    again = AnswerTable(0, msgspec.msgpack.decode(msgspec.msgpack.encode(known.known), type=dict[int, Known]))
+    (reply,) = again.status_of(request(1)).replies
     assert isinstance(reply, Pushed)
     assert (reply.sequence, reply.version, reply.verdict) == (1, 5, "applied")
-    assert again.look(request(1, worker=2)).kind == "new"
+    assert again.status_of(request(1, worker=2)).kind == "new"
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))

@@ -37,7 +37,7 @@ def gradients(count: int) -> list[Tensor]:
 def step(held: Weights, gradient: Tensor, factor: float = 1.0, *, looks: bool = True) -> Tensor:
     """What a shard does with a push that is an update of its own."""
     if looks:
-        assert held.look(gradient, LRS) == -1
+        assert held.examine(gradient, LRS) == -1
     held.add(gradient, held.weigh(Add(0, factor), LRS))
     held.update(2.0)
     held.keep_sum()
@@ -65,7 +65,7 @@ def test_what_is_no_number_is_found_and_nothing_changes(index: int, bad: float) 
     before = [step(held, gradient) for gradient in gradients(2)][-1]
     spoiled = torch.ones(NUMEL)
     spoiled[index] = bad
-    assert held.look(spoiled, LRS) == index
+    assert held.examine(spoiled, LRS) == index
     assert torch.equal(held.present, before)
     assert (held.version, in_use(held)) == (2, 1)
 
@@ -74,7 +74,7 @@ def test_an_update_that_was_foreseen_and_does_not_come_leaves_nothing() -> None:
     held = weights()
     first, second, third = gradients(3)
     before = step(held, first)
-    assert held.look(second, LRS) == -1
+    assert held.examine(second, LRS) == -1
     held.keep_sum()  # the push was dropped
     assert torch.equal(held.present, before)
     assert in_use(held) == 1
@@ -102,7 +102,7 @@ def test_sums_are_not_foreseen() -> None:
     step(blind, gradients(1)[0])
     for held, looks in ((looking, True), (blind, False)):
         for gradient in gradients(3):
-            assert not looks or held.look(gradient, LRS) == -1
+            assert not looks or held.examine(gradient, LRS) == -1
             held.add(gradient, held.weigh(Add(0), LRS))
             held.keep_sum()
         held.update(3.0)

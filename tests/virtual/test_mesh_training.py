@@ -16,7 +16,8 @@ from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
-from polytempo.training.checkpoint import latest, read_manifest, read_part
+from polytempo.training.checkpoint import read_manifest, read_part
+from polytempo.training.checkpoint_folders import latest
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.ports import ports_of

@@ -32,7 +32,7 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
-from polytempo.server.codec_state import Kept, carried
+from polytempo.server.codec_state import RangeState, redistribute
 from polytempo.server.encoding import Coding, Encoder, Overflown, ranges
 from polytempo.server.layout import Parameter, Span, Spans, shard_map, with_shard_added
 from polytempo.server.message import (
@@ -53,6 +53,7 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
@@ -81,7 +82,7 @@ def shard(codec: Codec | None, spans: Spans = (Span(0, NUMEL),), number: int = 0
 
 def client(codec: Codec | None, shards: Sequence[Spans] = ((Span(0, NUMEL),),), **more: Any) -> Client:
     chains = [(10 + number,) for number in range(len(shards))]
-    return Client(0, 1, shards, chains, LAUNCHER, Timing(), parameters=MODEL, codec=codec, **more)
+    return Client(0, 1, shards, chains, LAUNCHER, Timing(), VectorFormat(parameters=MODEL, codec=codec, **more))
 
 
 def delivered(worker: Client, machines: Sequence[Shard], now_s: float = 0.0) -> list[Message]:
@@ -175,9 +176,9 @@ def test_what_was_decoded_and_what_is_owed_is_what_was_pushed_though_shards_move
     encoder = Encoder(codec, MODEL, layouts[0], torch.float32, worker=0)
     decoded = torch.zeros(NUMEL, dtype=torch.float64)
     for number, layout in enumerate(layouts):
-        before = encoder.owed()
+        before = encoder.residual()
         encoder.move(layout)
-        assert torch.equal(encoder.owed(), before)
+        assert torch.equal(encoder.residual(), before)
         machines = [shard(codec, spans, n) for n, spans in enumerate(layout)]
         for gradient in given[2 * number : 2 * number + 2]:
             for machine, spans, wire in zip(machines, layout, encoder.encode(gradient), strict=True):
@@ -186,23 +187,23 @@ def test_what_was_decoded_and_what_is_owed_is_what_was_pushed_though_shards_move
                 for begin, end in spans:
                     decoded[begin:end] += seen[at : at + end - begin]
                     at += end - begin
-    assert encoder.owed().any()
-    torch.testing.assert_close(decoded + encoder.owed(), sum(given).double(), rtol=1e-5, atol=1e-4)
+    assert encoder.residual().any()
+    torch.testing.assert_close(decoded + encoder.residual(), sum(given).double(), rtol=1e-5, atol=1e-4)
 
 
 def test_what_a_codec_remembers_of_an_element_goes_with_it() -> None:
     """Residuals by element, thresholds from the range that had most of it, and None where nothing was."""
     before = [
-        Kept(0, (4,), (Residual(torch.tensor([1.0, 2.0, 3.0, 4.0])), {"tau": 0.5})),
-        Kept(4, (1, 2), (Residual(), {"tau": 0.25})),
-        Kept(6, (2,), (Residual(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
+        RangeState(0, (4,), (Residual(torch.tensor([1.0, 2.0, 3.0, 4.0])), {"tau": 0.5})),
+        RangeState(4, (1, 2), (Residual(), {"tau": 0.25})),
+        RangeState(6, (2,), (Residual(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
     ]
     fresh = (Residual(), {"tau": 1.0})
-    owed, rest = carried(before, 3, (2, 2), fresh)
+    owed, rest = redistribute(before, 3, (2, 2), fresh)
     assert (owed.residual.tolist(), rest) == ([[4.0, 0.0], [0.0, 7.0]], {"tau": 0.25})
-    assert carried(before, 4, (2,), fresh) == (Residual(), {"tau": 0.25})
-    assert carried(before, 8, (2,), fresh) == fresh
-    assert carried([], 0, (2,), None) is None
+    assert redistribute(before, 4, (2,), fresh) == (Residual(), {"tau": 0.25})
+    assert redistribute(before, 8, (2,), fresh) == fresh
+    assert redistribute([], 0, (2,), None) is None
 
 
 def test_a_client_keeps_what_it_owes_when_shards_come() -> None:
@@ -210,12 +211,12 @@ def test_a_client_keeps_what_it_owes_when_shards_come() -> None:
     worker, machine = client(feedback(bf16()), before), shard(feedback(bf16()))
     worker.push(gradients(1)[0], 1)
     delivered(worker, [machine])
-    owed = worker.owed()
+    owed = worker.residual()
     assert owed is not None
     assert owed.any()
     worker.receive(0.0, LAUNCHER, View(1, ((10,), (11,)), ((0, 1),), layout=1, spans=after))
     assert worker.layout == 1
-    assert torch.equal(worker.owed(), owed)  # type: ignore[arg-type]
+    assert torch.equal(worker.residual(), owed)  # type: ignore[arg-type]
 
 
 def test_what_is_owed_moves_bit_by_bit_while_training_goes_on() -> None:
@@ -295,8 +296,7 @@ def test_a_worker_that_comes_back_draws_anew_and_each_life_repeats_to_the_bit() 
     def pushed(worker: int, incarnation: int) -> Tensor:
         life = Client(
             *(worker, incarnation, [(Span(0, NUMEL),)], [(10,)], LAUNCHER, Timing()),
-            parameters=MODEL,
-            codec=qsgd(levels=1),
+            VectorFormat(parameters=MODEL, codec=qsgd(levels=1)),
         )
         life.push(gradients(1)[0], 1)
         ((_, request),) = life.outbox(0.0)
@@ -368,17 +368,20 @@ def test_what_dgc_has_not_sent_is_counted_without_its_momentum() -> None:
         encoder.encode(gradient)
         _, state = codec.encode(gradient[6060:], state, EncodeContext(step, 0, Piece("v", 0, 1940, codec).number))
     assert state is not None
-    assert torch.equal(encoder.owed()[6060:], state.v.residual)
-    before = encoder.owed()
+    assert torch.equal(encoder.residual()[6060:], state.v.residual)
+    before = encoder.residual()
     encoder.move(BY_ROWS)
-    assert torch.equal(encoder.owed(), before)
+    assert torch.equal(encoder.residual(), before)
 
 
 def test_impossible_codecs_are_refused_when_the_strategy_is_built() -> None:
     for named, remedy in (
         (lambda: strategies.downpour(codec=random_k(0.1)), r"random_k.*workers .* at different steps; use top_k"),
         (lambda: strategies.async_sgd(codec=feedback(random_k(0.1))), r"feedback\(random_k.*use top_k"),
-        (lambda: strategies.softsync(pull_codec=feedback(bf16())), r"feedback\(bf16\(\)\) remembers.*use bf16\(\)"),
+        (
+            lambda: strategies.softsync(pull_codec=feedback(bf16())),
+            r"feedback\(bf16\(\)\) keeps a residual.*use bf16\(\)",
+        ),
         (lambda: strategies.ssp(pull_codec=top_k(0.01)), r"does not keep every weight.*use bf16\(\)"),
         (
             lambda: strategies.staleness_aware(pull_codec=one_bit()),

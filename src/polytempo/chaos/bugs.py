@@ -14,19 +14,19 @@ from typing import Any
 from polytempo.chaos import bugs_at_coordinator, bugs_at_node, bugs_at_shard
 
 Patch = tuple[Any, str, Any]
-"""Who has it, under which name, and what takes its place."""
+"""The owner of a method, the method's name, and its replacement."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What is wrong, and the patches that make it so."""
+    """A mistake and the patches that make it."""
 
     description: str
     patches: Callable[[], Iterable[Patch]]
 
     @contextmanager
     def planted(self) -> Generator[None]:
-        """While inside, production has this bug."""
+        """Inside the `with` block the production code has this bug."""
         before = []
         try:
             for owner, name, replacement in self.patches():
@@ -47,7 +47,7 @@ BUGS: dict[str, Bug] = {
 
 
 def planted(name: str) -> Bug:
-    """The bug called `name`."""
+    """The bug called `name`. Raises ValueError where there is none, with the names that there are."""
     if name not in BUGS:
         raise ValueError(f"no bug {name!r}; there are {', '.join(sorted(BUGS))}")
     return BUGS[name]

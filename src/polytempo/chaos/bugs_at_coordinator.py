@@ -1,4 +1,4 @@
-"""Bugs of the coordinator and its scheduler: who takes part, who holds what, and who trains on what."""
+"""Bugs of the coordinator and its batch scheduler: membership, chains, and tickets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def blank_copy_promoted() -> Patches:
     beat = Coordinator._beat
 
     def wrong(self: Coordinator, now_s: float, source: int, message: Beat) -> Outbox:
-        joins = self._recruits.get(source)
+        joins = self._chains._starting.get(source)
         if joins is not None:
             self.chains[joins] = tuple(reversed(self.chains[joins]))
             out = beat(self, now_s, source, message)
@@ -40,15 +40,15 @@ def epoch_not_raised() -> Patches:
     return [(Coordinator, "_new_epoch", wrong)]
 
 
-def loss_not_told() -> Patches:
-    """The shards do not hear that a worker is lost."""
-    tell = Coordinator._tell_members
+def loss_not_announced() -> Patches:
+    """The coordinator does not announce to the shards that a worker is lost."""
+    notify = Coordinator._notify_shards
 
     def wrong(self: Coordinator, now_s: float) -> Outbox:
-        told = self._who._told
-        return [] if set(told) > set(self.members) else tell(self, now_s)
+        announced = self._membership._announced
+        return [] if set(announced) > set(self.members) else notify(self, now_s)
 
-    return [(Coordinator, "_tell_members", wrong)]
+    return [(Coordinator, "_notify_shards", wrong)]
 
 
 def dealt_before_admitted() -> Patches:
@@ -56,9 +56,10 @@ def dealt_before_admitted() -> Patches:
     deals = Coordinator._deals
 
     def wrong(self: Coordinator, now_s: float) -> Outbox:
-        knows, self._who.knows = self._who.knows, lambda worker: worker in self.members  # type: ignore[method-assign]
+        membership = self._membership
+        knows, membership.knows = membership.knows, lambda worker: worker in self.members  # type: ignore[method-assign]
         out = deals(self, now_s)
-        self._who.knows = knows  # type: ignore[method-assign]
+        membership.knows = knows  # type: ignore[method-assign]
         return out
 
     return [(Coordinator, "_deals", wrong)]
@@ -82,7 +83,7 @@ def dealt_twice() -> Patches:
 
 
 def tickets_of_the_dead_forgotten() -> Patches:
-    """What a lost worker held is not dealt again."""
+    """The tickets of a lost worker are not dealt again."""
     lose = BatchScheduler.lose
 
     def wrong(self: BatchScheduler, worker: int) -> None:
@@ -108,7 +109,7 @@ def done_before_acknowledged() -> Patches:
 
 
 def promoted_from_outside() -> Patches:
-    """When a head is lost, a node takes its place that never was in the chain."""
+    """When a head is lost, a node takes its place that was never in the chain."""
     lose = Coordinator.lose
 
     def wrong(self: Coordinator, now_s: float, node: int) -> Outbox:
@@ -123,7 +124,7 @@ def promoted_from_outside() -> Patches:
 BUGS = (
     blank_copy_promoted,
     epoch_not_raised,
-    loss_not_told,
+    loss_not_announced,
     dealt_before_admitted,
     dealt_twice,
     tickets_of_the_dead_forgotten,

@@ -28,21 +28,20 @@ def acknowledged_before_replicated() -> Patches:
 
 
 def repeat_answered_before_replicated() -> Patches:
-    """A request that comes again is answered from the table, although its entry is not safe yet."""
-
+    """A request that comes again is answered from the table, although its entry is not replicated yet."""
     request_ = Node._request
 
     def wrong(self: Node, now_s: float, request: Entry) -> Outbox:
-        look = self.shard.look(request)
-        if look.kind == "new":
+        status = self.shard.status_of(request)
+        if status.kind == "new":
             return request_(self, now_s, request)
-        return self._addressed(look.replies)
+        return self._addressed(status.replies)
 
     return [(Node, "_request", wrong)]
 
 
 def no_fence() -> Patches:
-    """Entries, and what confirms them, are taken from whoever sends them, of whatever epoch."""
+    """A copy takes entries and confirmations from any sender and of any epoch."""
     replicate, confirmed = Node._replicate, Node._confirmed
 
     def replicated(self: Node, now_s: float, source: int, message: Replicate) -> Outbox:
@@ -62,7 +61,7 @@ def no_fence() -> Patches:
 
 
 def confirmed_too_much() -> Patches:
-    """Whatever the next copy confirms, the head takes all its entries for confirmed."""
+    """The head takes all its entries for confirmed, though the next copy has confirmed only some."""
     confirmed = Node._confirmed
 
     def wrong(self: Node, now_s: float, source: int, message: Replicated) -> Outbox:
@@ -74,7 +73,7 @@ def confirmed_too_much() -> Patches:
 
 
 def deposed_head_answers() -> Patches:
-    """A head that learns that it is none any more sends the replies that it has held back."""
+    """A head that is deposed sends the replies that it has kept back."""
     see = Node._see
 
     def wrong(self: Node, now_s: float, view: View) -> Outbox:
@@ -91,11 +90,11 @@ def two_heads() -> Patches:
     def wrong(self: Node) -> bool:
         return self.node in self.chain and not self.blank
 
-    return [(Node, "is_head", property(wrong)), (Client, "_add", _asks_anybody(Client._add))]
+    return [(Node, "is_head", property(wrong)), (Client, "_add", _asks_any_head(Client._add))]
 
 
-def _asks_anybody(add: Any) -> Any:
-    """With two heads a worker may take the one for the other."""
+def _asks_any_head(add: Any) -> Any:
+    """With two heads, a worker may ask either."""
 
     def wrong(self: Client, shard: int, build: Any, pending: Any) -> None:
         nodes = [asked.head for asked in self._asked]

@@ -1,4 +1,4 @@
-"""Bugs of the shard: its table, its ticket set, its tensors, its rules and its snapshots."""
+"""Bugs of the shard: its table of answers, its tickets, its tensors, its rules and its snapshots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polytempo.core.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server.message import Push, Reply, Request
 from polytempo.server.shard import snapshot
-from polytempo.server.shard.answers import Look, Table
+from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.holder import HeldElements
 from polytempo.server.shard.queues import Queues
 from polytempo.server.shard.shard import Shard
@@ -24,14 +24,14 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def table_not_installed() -> Patches:
-    """The table of what was asked is not in the state that a new copy gets."""
+    """The table of answers is not in the state that a new copy gets."""
     load = Shard.load
 
     def wrong(self: Shard, data: bytes, tensors: Sequence[Tensor]) -> None:
         load(self, data, tensors)
-        self._table = Table(self.number)
-        for worker, incarnation in self._members.items():
-            self._table.admit(worker, incarnation)
+        self._answers = AnswerTable(self.number)
+        for worker, incarnation in self._roster.members.items():
+            self._answers.admit(worker, incarnation)
 
     return [(Shard, "load", wrong)]
 
@@ -63,60 +63,60 @@ def tickets_not_kept() -> Patches:
     push = Shard._push
 
     def wrong(self: Shard, request: Push, replies: list[Reply]) -> None:
-        kept, self.decided.applied = self.decided.applied, Ranges()
+        kept, self.decisions.applied = self.decisions.applied, Ranges()
         push(self, request, replies)
-        self.decided.applied = Ranges((*kept.tuples, *self.decided.applied.tuples))
+        self.decisions.applied = Ranges((*kept.tuples, *self.decisions.applied.tuples))
 
     return [(Shard, "_push", wrong)]
 
 
 def gap_accepted() -> Patches:
     """A request is taken although the one before it is still on its way."""
-    look = Table.look
+    status_of = AnswerTable.status_of
 
-    def wrong(self: Table, request: Request) -> Look:
-        found = look(self, request)
-        return Look("new") if found.kind == "ahead" else found
+    def wrong(self: AnswerTable, request: Request) -> RequestStatus:
+        found = status_of(self, request)
+        return RequestStatus("new") if found.kind == "ahead" else found
 
-    return [(Table, "look", wrong)]
+    return [(AnswerTable, "status_of", wrong)]
 
 
 def repeat_taken_for_new() -> Patches:
     """A request that comes again is taken again."""
-    look = Table.look
+    status_of = AnswerTable.status_of
 
-    def wrong(self: Table, request: Request) -> Look:
-        found = look(self, request)
-        return Look("new") if found.kind == "repeated" else found
+    def wrong(self: AnswerTable, request: Request) -> RequestStatus:
+        found = status_of(self, request)
+        return RequestStatus("new") if found.kind == "repeated" else found
 
-    return [(Table, "look", wrong)]
+    return [(AnswerTable, "status_of", wrong)]
 
 
 def dead_life_accepted() -> Patches:
     """A request of an earlier life of its worker is taken for the next one of the present life."""
-    look, take = Table.look, Table.take
+    look, take = AnswerTable.status_of, AnswerTable.take
 
-    def as_present(self: Table, request: Request) -> Request:
+    def as_present(self: AnswerTable, request: Request) -> Request:
         known = self.known.get(request.worker)
         return request if known is None else msgspec.structs.replace(request, incarnation=known.incarnation)
 
-    def looks(self: Table, request: Request) -> Look:
+    def looks(self: AnswerTable, request: Request) -> RequestStatus:
         present = as_present(self, request)
-        return look(self, request) if present.incarnation == request.incarnation else Look("new")
+        return look(self, request) if present.incarnation == request.incarnation else RequestStatus("new")
 
-    def takes(self: Table, request: Request) -> None:
+    def takes(self: AnswerTable, request: Request) -> None:
         take(self, as_present(self, request))
 
-    return [(Table, "look", looks), (Table, "take", takes)]
+    return [(AnswerTable, "status_of", looks), (AnswerTable, "take", takes)]
 
 
 def answer_not_kept() -> Patches:
-    """The answer to a push is not kept, so who asks again hears nothing."""
+    """The answer to a push is not kept, so a repeated request gets no answer."""
 
-    def wrong(self: Table, reply: Reply) -> None:
+    def wrong(self: AnswerTable, reply: Reply) -> None:
         pass
 
-    return [(Table, "answer", wrong)]
+    return [(AnswerTable, "answer", wrong)]
 
 
 def lent_weights_written() -> Patches:
@@ -154,7 +154,7 @@ def gradient_of_the_dead_kept() -> Patches:
 
 
 def scored_weights_written() -> Patches:
-    """What is shown to the evaluator is not held, so the next updates write into it."""
+    """The shard does not hold the weights that it shows to the evaluator, so the next updates write into them."""
 
     def wrong(self: Shard) -> HeldElements:
         return HeldElements(self._all_spans, self.weights, None, lambda: None)
@@ -204,7 +204,7 @@ def late_gradient_used() -> Patches:
 
 
 def snapshot_named_too_early() -> Patches:
-    """A snapshot gets its name before it is written, and what is there is believed."""
+    """A snapshot gets its name before it is written, and is read all the same."""
 
     def unchecked(disk: Any, path: Any, number: int, shard: int) -> tuple[int, str]:
         file = path.with_suffix(".safetensors")

@@ -1,4 +1,4 @@
-"""What was promised, checked after every event. Every broken promise is a `Violation` that says which and by whom.
+"""The server's promises, checked after every event. A broken promise is a `Violation` that names it and the node.
 
 The oracle trusts no table: ticket t adds 1 to weight t, so the weights themselves say how often t was applied.
 """
@@ -21,7 +21,7 @@ _MOST_LATE = "late"
 
 
 class Promises(NamedTuple):
-    """What the scenario's rule promises besides what every rule does."""
+    """The promises of the scenario's rule beyond those of every rule."""
 
     bound: int | None = None
     """SSP's."""
@@ -50,12 +50,12 @@ class Checkers:
         self.last_score = 0
         """Of how many batches."""
         self._owners: dict[int, tuple[int, int, int]] = {}
-        self.anybody_lost = False
+        self.worker_lost = False
 
     # ------------------------------------------------------------------ messages
 
     def sent(self, now_s: float, source: int, target: int, message: Message) -> None:
-        """Remember what was asked, and look at every answer."""
+        """Note every request, and check every answer."""
         match message:
             case Push() if source == message.worker:
                 self._asked(self._copies.shard_of(target), message)
@@ -73,7 +73,7 @@ class Checkers:
                 self._claims(message)
 
     def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
-        """Weights that are lent to a worker must be what they were."""
+        """Weights that are lent to a worker must not change on their way."""
         if not isinstance(message, Pulled):
             return
         worker = self._world.machine(node)
@@ -83,14 +83,14 @@ class Checkers:
                 raise Violation(f"the weights that node {source} lent to worker {node} changed on their way")
 
     def _dealt(self, deal: Deal) -> None:
-        """A ticket that is dealt to a second worker must say so, or be the first one's that died."""
+        """A ticket that is dealt to a second worker must be marked `again`."""
         for ticket in deal.tickets:
             owner = self._owners.setdefault(ticket.number, (deal.worker, deal.incarnation, deal.sequence))
             if owner != (deal.worker, deal.incarnation, deal.sequence) and not ticket.again:
                 raise Violation(f"ticket {ticket.number} was dealt twice, to {owner} and to worker {deal.worker}")
 
     def _claims(self, ask: Ask) -> None:
-        """What a worker says is done has been acknowledged by every shard."""
+        """Every shard has acknowledged the tickets that a worker reports as done."""
         for ticket in ask.done:
             for shard, acknowledged in enumerate(self._acknowledged):
                 if ticket not in acknowledged and ticket not in self._late[shard]:
@@ -113,10 +113,10 @@ class Checkers:
             raise Violation(f"nodes {head} and {source} both answer for shard {reply.shard} in epoch {node.epoch}")
 
     def _acknowledges(self, source: int, reply: Pushed) -> None:
-        """What is acknowledged is in the state of the copy that says so; from now on it must never be missing."""
+        """An acknowledged push is in the state of the copy that answers, and must never be missing from now on."""
         push = self._pushes.get(_key(reply))
         if push is None:
-            raise Violation(f"node {source} answers what nobody asked: {reply}")
+            raise Violation(f"node {source} answers a request that no worker made: {reply}")
         if reply.verdict == "refused":
             raise Violation(f"node {source} refused a good push of worker {reply.worker}: {reply.reason}")
         if reply.verdict == "dropped" and reply.reason == _MOST_LATE:
@@ -177,7 +177,7 @@ class Checkers:
         shards = weights.view(-1, self._num_tickets)
         if self._promises.reads_own:
             self._reads_own(client, shards)
-        if self._promises.bound is not None and not self.anybody_lost:
+        if self._promises.bound is not None and not self.worker_lost:
             self._reads_new(client.worker, clock, shards.amin(0).tolist())
 
     def _counts(self, client: Client) -> bool:
@@ -194,7 +194,7 @@ class Checkers:
                         raise Violation(f"worker {worker} does not read its own ticket {ticket} in shard {shard}")
 
     def _reads_new(self, reader: int, clock: int, visible: list[float]) -> None:
-        """SSP: who reads at clock c sees every step up to c - bound of everybody."""
+        """SSP: a worker that reads at clock c sees every step up to c - bound of every worker."""
         assert self._promises.bound is not None
         needed = clock - self._promises.bound
         for worker in self._copies.workers:

@@ -1,4 +1,4 @@
-"""Where each shard's copies are, and what is in them: the checkers' eyes."""
+"""`Copies`: where each shard's copies are, and how often they have applied each ticket. The checkers read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polytempo.server.shard.score_snapshots import Showing
 from polytempo.server.shard.shard import Shard
 
 _MOST_HELD = 200
-"""Replies held back, or entries not confirmed: workers have few requests each, so there can never be many."""
+"""The most replies kept back or entries not confirmed: each worker has few requests, so more is a leak."""
 
 
 def counted(num_shards: int, num_tickets: int) -> tuple[Parameter, ...]:
@@ -25,7 +25,7 @@ def counted(num_shards: int, num_tickets: int) -> tuple[Parameter, ...]:
 
 
 def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule, codec: Codec | None = None) -> Shard:
-    """A shard with a weight of 0 for each ticket, and the plainest optimizer."""
+    """A shard with a weight of 0 for each ticket, and SGD."""
     span = Span(number * num_tickets, (number + 1) * num_tickets)
     service = Service(rule, UpdateRule("sgd"), codec=codec, pull_codec=codec)
     parameters = counted(num_shards, num_tickets)
@@ -33,7 +33,7 @@ def new_shard(number: int, num_shards: int, num_tickets: int, rule: Rule, codec:
 
 
 class Copies:
-    """`nodes[s]` may hold a copy of shard s; `coordinator` says which of them do."""
+    """`nodes[s]` may hold a copy of shard s; `coordinator` knows which of them do."""
 
     def __init__(self, workers: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], world: World) -> None:
         self.workers, self.nodes = workers, nodes
@@ -46,7 +46,7 @@ class Copies:
         return self._shards[node]
 
     def counts(self, node: Node) -> Tensor:
-        """How often each ticket was applied, as this copy's weights, and what is summed for them, say. (tickets,)"""
+        """How often each ticket was applied, read off this copy's weights and sum, shape (tickets,)."""
         weights = node.shard._weights
         return weights.present - weights.total if weights.summed and weights.total is not None else weights.present
 
@@ -56,7 +56,7 @@ class Copies:
         return machine if machine is not None and not machine.blank else None
 
     def head(self, shard: int) -> Node:
-        """The copy that is asked."""
+        """The first copy, which answers requests."""
         node = self.node(self.coordinator.chains[shard][0])
         if node is None:
             raise Violation(f"the head of shard {shard} is dead, or has no state")
@@ -84,11 +84,11 @@ class Copies:
             if not _same(node.shard, other.shard):
                 raise Violation(
                     f"nodes {node.node} and {number} differ in shard {node.shard.number} after entry {node.index}: "
-                    f"{_told(node.shard)} and {_told(other.shard)}"
+                    f"{_facts(node.shard)} and {_facts(other.shard)}"
                 )
 
     def bounded(self, node: Node) -> None:
-        """Memory does not grow with the run."""
+        """Raise `Violation` where a copy keeps more and more in memory."""
         held = len(node._held), len(node._log), len(node._unsaid), len(node.shard._weights.buffers.tensors)
         if max(held) > _MOST_HELD:
             raise Violation(f"node {node.node} keeps more and more: replies, entries, requests, buffers {held}")
@@ -102,20 +102,20 @@ def node_of(machine: object) -> Node | None:
 
 def _same(one: Shard, other: Shard) -> bool:
     mine, theirs = one._weights, other._weights
-    if _told(one) != _told(other) or not torch.equal(mine.present, theirs.present):
+    if _facts(one) != _facts(other) or not torch.equal(mine.present, theirs.present):
         return False
     return not mine.summed or (
         mine.total is not None and theirs.total is not None and torch.equal(mine.total, theirs.total)
     )
 
 
-def _told(shard: Shard) -> tuple[object, ...]:
+def _facts(shard: Shard) -> tuple[object, ...]:
     """A shard's state but for its tensors."""
-    known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._table.known.items()}
+    known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._answers.known.items()}
     waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._queues.waiting.items() if queue}
     weights = shard._weights
     rule = msgspec.msgpack.encode(shard._rule)  # a list and a tuple are the same to rules
     return (
-        *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._members, known, waiting),
-        *(shard.decided.applied.tuples, shard.decided.dropped, shard.decided.refused),
+        *(weights.version, shard.index, weights.steps, weights.summed, rule, shard._roster.members, known, waiting),
+        *(shard.decisions.applied.tuples, shard.decisions.dropped, shard.decisions.refused),
     )

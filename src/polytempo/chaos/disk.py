@@ -16,14 +16,14 @@ _ENOSPC, _EIO = 28, 5
 
 
 class DiskFaults(NamedTuple):
-    """The chance, at each operation that writes, of what goes wrong."""
+    """The probability of each fault, at each operation that writes."""
 
     full: float = 0.0
-    """It fails once: no space."""
+    """The operation fails once: no space."""
     dies: float = 0.0
-    """The process dies here: nothing more is done until the next snapshot is begun, not even tidying up."""
+    """The process dies here: no operation works until the next snapshot is begun, not even a removal."""
     flips: float = 0.0
-    """A bit of what is written is another one; nobody is told."""
+    """One written bit is flipped, without an error."""
 
 
 class FaultyDisk:
@@ -35,11 +35,11 @@ class FaultyDisk:
         self.dead = False
         self._faults, self._random = faults, random
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FaultyWriter:
         """See `Disk`."""
         self._may_fail()
         self.files[path] = bytearray()
-        return Writing(self, path)
+        return FaultyWriter(self, path)
 
     def read(self, path: Path, most_bytes: int) -> bytes:
         """See `Disk`."""
@@ -70,7 +70,7 @@ class FaultyDisk:
         self._may_fail()
 
     def write(self, path: Path, content: Content) -> None:
-        """Append to a file, perhaps not what was asked."""
+        """Append to a file, perhaps with a flipped bit."""
         self._may_fail()
         written = bytearray(content)
         if written and self._random.random() < self._faults.flips:
@@ -91,7 +91,7 @@ class FaultyDisk:
             raise OSError(_ENOSPC, "no space left on this disk")
 
 
-class Writing:
+class FaultyWriter:
     """A file that is being written."""
 
     def __init__(self, disk: FaultyDisk, path: Path) -> None:

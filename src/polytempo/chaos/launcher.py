@@ -1,4 +1,4 @@
-"""The launcher: production's `Coordinator`, and what an engine does for it: restart who died, end who was deposed."""
+"""The launcher: production's `Coordinator`, and an engine that restarts dead processes and ends deposed copies."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from polytempo.server.message import Message, Outbox
 
 
 class Processes(Protocol):
-    """What a launcher can do with processes, and learn of them."""
+    """The processes, as a launcher starts and watches them."""
 
     def alive(self, node: int) -> bool:
         """Whether a process runs on `node`."""
 
     def kill(self, node: int) -> None:
-        """End it, if it lives."""
+        """End the process on `node`, if it lives."""
 
     def restart(self, node: int, after_s: float) -> None:
-        """Start another one."""
+        """Start another process on `node` after `after_s`."""
 
 
 class ChaosLauncher:
     """The coordinator's process. `holders[s]` are the nodes that may hold a copy of shard s.
 
-    `sees_deaths`: it learns that a process has ended (its own child) within `LOOK_S`; otherwise only by silence.
+    `sees_deaths`: it sees within `LOOK_S` that a process has ended (its own child); otherwise only by silence.
     """
 
     LOOK_S = 0.02
@@ -43,9 +43,9 @@ class ChaosLauncher:
         saves: bool,
         lingers_s: float,
     ) -> None:
-        """`lingers_s`: so long a copy that was thought dead may live on before another takes its node.
+        """`lingers_s`: how long a copy that was given up may live on before another takes its node.
 
-        `on_wanted(shard, node)` hears that a new, blank copy is about to be started. `saves`: now and then.
+        `on_wanted(shard, node)` is called before a new, blank copy is started. `saves`: whether it takes snapshots.
         """
         self.coordinator = coordinator
         self._workers, self._holders = range(workers), holders
@@ -55,7 +55,7 @@ class ChaosLauncher:
         self._wanted_s: dict[int, float] = {}
         self._snapshot, self._saving = 0, set[int]()
         self._looked_s = 0.0
-        self._mourned: set[int] = set()
+        self._reported: set[int] = set()
 
     @property
     def finished(self) -> bool:
@@ -64,7 +64,7 @@ class ChaosLauncher:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator takes a message."""
-        self._mourned.discard(source)
+        self._reported.discard(source)
         return self.coordinator.receive(now_s, source, message) + self._look(now_s)
 
     def tick(self, now_s: float) -> Outbox:
@@ -72,7 +72,7 @@ class ChaosLauncher:
         return self.coordinator.tick(now_s) + self._look(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Until one of the two."""
+        """Until the next timer or look."""
         return min(self.coordinator.wait_s(now_s), self._looked_s + self.LOOK_S - now_s)
 
     def _look(self, now_s: float) -> Outbox:
@@ -94,7 +94,7 @@ class ChaosLauncher:
         return out + self._save(now_s)
 
     def saved(self, shard: int) -> None:
-        """`shard` has taken the order to save."""
+        """`shard` has noted the order to save."""
         self._saving.discard(shard)
 
     def _save(self, now_s: float) -> Outbox:
@@ -106,17 +106,17 @@ class ChaosLauncher:
         return self.coordinator.save(now_s, self._snapshot)
 
     def _look_at(self, now_s: float, node: int) -> Outbox:
-        """Tell the coordinator, once, of a process that has ended."""
+        """Report a process that has ended to the coordinator, once."""
         if self._processes.alive(node):
-            self._mourned.discard(node)
+            self._reported.discard(node)
             return []
-        if not self._sees_deaths or node in self._mourned:
+        if not self._sees_deaths or node in self._reported:
             return []
-        self._mourned.add(node)
+        self._reported.add(node)
         return self.coordinator.lose(now_s, node)
 
     def _recruit(self, shard: int) -> None:
-        """Start a blank copy on a node that holds none; what is left of its last process must not live on."""
+        """Start a blank copy on a node that holds none, and end the node's former process."""
         chain = self.coordinator.chains[shard]
         node = next(node for node in self._holders[shard] if node not in chain)
         self._processes.kill(node)

@@ -1,6 +1,6 @@
-"""A network that loses, repeats, reorders, delays and cuts, as data: a `FaultPlan` of faults says what happens when.
+"""A network that loses, repeats, reorders, delays and cuts messages, by a `FaultPlan`: data that says what fails when.
 
-A failing seed prints its plan. Nothing here is decided while messages fly but by the `Random` that is handed over.
+A failing seed prints its plan. All further chance comes from one `Random`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-ANYBODY = -1
-"""In a cut: whichever node."""
+ANY_NODE = -1
+"""In a cut: all nodes."""
 
 
 class Weather(NamedTuple):
-    """What happens to each message of every link, by chance."""
+    """What may happen to each message, on every link."""
 
     delay_s: float = 0.001
     """The least time on the way."""
@@ -30,7 +30,7 @@ FAIR = Weather()
 
 
 class Cut(NamedTuple):
-    """Nothing goes from `source` to `target` between two moments; the other way is another cut."""
+    """No message passes from `source` to `target` between two moments; the other direction needs another cut."""
 
     begin_s: float
     end_s: float
@@ -39,15 +39,19 @@ class Cut(NamedTuple):
 
 
 class ProcessPause(NamedTuple):
-    """A process stands still: its messages pile up, its timers are late."""
+    """A process stands still: its messages wait, its timers are late."""
 
     begin_s: float
     end_s: float
     node: int
 
+    def __str__(self) -> str:
+        """The event's name in traces, whose hashes are compared between versions, is "Pause"."""
+        return f"Pause(begin_s={self.begin_s!r}, end_s={self.end_s!r}, node={self.node!r})"
+
 
 class Death(NamedTuple):
-    """A process dies, and with it what it remembered. Whether another takes its place is the launcher's business."""
+    """A process ends, and its state is lost. The launcher decides whether another one takes its place."""
 
     begin_s: float
     node: int
@@ -57,7 +61,7 @@ Fault = Cut | ProcessPause | Death
 
 
 class FaultPlan(NamedTuple):
-    """Everything that goes wrong, and when it ends."""
+    """All faults of one run, and when they end."""
 
     weather: Weather = FAIR
     faults: tuple[Fault, ...] = ()
@@ -66,12 +70,12 @@ class FaultPlan(NamedTuple):
     """From now on the weather is fair, and no fault begins or lasts."""
 
     def lines(self) -> list[str]:
-        """The plan for people, a line a fault."""
+        """The plan as text, a line a fault."""
         return [f"{self.weather} until {self.healed_s:.3f} s", *(str(fault) for fault in self.faults)]
 
 
 class FaultyNetwork:
-    """When, and how often, a message arrives."""
+    """Draws when, and how often, a message arrives."""
 
     def __init__(self, plan: FaultPlan, random: Random) -> None:
         """All chance comes from `random`. `cuts` are those that have begun."""
@@ -97,4 +101,4 @@ class FaultyNetwork:
 
 
 def _cuts(cut: Cut, now_s: float, source: int, target: int) -> bool:
-    return now_s < cut.end_s and cut.source in (source, ANYBODY) and cut.target in (target, ANYBODY)
+    return now_s < cut.end_s and cut.source in (source, ANY_NODE) and cut.target in (target, ANY_NODE)

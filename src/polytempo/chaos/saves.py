@@ -1,4 +1,4 @@
-"""Snapshots under faults: each is taken in the context of the run, and at the end the newest whole one is read back."""
+"""Snapshots under faults: shards save during the run, and at the end the newest whole snapshot is read back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FOLDER = Path("/snapshots")
 
 
 class ScenarioSaves:
-    """The disk, and what ought to be on it."""
+    """The disk, and the weights that should be on it."""
 
     def __init__(self, disk: FaultyDisk) -> None:
-        """Nothing has been saved."""
+        """No snapshot has been saved."""
         self._disk = disk
         self._weights: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
     def save(self, number: int, shard: Shard) -> None:
-        """Write the part of `shard`; a failure is its own business."""
+        """Write the part of `shard`; a failure is allowed."""
         self._disk.dead = False  # another process
         self._weights[number, shard.number] = shard.index, shard.weights.clone()
         with suppress(snapshot.SnapshotError):

@@ -1,4 +1,4 @@
-"""One seed's run: its rule, its machines and its faults, from the first call for work to the ledgers' agreement."""
+"""One seed's run: its rule, its machines and its faults, from the first call for work to the final checks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from polytempo.core.rule import Rule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.vector_format import VectorFormat
 
 TIMING = Timing(
     retry_s=0.05,
@@ -42,16 +45,16 @@ TIMING = Timing(
     deadline_s=20.0,
     starting_s=5.0,
 )
-"""Shorter than in production, in proportion: fewer events between two faults."""
+"""Shorter than in production, in proportion, so that fewer events lie between two faults."""
 
 LIMITS = StormLimits(short_s=0.3, lost_s=TIMING.lost_s, long_s=1.3, apart_s=2.0)
 HEALING_S = 40.0
-"""So long after the last fault everything must have ended."""
+"""How long after the last fault the run must have ended."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed chose."""
+    """The choices that follow from a seed."""
 
     seed: int
     workers: int
@@ -89,7 +92,7 @@ class Scenario:
 
 
 class ChaosOutcome(NamedTuple):
-    """What came of a seed; numbers and texts only."""
+    """The outcome of a seed; numbers and texts only."""
 
     seed: int
     violation: str | None
@@ -101,11 +104,11 @@ class ChaosOutcome(NamedTuple):
     scenario: str
     plan: list[str]
     events: list[str]
-    """The last ones."""
+    """The last events before the end, or before the violation."""
 
 
 def draw(seed: int) -> Scenario:
-    """Everything about a run, from its seed."""
+    """Draw all choices of a run from its seed."""
     random = Random(seed)
     workers, shards, replicas = random.randint(2, 4), random.randint(1, 2), random.choice([0, 1, 1])
     drawn = draw_rule(random, workers)
@@ -151,19 +154,19 @@ def run(seed: int, bug: str | None = None, codec: Codec | None = None) -> ChaosO
     """Run a seed, with a planted bug or none. `codec`: pushes and pulls travel by it; it must be lossless."""
     with planted(bug).planted() if bug is not None else nullcontext():
         scenario = draw(seed)
-        stage = ScenarioWorld(scenario, codec)
+        world = ScenarioRun(scenario, codec)
         try:
-            stage.perform()
+            world.perform()
         except Violation as violation:
-            return stage.outcome(str(violation))
-        return stage.outcome(None)
+            return world.outcome(str(violation))
+        return world.outcome(None)
 
 
-class ScenarioWorld:
-    """The world of one scenario."""
+class ScenarioRun:
+    """The machines of one scenario in their world."""
 
     def __init__(self, scenario: Scenario, codec: Codec | None = None) -> None:
-        """Place everybody."""
+        """Place all nodes in the world."""
         self.scenario, cast = scenario, scenario.cast
         self._codec = codec
         self.world = World(scenario.plan, scenario.seed)
@@ -188,7 +191,7 @@ class ScenarioWorld:
             self.world.place(cast.coordinator + 1, lambda incarnation, now_s: self._evaluator(), mortal=False)
 
     def perform(self) -> None:
-        """From the beginning to the end, or to a `Violation`."""
+        """Run from the beginning to the end, or to a `Violation`."""
         self.world.begin()
         by_s = self.scenario.plan.healed_s + HEALING_S
         if not self.world.run(lambda: self.launcher.finished, by_s):
@@ -198,7 +201,7 @@ class ScenarioWorld:
         self.world.note("the newest whole snapshot is", number)
 
     def outcome(self, violation: str | None) -> ChaosOutcome:
-        """What came of it."""
+        """The outcome, as values."""
         world = self.world
         return ChaosOutcome(
             seed=self.scenario.seed,
@@ -219,10 +222,13 @@ class ScenarioWorld:
         chains, coordinator = self.launcher.coordinator.chains, scenario.cast.coordinator
         codec, parameters = self._codec, counted(scenario.shards, scenario.tickets)
         client = Client(
-            *(node, incarnation, self._spans, chains, coordinator, TIMING),
-            parameters=parameters,
-            codec=codec,
-            pull_codec=codec,
+            node,
+            incarnation,
+            self._spans,
+            chains,
+            coordinator,
+            TIMING,
+            VectorFormat(parameters=parameters, codec=codec, pull_codec=codec),
         )
         factor = scenario.slowed if node == scenario.workers - 1 else 1.0
         habits = scenario.habits.slowed(factor)
@@ -237,7 +243,10 @@ class ScenarioWorld:
         snapshots = ScoreSnapshots(shard, ScorePoints(scenario.batches_per_epoch, scenario.tickets))
         return Showing(
             Node(
-                *(node, shard, coordinator, TIMING),
+                node,
+                shard,
+                coordinator,
+                TIMING,
                 blank=blank,
                 on_entry=snapshots.on_entry,
                 on_save=self._saves.save,
@@ -268,9 +277,15 @@ class ScenarioWorld:
             rests=scenario.waits,
         )
         coordinator = Coordinator(
-            *(cast.coordinator, cast.workers, cast.copies, scheduler, TIMING),
-            on_event=self._happened,
-            evaluator=cast.coordinator + 1 if scenario.scores else None,
+            Nodes(
+                coordinator=cast.coordinator,
+                workers=cast.workers,
+                chains=cast.copies,
+                evaluator=cast.coordinator + 1 if scenario.scores else None,
+            ),
+            scheduler,
+            TIMING,
+            listeners=Listeners(on_event=self._on_event),
         )
         self.copies.coordinator = coordinator
         return ChaosLauncher(
@@ -284,18 +299,18 @@ class ScenarioWorld:
             self.scenario.lingers_s,
         )
 
-    def _happened(self, event: tuple[str, int]) -> None:
-        """The coordinator tells."""
+    def _on_event(self, event: tuple[str, int]) -> None:
+        """An event of the coordinator's."""
         self.world.note(*event)
         kind, who = event
-        self.checkers.anybody_lost |= kind == "lost" or (kind == "joined" and who in self._joined)
+        self.checkers.worker_lost |= kind == "lost" or (kind == "joined" and who in self._joined)
         if kind == "joined":
             self._joined.add(who)
         if kind == "saved":
             self.launcher.saved(who)
 
     def _allows(self, fault: Fault) -> bool:
-        """A fault that may cost a shard a copy needs all of them there: two losses at a time are not promised about."""
+        """A fault that may cost a shard a copy needs all its copies: the server does not promise to bear two losses."""
         nodes = (fault.source, fault.target) if isinstance(fault, Cut) else (fault.node,)
         hit = [shard for shard, copies in enumerate(self.scenario.cast.copies) if any(node in copies for node in nodes)]
         end_s = fault.begin_s if isinstance(fault, Death) else fault.end_s
@@ -309,19 +324,19 @@ class ScenarioWorld:
         return True
 
     def _state(self) -> str:
-        """Who is where, for people."""
+        """The state of all nodes as text."""
         coordinator = self.launcher.coordinator
-        told = [f"epoch {coordinator.epoch}, chains {coordinator.chains}, members {coordinator.members}"]
-        told.append(
+        lines = [f"epoch {coordinator.epoch}, chains {coordinator.chains}, members {coordinator.members}"]
+        lines.append(
             f"done {coordinator.scheduler.done} of {self.scenario.tickets}, held {coordinator.scheduler.holders()}"
         )
         for node in self.world.processes:
             machine = self.world.machine(node)
             if (copy := node_of(machine)) is not None:
-                told.append(
+                lines.append(
                     f"node {node}: epoch {copy.epoch}, entry {copy.index}, committed {copy.committed}"
                     + (", blank" if copy.blank else "")
                 )
             if isinstance(machine, ChaosWorker):
-                told.append(f"worker {node}: life {machine.client.incarnation}, waits in {machine.waits_in}")
-        return "; ".join(told)
+                lines.append(f"worker {node}: life {machine.client.incarnation}, waits in {machine.waits_in}")
+        return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""Which rule a seed brings, and what that rule promises."""
+"""The rule of a seed, and its promises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 
 def draw_rule(random: Random, workers: int) -> Drawn:
-    """As the strategies would have it."""
+    """Draw a rule, with the dealing of the strategy that uses it."""
     kind = random.randrange(7)
     if kind == 1:
         return Drawn(softsync(random.randint(1, workers)), Promises(reads_own=False))
@@ -48,7 +48,7 @@ def draw_rule(random: Random, workers: int) -> Drawn:
 
 
 def undivided(rule: Rule) -> Rule:
-    """The same decisions, but every gradient counts 1: then weights are whole numbers, and say what was applied."""
+    """The same decisions, but every gradient counts 1: then weights are whole numbers that count tickets."""
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         after, actions = rule.receive(state, arrival, situation)

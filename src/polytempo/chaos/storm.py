@@ -1,15 +1,15 @@
-"""Which faults a seed brings: the drawing of a `FaultPlan`."""
+"""`storm`: draws the `FaultPlan` of a seed."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import NamedTuple
 
-from polytempo.chaos.network import ANYBODY, Cut, Death, Fault, FaultPlan, ProcessPause, Weather
+from polytempo.chaos.network import ANY_NODE, Cut, Death, Fault, FaultPlan, ProcessPause, Weather
 
 
 class Participants(NamedTuple):
-    """Who can be hit: node numbers. `copies[s]` hold shard s; with one copy a shard cannot be spared for long."""
+    """The nodes that faults may hit. `copies[s]` hold shard s; a shard with one copy gets short faults only."""
 
     workers: tuple[int, ...]
     copies: tuple[tuple[int, ...], ...]
@@ -17,17 +17,17 @@ class Participants(NamedTuple):
 
 
 class StormLimits(NamedTuple):
-    """`short_s`: nobody who is silent for so long is taken for dead. `lost_s`: a copy is. `long_s`: everybody is."""
+    """Times of silence. `short_s`: no node is given up. `lost_s`: a copy is given up. `long_s`: any node is."""
 
     short_s: float
     lost_s: float
     long_s: float
     apart_s: float
-    """Between two heavy faults of one shard: time enough to have all its copies again."""
+    """Between two heavy faults of one shard: by then it has all its copies again."""
 
 
 def storm(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> FaultPlan:
-    """Faults within the first `lasts_s` seconds or so, of a few kinds at a time: each seed has its own weather."""
+    """Faults within about the first `lasts_s` seconds, of a few kinds at a time."""
     faults: list[Fault] = []
     if random.random() < 0.6:
         faults += _deaths_of_workers(random, cast, lasts_s)
@@ -44,7 +44,7 @@ def storm(random: Random, cast: Participants, limits: StormLimits, lasts_s: floa
 
 
 def weather(random: Random) -> Weather:
-    """Fair now and then; mostly something is wrong, seldom everything."""
+    """Draw the network's faults: rarely none, mostly some, rarely all."""
     jitter_s = random.choice([0.0, 0.002, 0.02, 0.06])
     slow = random.choice([0.0, 0.0, 0.05, 0.15])
     drop = random.choice([0.0, 0.0, 0.02, 0.1])
@@ -53,7 +53,7 @@ def weather(random: Random) -> Weather:
 
 
 def _deaths_of_workers(random: Random, cast: Participants, lasts_s: float) -> list[Fault]:
-    """Here and there; or one worker several times, before the messages of its last life have all arrived."""
+    """Deaths of some workers; or of one several times, while messages of its last life are still under way."""
     if random.random() < 0.5:
         return [Death(_moment(random, lasts_s), random.choice(cast.workers)) for _ in range(random.randint(1, 4))]
     worker, begin_s = random.choice(cast.workers), _moment(random, lasts_s)
@@ -61,13 +61,13 @@ def _deaths_of_workers(random: Random, cast: Participants, lasts_s: float) -> li
 
 
 def _short(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> list[Fault]:
-    """Pauses and cuts that nobody should take for a death."""
-    everybody = [*cast.workers, *(node for copies in cast.copies for node in copies), cast.coordinator]
+    """Pauses and cuts that are too short for a node to be given up."""
+    nodes = [*cast.workers, *(node for copies in cast.copies for node in copies), cast.coordinator]
     faults: list[Fault] = []
     for _ in range(random.randint(1, 4)):
         begin_s = _moment(random, lasts_s)
         end_s = round(begin_s + limits.short_s * random.uniform(0.2, 1.0), 4)
-        one, other = random.sample(everybody, 2)
+        one, other = random.sample(nodes, 2)
         if random.random() < 0.5:
             faults.append(ProcessPause(begin_s, end_s, one))
         else:
@@ -77,7 +77,7 @@ def _short(random: Random, cast: Participants, limits: StormLimits, lasts_s: flo
 
 
 def _absent_workers(random: Random, cast: Participants, limits: StormLimits, lasts_s: float) -> list[Fault]:
-    """Workers that are taken for dead and are not; now and then it is the coordinator that stood still."""
+    """Workers that are given up though they live; sometimes it is the coordinator that stands still."""
     begin_s = _moment(random, lasts_s)
     end_s = round(begin_s + limits.long_s * random.uniform(1.0, 2.0), 4)
     who = random.choice([*cast.workers, cast.coordinator])
@@ -89,7 +89,7 @@ def _absent_workers(random: Random, cast: Participants, limits: StormLimits, las
 def _heavy(
     random: Random, cast: Participants, copies: tuple[int, ...], limits: StormLimits, lasts_s: float
 ) -> list[Fault]:
-    """What costs a shard one of its copies: it dies, or is taken for dead, or cannot reach the other."""
+    """Faults that cost a shard one of its copies: it dies, or is given up, or cannot reach the other."""
     faults: list[Fault] = []
     begin_s = _moment(random, lasts_s / 2)
     while begin_s < lasts_s:
@@ -104,9 +104,9 @@ def _heavy(
                 [ProcessPause(begin_s, end_s, node)],
                 [Cut(begin_s, end_s, node, cast.coordinator)],
                 [Cut(begin_s, end_s, cast.coordinator, node)],
-                [Cut(begin_s, end_s, node, ANYBODY), Cut(begin_s, end_s, ANYBODY, node)],
+                [Cut(begin_s, end_s, node, ANY_NODE), Cut(begin_s, end_s, ANY_NODE, node)],
                 [Cut(begin_s, end_s, copies[0], copies[1])],
-                # Who is thought dead goes on answering a worker that does not hear of it.
+                # A copy that was given up goes on answering a worker that does not learn of it.
                 *[[Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)]] * 4,
             ]
         )

@@ -1,4 +1,4 @@
-"""A worker that trains nothing: production's `Client` and `through`, and gradients that count.
+"""A worker without a model: production's `Client` and `through`, with gradients that count tickets.
 
     ask ─▶ ticket t ─▶ pull ─▶ "compute" for a while ─▶ push a gradient of -1 at place t of every shard ─▶ ask …
 
@@ -31,7 +31,7 @@ _FLOPS_PER_S = 2.0**30
 
 @dataclass(frozen=True)
 class Habits:
-    """How a worker works: seconds a step, evenly between two bounds; pushes; and whether it waits for them."""
+    """A worker's behaviour: seconds a step, drawn evenly between two bounds; pushes; and whether it waits for them."""
 
     least_s: float = 0.02
     most_s: float = 0.08
@@ -70,16 +70,16 @@ class ChaosWorker:
 
     @property
     def waits_in(self) -> str:
-        """Where the program stands, for people."""
+        """The functions and lines in which the program waits, as text."""
         frame: Any = None if self._task is None else self._task.coroutine
-        told = []
+        places = []
         while frame is not None and getattr(frame, "cr_frame", None) is not None:
-            told.append(f"{frame.cr_code.co_name}:{frame.cr_frame.f_lineno}")
+            places.append(f"{frame.cr_code.co_name}:{frame.cr_frame.f_lineno}")
             frame = frame.cr_await
-        return " ".join([*told, *map(str, self.client._pending.values())])
+        return " ".join([*places, *map(str, self.client._pending.values())])
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Into the mailbox; the program goes on if it waits for it."""
+        """Put the message into the mailbox; the program goes on if it waits for one."""
         self._mail.append((source, message))
         if self._takes:
             return self._go(now_s, self._mail.popleft())
@@ -126,7 +126,7 @@ class ChaosWorker:
 
 @dataclass
 class _Training:
-    """The program: what `training.program` does, without the model."""
+    """The program: the steps of `training.server_worker`, without the model."""
 
     client: Client
     port: Port
@@ -137,10 +137,10 @@ class _Training:
     clock: int = 0
     held: list[int] = field(default_factory=list)
     under_way: list[tuple[Tensor, Any]] = field(default_factory=list)
-    """Pushes that nobody has waited for, with the buffers that are lent to them."""
+    """Pushes that the program has not waited for, with the buffers that are lent to them."""
 
     async def run(self) -> None:
-        """Train until told to finish."""
+        """Train until the order to finish comes."""
         while True:
             if not self.work_client.is_open:
                 await self.work_client.ask(self.port)
@@ -155,11 +155,11 @@ class _Training:
                 await self.push()
                 await self.settle()
             if deal.order == "finish":
-                await self.take_leave()
+                await self.say_goodbye()
                 return
 
-    async def take_leave(self) -> None:
-        """One more call says that the order to finish has come. Nobody answers it; if it is lost, silence says so."""
+    async def say_goodbye(self) -> None:
+        """One more call confirms the order to finish. It gets no answer; if it is lost, the worker is given up."""
         await self.work_client.ask(self.port)
 
     async def train(self, ticket: Ticket) -> None:
@@ -180,29 +180,29 @@ class _Training:
         """Push what is held; the buffer is lent until the push is done, and written to again after that."""
         if not self.held:
             return
-        await self.settle(all_but=1 if self.habits.overlap else 0)
+        await self.settle(keep=1 if self.habits.overlap else 0)
         buffer = self.spare()
         buffer.zero_()
         for ticket in self.held:
             buffer[ticket :: self.num_tickets] -= 1.0
         self.held = []
         self.under_way.append((buffer, await self.port.start(self.port.push(buffer, self.clock))))
-        await self.settle(all_but=1 if self.habits.overlap else 0)
+        await self.settle(keep=1 if self.habits.overlap else 0)
 
     def spare(self) -> Tensor:
-        """A buffer that is lent to nobody: those of finished pushes are used again, and soon."""
+        """A buffer that is not lent: those of finished pushes are used again soon."""
         lent = [buffer for buffer, _ in self.under_way]
         for buffer in self.buffers:
             if not any(buffer is other for other in lent):
                 return buffer
         raise AssertionError("more pushes under way than buffers")
 
-    async def settle(self, all_but: int = 0) -> None:
+    async def settle(self, keep: int = 0) -> None:
         """Wait for pushes, the oldest first."""
-        while len(self.under_way) > all_but:
+        while len(self.under_way) > keep:
             buffer, work = self.under_way.pop(0)
             await work
-            buffer.fill_(1e6)  # it is ours again: whoever still reads it will be noticed
+            buffer.fill_(1e6)  # no longer lent: a shard that still reads it breaks a check
 
     def __post_init__(self) -> None:
         """Two buffers: one to write to while the other is lent."""

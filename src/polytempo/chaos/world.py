@@ -4,8 +4,8 @@
        ▲                                                                      │
        └──────────────── tick, as soon as wait_s says so ─────────────────────┘
 
-Tensors travel by reference, as they do in shared memory: whoever writes to what it has lent, or was lent, is found by
-the checkers, because the numbers come out wrong.
+Tensors travel by reference, as they do in shared memory: if a machine writes to a tensor that is lent, the numbers come
+out wrong, and the checkers find it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_EVENTS = 200_000
 
 
 class ChaosMachine(Protocol):
-    """What every production machine looks like."""
+    """What a production machine offers."""
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """A message has come."""
@@ -42,7 +42,7 @@ class ChaosMachine(Protocol):
 
 
 class Watcher(Protocol):
-    """Somebody who sees everything and raises `Violation` when it should not be."""
+    """Sees every event, and raises `Violation` where one breaks a promise."""
 
     def sent(self, now_s: float, source: int, target: int, message: Message) -> None:
         """`source` has handed `message` to the network; whether it arrives is not known."""
@@ -54,15 +54,15 @@ class Watcher(Protocol):
         """`node` has just received or ticked."""
 
     def gave_up(self, node: int, error: PolytempoError) -> None:
-        """The process on `node` ends with what its user would see."""
+        """The process on `node` ends with the error that its user would see."""
 
 
-class Violation(Exception):  # it is what a checker found, not what went wrong in it
-    """A promise was broken."""
+class Violation(Exception):  # a finding of a checker, not an error inside it
+    """A machine broke a promise."""
 
 
 class Process:
-    """A node: the machine that runs on it now, if one does."""
+    """A node, and the machine that runs on it now, if there is one."""
 
     def __init__(self, make: Callable[[int, float], ChaosMachine], mortal: bool) -> None:
         """`make(incarnation, now_s)` starts it."""
@@ -74,7 +74,7 @@ class Process:
         self.starting = False
 
     def start(self, now_s: float) -> None:
-        """Another life, with nothing remembered."""
+        """Begin the next incarnation, without any state of the one before."""
         self.incarnation += 1
         self.machine = self.make(self.incarnation, now_s)
 
@@ -83,14 +83,14 @@ class World:
     """Processes, the network between them, and the clock."""
 
     def __init__(self, plan: FaultPlan, seed: int) -> None:
-        """Chance on the network comes from `seed` alone."""
+        """The network draws from `seed` alone."""
         self.plan = plan
         self.now_s = 0.0
         self.events = 0
         self.processes: dict[int, Process] = {}
         self.watchers: list[Watcher] = []
         self.allows: Callable[[Fault], bool] = lambda fault: True
-        """Whether a fault may happen: one that would break what nobody promised is left out."""
+        """Whether a fault may happen: one under which the servers promise nothing is left out."""
         self.network = FaultyNetwork(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
         self._heap: list[tuple[float, int, str, int, Any]] = []
         self._pushed = 0
@@ -118,7 +118,7 @@ class World:
         return self.processes[node].machine is not None
 
     def kill(self, node: int) -> None:
-        """End the process on `node`, and whatever it was about to do."""
+        """End the process on `node`; its planned ticks are cancelled."""
         process = self.processes[node]
         process.machine, process.paused_until_s, process.tick_s = None, 0.0, -1.0
 
@@ -129,26 +129,26 @@ class World:
             self._at(self.now_s + after_s, "start", node)
 
     def run(self, ended: Callable[[], bool], until_s: float) -> bool:
-        """Let things happen until `ended`; False if that has not come by `until_s`."""
+        """Perform events until `ended`; False if it has not ended by `until_s`."""
         while not ended():
             if not self._heap or self._heap[0][0] > until_s:
                 return False
             if self.events >= _MAX_EVENTS:
-                raise Violation(f"{_MAX_EVENTS} events and no end: somebody talks without pause")
+                raise Violation(f"{_MAX_EVENTS} events and no end: some machine sends without pause")
             self._step()
         return True
 
     def note(self, *event: Any) -> None:
-        """Something that happened, for the trace and its hash."""
+        """Add an event to the trace and its hash."""
         self._last.append((self.now_s, *event))
         self._hash.update(repr((self.now_s, event)).encode())
 
     def trace_hash(self) -> str:
-        """Of all that has happened."""
+        """The hash of all events so far."""
         return self._hash.hexdigest()
 
     def last_events(self) -> list[str]:
-        """The end of the trace, for people."""
+        """The end of the trace, as text."""
         return [f"{when:9.4f}  " + " ".join(str(part) for part in event) for when, *event in self._last]
 
     def _at(self, when_s: float, kind: str, node: int, what: Any = None) -> None:
@@ -198,7 +198,7 @@ class World:
             self._act(node, process, "receive", self.now_s, source, message)
 
     def _act(self, node: int, process: Process, what: str, *arguments: Any) -> None:
-        """Let a machine receive or tick. What it cannot go on after ends its process, as it would anywhere."""
+        """Let a machine receive or tick. An error that its user would see ends its process, as in a real run."""
         if process.machine is None:
             return
         try:
@@ -211,7 +211,7 @@ class World:
             return
         except Violation:
             raise
-        except Exception as error:  # no fault of the world may make a machine stumble
+        except Exception as error:  # no fault may make a machine raise anything else
             raise Violation(f"node {node} raised {error!r}") from error
         self._handle(node, process, outbox)
         if process.mortal and getattr(process.machine, "finished", False):
@@ -219,7 +219,7 @@ class World:
             self.kill(node)
 
     def _handle(self, node: int, process: Process, outbox: Outbox) -> None:
-        """Send what a machine wants to send, let everybody look, and wake it when it wants to be woken."""
+        """Send a machine's messages, let all watchers look, and plan its next tick."""
         for target, message in outbox:
             for watcher in self.watchers:
                 watcher.sent(self.now_s, node, target, message)
@@ -235,7 +235,7 @@ class World:
 
 
 def summary(message: Message) -> tuple[Any, ...]:
-    """A message's kind and its numbers, without tensors and long tuples."""
+    """A message's class and its numbers, without tensors and long tuples."""
     return (type(message).__name__, *(_short(getattr(message, name)) for name in message.__struct_fields__))
 
 

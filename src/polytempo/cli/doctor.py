@@ -122,7 +122,7 @@ def _two_workers_talk() -> tuple[float, float]:
     begun = time.monotonic()
     first, second = launch(_talk, workers=2, threads=1, timeout_s=_DEADLINE_S)
     if not (isinstance(first, list) and isinstance(second, list)):
-        raise ValueError(f"they answered {first!r} and {second!r}, which they never say")
+        raise ValueError(f"expected a list from each worker, got {first!r} and {second!r}")
     met, took = (max(float(mine), float(other)) for mine, other in zip(first, second, strict=True))
     return 1000 * (met - begun), 1000 * took
 

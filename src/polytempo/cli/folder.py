@@ -20,11 +20,13 @@ def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:
         raise ValueError(f"--out {folder}: this is a file; name a folder")
     if holds_run(folder):
         if not resume:
-            raise ValueError(f"--out {folder}: a run is in it; go on with --resume, or name another folder")
+            raise ValueError(
+                f"--out {folder}: this folder holds a run; continue it with --resume, or name another folder"
+            )
     elif folder.exists() and (others := sorted(entry.name for entry in folder.iterdir())) and not force:
         named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
         raise ValueError(
-            f"--out {folder}: files that are no run's are in it ({named}); name another folder, or write beside them "
+            f"--out {folder}: this folder holds other files ({named}); name another folder, or use this one "
             "with --force"
         )
     return folder
@@ -44,7 +46,7 @@ def default_folder(name: str, *, resume: bool, parent: Path = Path("runs")) -> P
     held = [folder for folder in candidates[:taken] if holds_run(folder)]
     if resume and not held:
         raise ValueError(
-            f"--resume: {parent / name} holds no run; name its folder with --out, or begin without --resume"
+            f"--resume: {parent / name} holds no run; name its folder with --out, or start without --resume"
         )
     if resume:
         return held[-1]

@@ -1,4 +1,4 @@
-"""`polytempo`: the commands and their options. What a command does is imported when it is called: torch is slow."""
+"""`polytempo`: the commands and their options. A command imports its code when it is called: torch takes seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 import polytempo
 from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
+from polytempo.cli.bench_values import collectives_values, compression_values, memory_values, training_values
 from polytempo.cli.failure import exit_code
 
 app = typer.Typer(
@@ -19,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(
-    help="Measure this machine: ours beside gloo, Open MPI where it is installed, and the limit.",
+    help="Measure Polytempo on this machine, beside gloo and Open MPI.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -36,7 +37,7 @@ def options(version: p.Version = False) -> None:
 
 def main() -> None:
     """The entry point of `polytempo` and `python -m polytempo`."""
-    app()
+    app(prog_name="polytempo")
 
 
 @app.command()
@@ -66,9 +67,9 @@ def train(
     dry_run: p.DryRun = None,
     config: p.Config = None,
 ) -> None:
-    """Train JOB with real worker processes.
+    """Train JOB with worker processes.
 
-    They are started on this host; under torchrun, Slurm, Open MPI or Ray, this process is one of them.
+    The workers start on this host. Under torchrun, Slurm, Open MPI or Ray this process is one of the workers.
     """
     with exit_code():
         from polytempo.cli.request import train_request  # imports pydantic
@@ -103,7 +104,7 @@ def compare(
     dry_run: p.DryRun = None,
     config: p.Config = None,
 ) -> None:
-    """Train JOB with several strategies; one report."""
+    """Train JOB with one strategy after the other, and compare them."""
     with exit_code():
         from polytempo.cli.request import compare_request  # imports pydantic
 
@@ -137,9 +138,9 @@ def simulate(
     dry_run: p.DryRun = None,
     config: p.Config = None,
 ) -> None:
-    """Train JOB with virtual workers on a described cluster.
+    """Train JOB with simulated workers on a described cluster.
 
-    The gradients are real, and the clock jumps. The same seed gives the same run, to the bit.
+    Gradients are computed; time is simulated. The same seed gives the same run, bit for bit.
     """
     with exit_code():
         from polytempo.cli.request import simulate_request  # imports pydantic
@@ -160,11 +161,14 @@ def replay(
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
-    """Re-run a recorded run with a parameter server, to the same bits.
+    """Repeat a recorded run with a parameter server, bit for bit.
 
-    Every message meets every shard in the order in which it did. The exit code is 1 where anything differs.
+    Each shard takes the recorded messages in their recorded order. The exit code is 1 if anything differs.
     """
     with exit_code():
+        from polytempo.cli.request import check_replay  # imports pydantic
+
+        check_replay(run, until, job)
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
@@ -172,7 +176,7 @@ def replay(
 
 @app.command()
 def doctor(json: p.Json = None) -> None:
-    """Check this machine, with two workers that talk."""
+    """Check this machine, and let two workers exchange data."""
     with exit_code():
         from polytempo.cli.doctor import doctor as command  # imports torch, which takes seconds
 
@@ -181,7 +185,7 @@ def doctor(json: p.Json = None) -> None:
 
 @app.command()
 def strategies(json: p.Json = None) -> None:
-    """List strategies, codecs and ways, with the paper of each."""
+    """List strategies and codecs, with their papers."""
     with exit_code():
         from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
 
@@ -196,15 +200,14 @@ def explain(
     parameters: p.OfSize = None,
     json: p.Json = None,
 ) -> None:
-    """Say what each step of STRATEGY sends, on which way, and why.
+    """Say what each step of STRATEGY sends, and over which route.
 
-    Bytes are those of the busiest worker, for the model of a job or for a perceptron of so many parameters.
+    Bytes are those of the busiest worker, for the model of a job or for a perceptron of a given size.
     """
     with exit_code():
-        from polytempo.cli.request import check_job, check_strategies  # imports pydantic
+        from polytempo.cli.request import check_explained  # imports pydantic
 
-        check_strategies(strategy)
-        check_job(job or "digits")
+        check_explained(strategy, job)
         from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
 
         command(strategy, workers, job, parameters, as_json=bool(json))
@@ -214,14 +217,18 @@ def explain(
 def chaos(
     seeds: p.Seeds = None, first: p.First = None, processes: p.Processes = None, bug: p.PlantedBug = None
 ) -> None:
-    """Simulate the parameter server under faults, seed after seed.
+    """Test the parameter server under simulated faults.
 
-    Networks drop, repeat, reorder, delay and cut; processes pause and die; disks fill up and flip bits. Checkers watch.
+    Networks drop, repeat, reorder, delay and cut messages; processes pause and die; disks fill up and flip bits.
+    After each event checks look for lost or repeated updates.
     """
     with exit_code():
+        from polytempo.cli.request import chaos_request  # imports pydantic
+
+        asked = chaos_request(seeds, first, processes)
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
-        command(seeds, first, processes, bug)
+        command(asked, bug)
 
 
 @bench.command()
@@ -236,11 +243,12 @@ def collectives(
     out: b.Out = None,
     json: p.Json = None,
 ) -> None:
-    """Time all-reduce, broadcast, … and the barrier."""
+    """Measure all-reduce, broadcast, … and the barrier."""
     with exit_code():
+        values = collectives_values(given := _given(context))
         from polytempo.cli.bench import collectives as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -254,11 +262,12 @@ def training(
     out: b.Out = None,
     json: p.Json = None,
 ) -> None:
-    """Count samples per second of four models, by one process and by several."""
+    """Measure samples per second of four models, with one process and with several."""
     with exit_code():
+        values = training_values(given := _given(context))
         from polytempo.cli.bench import training as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -271,11 +280,12 @@ def memory(
     out: b.Out = None,
     json: p.Json = None,
 ) -> None:
-    """Weigh what all workers together need to train with Adam."""
+    """Measure the memory that all workers together need to train with Adam."""
     with exit_code():
+        values = memory_values(given := _given(context))
         from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -291,13 +301,14 @@ def compression(
     out: b.Out = None,
     json: p.Json = None,
 ) -> None:
-    """Tell of each codec the speed of the network below which it pays."""
+    """Measure for each codec the network speed below which it saves time."""
     with exit_code():
+        values = compression_values(given := _given(context))
         from polytempo.cli.bench_compression import compression as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:
-    """The options as the command line gives them; None where it does not."""
+    """The options that the command line gives; None for the others."""
     return {key: value for key, value in context.params.items() if key != "config"}

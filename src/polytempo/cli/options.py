@@ -39,9 +39,9 @@ def _until(value: object) -> object:
         return goals
     for measure, goal in goals.items():
         if measure not in ("accuracy", "loss"):
-            raise ValueError(f"knows accuracy and loss, not {measure}")
+            raise ValueError(f"accepts accuracy and loss, not {measure}")
         if measure == "accuracy" and isinstance(goal, int | float) and not 0 < goal <= 1:
-            raise ValueError("takes accuracy as a share between 0 and 1: 97 % is accuracy=0.97")
+            raise ValueError("accuracy is a number between 0 and 1: 97 % is accuracy=0.97")
     return goals
 
 
@@ -57,7 +57,7 @@ def _one_or_several(value: object) -> object:
 
 def _named(value: object) -> object:
     if isinstance(value, str) and not value.strip():
-        raise ValueError("names nothing; write a name, or leave it out")
+        raise ValueError("the value is empty; write a name, or leave the option out")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The options that several commands share: their spelling and their help. None means not given."""
+"""The options that several commands share: how they are written, and their help. None means not given."""
 
 from __future__ import annotations
 
@@ -7,65 +7,111 @@ from typing import Annotated
 
 import typer
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version, and end.")]
+from polytempo.cli.completion import cluster_names, distribution_names, job_names, strategy_names
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 Job = Annotated[
     str | None,
-    typer.Argument(metavar="JOB", help="A job by name (digits, mnist, …), or your own: my_module:job, file.py:job."),
+    typer.Argument(
+        metavar="JOB",
+        help="A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job.",
+        autocompletion=job_names,
+    ),
 ]
 Strategy = Annotated[
     str | None,
-    typer.Option(metavar="S", help="A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them."),
+    typer.Option(
+        metavar="S",
+        help="A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them. Default: sync_sgd.",
+        autocompletion=strategy_names,
+    ),
 ]
 Strategies = Annotated[
-    str | None, typer.Option(metavar="A,B", help="Strategies with commas between them. Default: seven common ones.")
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="Strategies, separated by commas. Default: seven common ones.",
+        autocompletion=strategy_names,
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Number of workers. Default: 2.")]
 Cluster = Annotated[
-    str | None, typer.Option(metavar="C", help="The simulated machines, such as 'ethernet(gbit_per_s=10)'.")
+    str | None,
+    typer.Option(
+        metavar="C",
+        help="The machines to simulate, such as 'ethernet(gbit_per_s=10)'.",
+        autocompletion=cluster_names,
+    ),
 ]
 Stragglers = Annotated[
-    str | None, typer.Option(metavar="D", help="How computing times vary, such as 'lognormal(sigma=0.3)'.")
+    str | None,
+    typer.Option(
+        metavar="D",
+        help="The distribution of computing times, such as 'lognormal(sigma=0.3)'. Default: all equal.",
+        autocompletion=distribution_names,
+    ),
 ]
-Meta = Annotated[bool | None, typer.Option("--meta", help="Count shapes and bytes only; compute no numbers.")]
-Data = Annotated[Path | None, typer.Option(metavar="PATH", help="The job's data: a folder or a file.")]
+Meta = Annotated[
+    bool | None, typer.Option("--meta", help="Simulate times and bytes only; compute no gradients. Needs --steps.")
+]
+Data = Annotated[Path | None, typer.Option(metavar="PATH", help="The folder or file with the job's data.")]
 Epochs = Annotated[float | None, typer.Option(metavar="E", help="Passes over the training data. Default: the job's.")]
-Until = Annotated[str | None, typer.Option(metavar="GOAL", help="End when reached: accuracy=0.97 or loss=0.1.")]
-Steps = Annotated[int | None, typer.Option(metavar="K", help="End after K steps.")]
+Until = Annotated[
+    str | None, typer.Option(metavar="GOAL", help="Stop at a test score: accuracy=0.97, loss=0.1, or both.")
+]
+Steps = Annotated[int | None, typer.Option(metavar="K", help="Stop after K steps.")]
 BatchSize = Annotated[int | None, typer.Option(metavar="B", help="Samples per worker and step. Default: the job's.")]
 LearningRate = Annotated[float | None, typer.Option("--lr", metavar="R", help="Learning rate. Default: the job's.")]
-Seed = Annotated[int | None, typer.Option(metavar="S", help="Seed of weights, order and noise. Default: 0.")]
-Threads = Annotated[int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, shared.")]
-CheckpointEvery = Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints. Default: an epoch.")]
+Seed = Annotated[
+    int | None, typer.Option(metavar="S", help="Seed of initial weights, sample order and random numbers. Default: 0.")
+]
+Threads = Annotated[
+    int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, divided among the workers.")
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(metavar="K", help="Save a checkpoint every K steps. Default: every epoch.")
+]
 OnDrift = Annotated[
     str | None,
     typer.Option(
-        metavar="WHAT",
-        help="Where ranks that must be equal differ: stop, restore (the majority's state), ignore. Default: stop.",
+        metavar="ACTION",
+        help="If models that must be equal differ between ranks: stop the run, restore the majority's state, or ignore "
+        "it. Default: stop.",
     ),
 ]
 AllowNan = Annotated[
-    bool | None, typer.Option("--allow-nan", help="Go on where a loss or parameter is NaN or infinite.")
+    bool | None, typer.Option("--allow-nan", help="Continue if a loss or a parameter is NaN or infinite.")
 ]
-Timeout = Annotated[float | None, typer.Option(metavar="S", help="Longest wait for another worker. Default: 300 s.")]
+Timeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Longest wait for another worker. Default: 300 s.")
+]
 Transport = Annotated[
-    str | None, typer.Option(metavar="T", help="A parameter server's messages: shared (memory; default) or tcp.")
+    str | None,
+    typer.Option(
+        metavar="T", help="With a parameter server: send messages through shared memory or tcp. Default: shared."
+    ),
 ]
 Restarts = Annotated[
     int | None,
-    typer.Option(metavar="N", help="With a parameter server: restart killed processes so often. Default: 20."),
+    typer.Option(metavar="N", help="With a parameter server: how many killed processes to restart. Default: 20."),
 ]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder. Default: a new one under runs/.")]
-Force = Annotated[bool | None, typer.Option("--force", help="Write into a folder that holds files of others, too.")]
-Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint.")]
-Json = Annotated[bool | None, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print what would be run, and end.")]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="The folder for the results. Default: a new one under runs/.")
+]
+Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
+Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
+Json = Annotated[bool | None, typer.Option("--json", help="Print only the result, as JSON.")]
+DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print the settings of the run and exit.")]
 Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A TOML or YAML file of these options; the command line goes first.")
+    Path | None,
+    typer.Option(metavar="FILE", help="A TOML or YAML file with these options; the command line overrides it."),
 ]
-Seeds = Annotated[int | None, typer.Option(metavar="N", help="How many seeds to run. Default: 1000.")]
+Seeds = Annotated[int | None, typer.Option(metavar="N", help="Number of seeds to run. Default: 1000.")]
 First = Annotated[int | None, typer.Option(metavar="S", help="The first seed. Default: 0.")]
-Processes = Annotated[int | None, typer.Option(metavar="N", help="How many processes run them. Default: the cores.")]
-PlantedBug = Annotated[str | None, typer.Option("--bug", metavar="NAME", help="Plant a bug, to see it found.")]
+Processes = Annotated[int | None, typer.Option(metavar="N", help="Number of processes. Default: the number of cores.")]
+PlantedBug = Annotated[
+    str | None, typer.Option("--bug", metavar="NAME", help="Put this known bug into the code; the checks must find it.")
+]
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/digits-async_sgd.")]
 Stop = Annotated[
@@ -73,21 +119,30 @@ Stop = Annotated[
     typer.Option(
         "--until",
         metavar="WHERE",
-        help="Stop there and show the last pushes: step=K (every batch of the first K steps has been pushed to shard "
-        "0), ticket=T (that batch has been), version=V (shard 0 has been updated V times).",
+        help="Stop early and show the last pushes: step=K (all batches of the first K steps are pushed to shard 0), "
+        "ticket=T (batch number T is), or version=V (shard 0 has made V updates).",
     ),
 ]
-Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: who, what, how stale.")]
-Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="Whose pushes are shown. Default: 0.")]
+Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: worker, step, staleness, verdict.")]
+Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="The shard whose pushes to show. Default: 0.")]
 ItsJob = Annotated[
-    str | None, typer.Option("--job", metavar="JOB", help="The run's job, where it cannot be found by itself.")
+    str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
 Explained = Annotated[
-    str, typer.Argument(metavar="STRATEGY", help="Such as 'top_k_sgd(0.01)' or 'local_sgd(period=8, codec=int8)'.")
+    str,
+    typer.Argument(
+        metavar="STRATEGY",
+        help="Such as 'top_k_sgd(0.01)' or 'local_sgd(period=8, codec=int8)'.",
+        autocompletion=strategy_names,
+    ),
 ]
 Many = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 8.")]
-OfJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="Whose model is sent. Default: digits.")]
+OfJob = Annotated[
+    str | None,
+    typer.Option("--job", metavar="JOB", help="The job with the model. Default: digits.", autocompletion=job_names),
+]
 OfSize = Annotated[
-    str | None, typer.Option("--parameters", metavar="P", help="A perceptron of so many instead: 6e6, 250k, 25M.")
+    str | None,
+    typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
 ]

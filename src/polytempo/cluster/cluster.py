@@ -16,7 +16,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        """Refuse what no link can be."""
+        """Raise ValueError for a negative latency or no bandwidth."""
         if self.latency_s < 0 or not self.bytes_per_s > 0:
             raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
 
@@ -34,7 +34,7 @@ class Cluster:
     memory: Link = Link(latency_s=1e-6, bytes_per_s=10e9)
     workers_per_host: int = 1
     servers: int = 0
-    """So many of the last ranks are no workers: each has a host of its own, after the workers' hosts."""
+    """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts."""
     flops_per_s: float = 10e9
     stragglers: Stragglers = field(default_factory=constant)
     faults: tuple[Fault, ...] = ()
@@ -43,7 +43,7 @@ class Cluster:
     name: str = "cluster"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot compute."""
+        """Raise ValueError for a cluster without workers or speed."""
         if self.workers_per_host < 1 or not self.flops_per_s > 0:
             raise ValueError(
                 f"a cluster needs workers_per_host >= 1 and flops_per_s > 0, got {self.workers_per_host} "

@@ -14,7 +14,7 @@ class Crash:
     at_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a crash without, or with two, moments."""
+        """Raise ValueError unless exactly one of step and time is given."""
         if (self.step is None) == (self.at_s is None):
             raise ValueError(f"a crash happens at a step or at a time: give one of them, got {self}")
         if self.at_s is not None and self.at_s < 0:
@@ -30,7 +30,7 @@ class Pause:
     seconds: float
 
     def __post_init__(self) -> None:
-        """Refuse to go back in time."""
+        """Raise ValueError for a negative duration."""
         if self.seconds < 0:
             raise ValueError(f"a pause needs seconds >= 0, got {self}")
 

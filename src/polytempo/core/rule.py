@@ -187,3 +187,5 @@ class Service:
     allow_nan: bool = False
     """Whether shards apply gradients that hold NaN or infinities; otherwise they refuse such a push."""
     decays: Literal["shards", "workers"] = "shards"
+    least_workers: int = 1
+    """A run with fewer workers is refused when it starts: the strategy's arguments leave none of them to wait for."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 Deals = Literal["freely", "evenly"]
-"""How a parameter server's batches are dealt: to whoever is free, or in each step one to each worker."""
+"""How a parameter server's batches are dealt: to any worker that is free, or in each step one to each worker."""
 
 
 class Pick(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy
+from polytempo.engines.engine import EngineSetup
+from polytempo.engines.local_engine import Local
 
 
 def check_strategy(strategy: object) -> None:
@@ -11,4 +13,23 @@ def check_strategy(strategy: object) -> None:
         raise ValueError(
             f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; "
             "pt.parse_strategy makes one of a text such as 'downpour(push_every=5)'"
+        )
+
+
+def checked_engine(engine: object) -> EngineSetup:
+    """The engine that is given, `Local` where none is; ValueError for its name, or for one that is not called."""
+    if engine is None:
+        return Local()
+    if isinstance(engine, type) or not isinstance(engine, EngineSetup):
+        raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
+    return engine
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """ValueError where a run of `strategy` needs more workers."""
+    least = 1 if strategy.server is None else strategy.server.least_workers
+    if workers < least:
+        raise ValueError(
+            f"{strategy} needs at least {least} workers, or it waits for none of them, and there are {workers}; use "
+            f"workers={least} or more, or a smaller argument"
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from polytempo.data import SparseRows
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
-from polytempo.one_host.sparse_linear import Report, Settings, shared_for, work
+from polytempo.one_host.sparse_linear import EpochReport, Settings, shared_for, work
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any
     def serve(rank_info: RankInfo) -> list[Any]:
         return list(work(rank_info.rank, rows, settings, shared, lock))
 
-    reports = [Report(*answer) for answer in launch(serve, settings.workers, threads=1)]
+    reports = [EpochReport(*answer) for answer in launch(serve, settings.workers, threads=1)]
     seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
     losses = [sum(each) / rows.num_rows for each in zip(*(report.loss_sums for report in reports), strict=True)]
     updates = sum(report.updates for report in reports)

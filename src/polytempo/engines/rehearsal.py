@@ -32,6 +32,8 @@ _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
 _KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[Job, set[Any]] = WeakKeyDictionary()
+"""The options and strategies, by name, that a job has been rehearsed with."""
 
 
 class Rehearsed(NamedTuple):
@@ -50,13 +52,17 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
 
     Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
     strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
-    worker's start (the data are read once more) and one step; the same job and options are rehearsed once in a process.
+    worker's start (the data are read once more) and one step; in a process the same job, options and strategies are
+    rehearsed once.
     """
     spec, options = specs[0], specs[0].options
     known = _KNOWN.setdefault(spec.job, {})
     key = (options.data, spec.seed, spec.batch_size, spec.lr, tuple(options.until), options.threads)
-    if key not in known:
-        known[key] = _tried(specs)
+    fitted_before = _FITTED.setdefault(spec.job, set())
+    new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
+    if new or key not in known:
+        known[key] = _tried(new or specs)
+        fitted_before.update((key, str(each.strategy)) for each in new)
     return known[key]
 
 

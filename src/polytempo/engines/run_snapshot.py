@@ -36,13 +36,13 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.snapshot import (
     FORGED,
     SnapshotError,
-    believed,
     complete,
     discard_beyond,
     newest_whole,
     read,
+    snapshot_errors,
 )
-from polytempo.server.shard.snapshot_writer import Snapshots, WrittenSnapshot
+from polytempo.server.shard.snapshot_writer import SnapshotWriter, WrittenSnapshot
 from polytempo.server.shard.state import decode
 from polytempo.spec.options import RunOptions
 
@@ -142,10 +142,10 @@ def _with_parts(folder: Path, num_shards: int, run_snapshot: RunSnapshot, number
     states = []
     for shard in range(num_shards):
         part = read(folder, run_snapshot.number, shard)
-        with believed(folder, run_snapshot.number, shard):
+        with snapshot_errors(folder, run_snapshot.number, shard):
             tensor = part.tensors[0]
             states.append(decode(part.state, part.tensors, tensor.numel(), tensor.dtype, lambda given: given))
-    numbers = [Ranges((*state.tickets, *state.let_go)) for state in states]  # neither is dealt again
+    numbers = [Ranges((*state.tickets, *state.dropped_tickets)) for state in states]  # neither is dealt again
     applied = tuple(_closed(each, numbers_per_batch) for each in numbers)
     return Resumed(run_snapshot, b64decode(run_snapshot.scheduler), applied, tuple(state.index for state in states))
 
@@ -247,7 +247,7 @@ class ShardSaves:
     def __init__(
         self, folder: Path, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
     ) -> None:
-        self._snapshots, self._allow_nan = Snapshots(folder, shard), allow_nan
+        self._snapshots, self._allow_nan = SnapshotWriter(folder, shard), allow_nan
         self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
 
     def on_save(self, number: int, shard: Shard) -> None:

@@ -28,7 +28,7 @@ from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import View
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.shard.snapshot import believed, read
+from polytempo.server.shard.snapshot import read, snapshot_errors
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.result import parameters_sha256
@@ -101,16 +101,8 @@ class _Part:
     def train(self) -> Mapping[str, Any]:
         """A worker: what its model came to, and how it fared."""
         role, arenas = self._role, self._arenas
-        client = self._program.client(
-            role.node,
-            role.incarnation,
-            self._timing,
-            self._chains,
-            empty=None if arenas is None else self._empty,
-            outgoing=None
-            if arenas is None
-            else LentGradients(self._empty, lambda one: arenas.reference(one) is not None),
-        )
+        memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
+        client = self._program.client(role.node, role.incarnation, self._timing, self._chains, memory=memory)
         context = self._program.context()
         line, world = self._join()
         try:
@@ -148,7 +140,7 @@ class _Part:
         if setting.snapshot is not None and options.out is not None and not role.blank:
             checkpoint = options.out.absolute() / "checkpoint"
             saved = read(checkpoint, setting.snapshot, role.shard)
-            with believed(checkpoint, setting.snapshot, role.shard):
+            with snapshot_errors(checkpoint, setting.snapshot, role.shard):
                 shard.load(saved.state, saved.tensors)
         recorder = CopyRecorder(setting.record, shard, role.node)
         snapshots = ScoreSnapshots(shard, program.points) if program.scores else None

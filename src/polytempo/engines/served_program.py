@@ -32,6 +32,7 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import data_of, made_schedule, replica_of
 from polytempo.spec.run_spec import RunSpec
@@ -150,9 +151,7 @@ class ServedProgram:
         incarnation: int,
         timing: Timing,
         chains: Sequence[Sequence[int]] | None = None,
-        *,
-        empty: Empty | None = None,
-        outgoing: LentGradients | None = None,
+        memory: LentGradients | None = None,
     ) -> Client:
         """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began."""
         return Client(
@@ -162,12 +161,8 @@ class ServedProgram:
             self.topology.chains if chains is None else chains[: len(self.spans)],  # the first view tells of newer ones
             self.topology.coordinator,
             timing,
-            empty=empty,
-            outgoing=outgoing,
-            dtype=self.dtype,
-            parameters=self.parameters,
-            codec=self.service.codec,
-            pull_codec=self.service.pull_codec,
+            VectorFormat(self.dtype, self.parameters, self.service.codec, self.service.pull_codec),
+            memory=memory,
         )
 
     def context(self, flops_per_sample: float = 0.0) -> ServedContext:

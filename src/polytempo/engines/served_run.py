@@ -24,6 +24,8 @@ from polytempo.engines.served_node import Mail, Setting, act
 from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.tally import Tally
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
@@ -76,6 +78,7 @@ class ServedRun:
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
         self._arenas: Arenas | None = None
+        self._rendezvous: Rendezvous | None = None
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def meet(self, address: Address) -> None:
@@ -90,27 +93,28 @@ class ServedRun:
             directory.open()
             self._mail: Mail = directory
             return
-        self._rendezvous, self._keys = Rendezvous(address.host), make_keys()
-        self._mail = MailboxStore(self._rendezvous.store, address.host, self._keys, program.mail_bytes)
+        self._rendezvous, self._keys = Rendezvous.held(address.host), make_keys()
+        self._mail = MailboxStore(self._rendezvous, address.host, self._keys, program.mail_bytes)
 
     def close(self) -> None:
-        """Let go of shared memory: it is many files, and this object is part of cycles."""
+        """Let go of shared memory, which is many files, and of the rendezvous: this object is part of cycles."""
         if self._arenas is not None:
             self._arenas.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            self.topology.coordinator,
-            self.topology.workers,
-            self.topology.chains,
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
             self.scheduler,
             self.program.timing,
             incarnation=self.incarnation,
-            on_row=self.tally.take,
-            on_event=lambda event: self.on_event(event),
-            on_entry=lambda entry: self.on_entry(entry),
+            listeners=Listeners(
+                on_row=self.tally.take,
+                on_event=lambda event: self.on_event(event),
+                on_entry=lambda entry: self.on_entry(entry),
+            ),
             reshaper=Reshaper(self.program.parameters, self.program.spans),
-            evaluator=self.evaluator,
         )
 
     def _resume(self) -> None:
@@ -182,6 +186,7 @@ class ServedRun:
 
     def setting(self) -> Mapping[str, Any]:
         """What a process is told that has the run's `RunSpec` alone; see `program.perform`."""
+        assert self._rendezvous is not None
         return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
 
     def _now(self) -> Setting:

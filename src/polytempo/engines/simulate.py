@@ -15,7 +15,7 @@ from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.data.shard import DataShard
-from polytempo.engines.arguments import check_strategy
+from polytempo.engines.arguments import check_strategy, check_workers
 from polytempo.engines.capacity import check_simulated
 from polytempo.engines.folder import began
 from polytempo.engines.run_page import reported, show_rows
@@ -74,6 +74,7 @@ def simulate(
     Memory: one model and one optimizer state for each worker.
     """
     check_strategy(strategy)
+    check_workers(strategy, workers)
     options = with_keywords(options, more)
     _check(strategy, options, meta=meta)
     if cluster is None:

@@ -27,6 +27,8 @@ from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
@@ -85,13 +87,10 @@ class _Run:
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
         self.coordinator = Coordinator(
-            topology.coordinator,
-            topology.workers,
-            topology.chains,
+            Nodes(topology.coordinator, topology.workers, topology.chains),
             self.scheduler,
             self.timing,
-            on_row=self.tally.take,
-            on_event=lambda event: self.reshapes.hear(event),
+            listeners=Listeners(on_row=self.tally.take, on_event=lambda event: self.reshapes.hear(event)),
             reshaper=Reshaper(program.parameters, program.spans),
         )
         self.reshapes = Reshapes(

@@ -41,7 +41,7 @@ class OffTheClock:
         """For the `on_entry` of `node()`, which holds `shard`."""
 
         def on_entry(index: int, entry: Entry) -> None:
-            number = self._points.crossed(shard.decided.batches_before, shard.decided.batches)
+            number = self._points.crossed(shard.decisions.batches_before, shard.decisions.batches)
             if number is not None and node().chain[-1:] == (node().node,):  # what the last copy has, all have
                 self._note(number, shard)
 
@@ -50,8 +50,8 @@ class OffTheClock:
     def begin(self, shards: Iterable[Shard]) -> None:
         """The shards' state has come from elsewhere: score it if it stands at a point."""
         for shard in shards:
-            if self._points.stands(shard.decided.batches):
-                self._note(shard.decided.batches, shard)
+            if self._points.stands(shard.decisions.batches):
+                self._note(shard.decisions.batches, shard)
 
     def end(self, shards: Iterable[Shard]) -> None:
         """Training has come to its last batch: score that, should the copies that held it so far have died."""

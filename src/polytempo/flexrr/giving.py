@@ -1,4 +1,4 @@
-"""The helpee's half: this worker's own share of its clock, and who has which slice of it."""
+"""The helpee's half: this worker's own share of its clock, and the helpers that have slices of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 5
 
 
 class Given(Enum):
-    """Where a slice is that was given away."""
+    """The state of a slice that was given away."""
 
     OFFERED = auto()
     BEGUN = auto()
@@ -27,7 +27,7 @@ class Given(Enum):
 
 @dataclass
 class _Helper:
-    """What this worker knows of one helper in this clock."""
+    """One helper in this clock, as this worker knows it."""
 
     position: Position
     asked_s: float = -inf
@@ -36,7 +36,7 @@ class _Helper:
 
 
 class _Place(NamedTuple):
-    """Who has a slice: life `incarnation` of `helper`. Another life of it knows nothing of the slice."""
+    """A slice that life `incarnation` of `helper` has. Another life of it does not know the slice."""
 
     state: Given
     helper: int
@@ -68,12 +68,12 @@ class Giving:
 
     @property
     def covered(self) -> bool:
-        """Whether every slice was done, by whomever."""
+        """Whether every slice is done, by this worker or by helpers."""
         return not self._open
 
     @property
     def fraction(self) -> float:
-        """The part of the share that is done, by whomever."""
+        """The part of the share that is done, by this worker or by helpers."""
         return 1 - len(self._open) / self._total
 
     @property
@@ -91,7 +91,7 @@ class Giving:
         return len(self._mine) + len(self._returned) + len(self._contested)
 
     def deadline_s(self, pace_s: float) -> float:
-        """When this worker loses patience; never, as long as it has something to do."""
+        """When this worker contests a slice; never, as long as it has one to do."""
         if not self.waits or self._idle_since_s is None:
             return inf
         return self._idle_since_s + self._parameters.patience * pace_s
@@ -118,7 +118,7 @@ class Giving:
         return None
 
     def finish(self, piece: Slice) -> None:
-        """Done, by this worker or by another."""
+        """`piece` is done, by this worker or by another."""
         self._open.discard(piece)
         self._given.pop(piece, None)
         if piece in self._contested:
@@ -127,7 +127,7 @@ class Giving:
     # ------------------------------------------------------------------ giving away
 
     def heard(self, now_s: float, helper: int, position: Position) -> Outbox:
-        """A helper is so far: give it slices from the end if it is well ahead."""
+        """A helper is at `position`: give it slices from the end if it is well ahead."""
         known = self._helpers.setdefault(helper, _Helper(position))
         known.position = max(known.position, position)
         ahead = known.position.clock + known.position.fraction - self.clock - self._settled_part()
@@ -153,18 +153,18 @@ class Giving:
         return any(place.helper == helper and place.state is not Given.BEGUN for place in self._given.values())
 
     def _from_the_end(self, wanted: int, stay: int) -> tuple[Slice, ...]:
-        """Never more than a fair part of what is left, so that nobody is busy long after the others."""
+        """Never more than a fair part of the rest, so that no helper is busy long after the others."""
         fair = max(1, len(self._mine) // (self._parameters.helpers + 1))
         return tuple(self._mine.pop() for _ in range(min(wanted, fair, len(self._mine) - stay)))
 
     def begun(self, helper: int, piece: Slice) -> None:
-        """A helper has begun with `piece`, so nobody else will."""
+        """A helper has begun with `piece`, so no other worker does."""
         if self._answers(helper, piece):
             self._helpers[helper].has_helped = True
             self._given[piece] = self._given[piece]._replace(state=Given.BEGUN)
 
     def granted(self, helper: int, piece: Slice) -> None:
-        """A slice is back. It is not given away again: its first helper's refusal of it is all that was promised."""
+        """A slice is back. It is not given away again: only its first helper has promised not to begin it."""
         if self._answers(helper, piece) and self._given[piece].state is not Given.BEGUN:
             del self._given[piece]
             self._returned.append(piece)
@@ -176,7 +176,7 @@ class Giving:
             self._helped[piece] = helper
 
     def lost(self, helper: int) -> None:
-        """A helper is gone, and perhaps what it pushed in this clock with it: contest all that it had."""
+        """A helper is lost, and perhaps its pushes of this clock with it: contest all its slices."""
         theirs = [piece for piece, place in self._given.items() if place.helper == helper]
         theirs += [piece for piece, by in self._helped.items() if by == helper]
         for piece in theirs:
@@ -186,7 +186,7 @@ class Giving:
             self._contested.append(piece)
 
     def _answers(self, helper: int, piece: Slice) -> bool:
-        """Whether `helper` may speak of `piece`; then it need not be asked again so soon."""
+        """Whether `helper` has `piece`; then its answer also resets the repeats to it."""
         if piece not in self._given or self._given[piece].helper != helper:
             return False
         self._helpers[helper].tries = 0
@@ -195,9 +195,9 @@ class Giving:
     # ------------------------------------------------------------------ taking back
 
     def recall(self, now_s: float, pace_s: float) -> Outbox:
-        """With at most one slice left to do, ask one back that nobody has begun: the last of the longest queue.
+        """With at most one slice left to do, ask one back that no helper has begun: the last of the longest queue.
 
-        What was given away just now is left alone: an idle helper begins it as soon as it hears of it.
+        A slice that was given away just now is not asked back: an idle helper begins it as soon as the message comes.
         """
         states = [place.state for place in self._given.values()]
         if self._num_left > 1 or Given.RECALLED in states:
@@ -212,9 +212,9 @@ class Giving:
         return [(place.helper, Cancel(place.incarnation, piece))]
 
     def contest(self, now_s: float, pace_s: float) -> None:
-        """Waited idly for longer than doing it would have taken: do a slice of another's, and let the shards decide.
+        """After an idle wait that is longer than the work: do a helper's slice, too, and let the shards decide.
 
-        It is the one that was given away first.
+        It is the slice that was given away first.
         """
         if not self.waits:
             return
@@ -227,7 +227,7 @@ class Giving:
                 self._contested.append(piece)
 
     def ask_again(self, now_s: float) -> Outbox:
-        """Repeat what helpers have not answered."""
+        """Repeat the messages that helpers have not answered."""
         outbox: Outbox = []
         for helper, life in dict.fromkeys((place.helper, place.incarnation) for place in self._given.values()):
             known = self._helpers[helper]

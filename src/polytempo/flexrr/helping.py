@@ -1,4 +1,4 @@
-"""The helper's half: slices of others that this worker was given."""
+"""The helper's half: slices of other workers that this worker got."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Ticket
 
 
-class HeldSlices(Enum):
-    """What a helper knows of a slice; a slice that it knows nothing of was never heard of."""
+class HelpState(Enum):
+    """The state of a slice at its helper; an unknown slice has none."""
 
     QUEUED = auto()
     BEGUN = auto()
@@ -29,20 +29,20 @@ class Position(NamedTuple):
 
 
 class Helping:
-    """What becomes of each slice that was given to this worker, for as long as its helpee may ask.
+    """The slices that this worker got, for as long as their helpees may ask about them.
 
-    `capacity` slices may wait; more are given back at once.
+    `capacity` slices may wait; more are returned at once.
     """
 
     def __init__(self, incarnation: int, capacity: int) -> None:
         self._incarnation = incarnation
         self._capacity = capacity
-        self._held: dict[Slice, HeldSlices] = {}
+        self._held: dict[Slice, HelpState] = {}
         self._queue: deque[tuple[Slice, Ticket | None]] = deque()
         self._floor: dict[int, tuple[int, int]] = {}
 
     def at_clock(self, helpee: int, incarnation: int, clock: int) -> None:
-        """`helpee` is at `clock`: all before it is settled, so forget it, and never begin it."""
+        """`helpee` is at `clock`: slices of earlier clocks are settled, so forget them and begin none."""
         floor = (incarnation, clock)
         if floor <= self._floor.get(helpee, (-1, -1)):
             return
@@ -51,55 +51,55 @@ class Helping:
         self._queue = deque(entry for entry in self._queue if not self._settled(entry[0]))
 
     def do_this(self, source: int, message: DoThis, position: Position) -> list[Message]:
-        """Take slices on; answer for those that were known already."""
+        """Queue new slices; answer for those that are known already."""
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, message.slices):
             if piece not in self._held and len(self._queue) < self._capacity:
-                self._held[piece] = HeldSlices.QUEUED
+                self._held[piece] = HelpState.QUEUED
                 self._queue.append((piece, message.ticket))
             elif piece not in self._held:
-                self._held[piece] = HeldSlices.RETURNED
+                self._held[piece] = HelpState.RETURNED
                 answers.append(CancelGranted(piece))
             else:
                 answers += self._answer(piece, position)
         return answers
 
     def cancel(self, source: int, message: Cancel, position: Position) -> list[Message]:
-        """Give the slice back unless it has been begun. One that is unknown will not be begun when it comes."""
+        """Return the slice unless it has been begun. An unknown one will not be begun when it comes."""
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, (message.slice,)):
-            if self._held.get(piece, HeldSlices.QUEUED) is HeldSlices.QUEUED:
-                self._held[piece] = HeldSlices.RETURNED
+            if self._held.get(piece, HelpState.QUEUED) is HelpState.QUEUED:
+                self._held[piece] = HelpState.RETURNED
                 self._queue = deque(entry for entry in self._queue if entry[0] != piece)
             answers += self._answer(piece, position)
         return answers
 
     def begin(self) -> tuple[Slice, Ticket | None] | None:
-        """The slice that has waited longest: begun from now on."""
+        """Begin the slice that has waited longest; None if none waits."""
         if not self._queue:
             return None
         piece, ticket = self._queue.popleft()
-        self._held[piece] = HeldSlices.BEGUN
+        self._held[piece] = HelpState.BEGUN
         return piece, ticket
 
     def finish(self, piece: Slice) -> None:
-        """Its gradient is pushed."""
+        """The gradient of `piece` is pushed."""
         if not self._settled(piece):
-            self._held[piece] = HeldSlices.HELPED
+            self._held[piece] = HelpState.HELPED
 
     def _answer(self, piece: Slice, position: Position) -> list[Message]:
         match self._held[piece]:
-            case HeldSlices.BEGUN:
+            case HelpState.BEGUN:
                 return [BegunHelping(piece, *position)]
-            case HeldSlices.HELPED:
+            case HelpState.HELPED:
                 return [Helped(piece)]
-            case HeldSlices.RETURNED:
+            case HelpState.RETURNED:
                 return [CancelGranted(piece)]
-            case HeldSlices.QUEUED:
+            case HelpState.QUEUED:
                 return []
 
     def _addressed(self, source: int, incarnation: int, pieces: tuple[Slice, ...]) -> list[Slice]:
-        """Those that their owner gave to this life of this worker, the clock that they are of being open."""
+        """The slices that `source` gave to this life of this worker, and whose clock is still open."""
         if incarnation != self._incarnation:
             return []
         for piece in pieces:

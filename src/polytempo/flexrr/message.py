@@ -1,4 +1,4 @@
-"""What workers say to each other about their progress, and about slices that change hands. See `protocol`."""
+"""Messages between workers about their progress, and about slices that they give away. See `protocol`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from polytempo.server.message import Message, Ticket
 
 
 class Progress(Message, frozen=True, eq=False):
-    """I am this far: `fraction` of my share of `clock` is done. 1.0: all of it is covered."""
+    """The sender has done `fraction` of its share of `clock`. 1.0: all of it is covered."""
 
     incarnation: int
     clock: int
     fraction: float
     asks: bool = False
-    """Answer if you are covered: I do not know it yet, and wait for you."""
+    """Whether the sender waits for the receiver, and asks for an answer once the receiver is covered."""
 
 
 class DoThis(Message, frozen=True, eq=False):
-    """These slices of mine are yours (of you in life `incarnation`). Also asks, when repeated, what became of them."""
+    """The sender gives these slices to the receiver's life `incarnation`. A repeat also asks for their state."""
 
     incarnation: int
     slices: tuple[Slice, ...]
     ticket: Ticket | None = None
-    """The batch that they are of, where batches are dealt."""
+    """The ticket of their batch, where batches are dealt."""
 
 
 class BegunHelping(Message, frozen=True, eq=False):
-    """I have begun with `slice`, and I am this far with my own work. Refuses a `Cancel`."""
+    """The sender has begun with `slice`; the rest is its own progress. Refuses a `Cancel`."""
 
     slice: Slice
     incarnation: int
@@ -35,19 +35,19 @@ class BegunHelping(Message, frozen=True, eq=False):
 
 
 class Helped(Message, frozen=True, eq=False):
-    """The gradient of `slice` is pushed, and will reach the shards if I live. Refuses a `Cancel`."""
+    """The gradient of `slice` is pushed, and reaches the shards if the sender lives. Refuses a `Cancel`."""
 
     slice: Slice
 
 
 class Cancel(Message, frozen=True, eq=False):
-    """I want to do `slice` myself: give it back if you (in life `incarnation`) have not begun."""
+    """The sender wants `slice` back if the receiver (in life `incarnation`) has not begun it."""
 
     incarnation: int
     slice: Slice
 
 
 class CancelGranted(Message, frozen=True, eq=False):
-    """`slice` is yours again. I have not begun it and never shall."""
+    """The sender returns `slice`: it has not begun it and never does."""
 
     slice: Slice

@@ -1,7 +1,7 @@
 """Rapid reassignment between workers: FlexRR's peer, without I/O.
 
-A worker does its slices from the front. One that is well behind a helper gives it slices from the end. There is no
-coordinator. Messages may be lost, doubled, delayed and may overtake each other.
+A worker does its slices from the front. A worker that is well behind a helper gives it slices from the end. There is
+no coordinator. Messages may be lost, doubled, delayed and may overtake each other.
 
     helper  ── Progress ──▶ helpee      every 5 % of its own share (every slice, to whom it has helped in this clock),
                                         at the beginning, and now and then once that is covered
@@ -36,14 +36,14 @@ What its helpee does:
 Any slice that is offered, recalled or begun becomes contested when the helpee has waited idly for `patience` times
 as long as doing it would have taken.
 
-Whose promise is what:
+Promises, and who keeps them:
 
 - *The peers*: a slice is in at most one push that is not alone, and if no slice was ever contested it is executed
   exactly once. The right to execute it is the helpee's until DoThis, the helper's from its arrival, and the helpee's
-  again only by CancelGranted, after which the helper never begins it. Lives are numbered, so that the answer of a
-  helper that forgot what its earlier life did is never believed.
-- *The peers*: a helpee never waits for ever, whoever dies or falls silent: it contests. What a lost helper had pushed
-  may be gone with it, so that is contested as well (`Peer.lost`), until the helpee starts its next clock.
+  again only by CancelGranted, after which the helper never begins it. Lives are numbered, so an answer of a helper's
+  next life, which does not know the work of the one before, is ignored.
+- *The peers*: a helpee never waits for ever, though any peer may die or fall silent: it contests. The pushes of a lost
+  helper may be lost with it, so their slices are contested as well (`Peer.lost`), until the helpee's next clock.
 - *The shards*: a contested slice, one of a ticket that is dealt again, and one that a helper does are each pushed
   alone, under the slice's own ticket (`slices.ticket_of`). A shard that has it already drops it. So each sample counts
   once, and a second execution costs time only. The shards' ledger is the authority.
@@ -72,7 +72,7 @@ from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Outbox, Ticket
 
 _REMEMBERED = 9
-"""The pace is the median over so many slices: one long pause does not make a worker patient."""
+"""The pace is the median over this many slices: one long pause does not raise it."""
 
 
 class Do(NamedTuple):
@@ -89,7 +89,7 @@ class Do(NamedTuple):
 
 
 class Peer:
-    """One worker among its helpers and helpees. Times are seconds of one clock; it reads none."""
+    """One worker among its helpers and helpees. Times are seconds of one clock, given by the caller."""
 
     def __init__(self, worker: int, members: Sequence[int], parameters: Reassignment, incarnation: int = 1) -> None:
         self.worker = worker
@@ -108,7 +108,7 @@ class Peer:
         self.regroup(members)
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Workers have come or gone; see `lost`."""
+        """The members have changed. Helpers that are members no more are `lost`."""
         for helper in set(self.helpers) - set(members):
             self.lost(helper)
         self.helpers = helpers_of(self.worker, members, self.parameters.helpers)
@@ -116,10 +116,10 @@ class Peer:
         self._neighbours = tuple(dict.fromkeys((*self.helpees, *self.helpers)))
 
     def lost(self, helper: int) -> None:
-        """`helper` has died, or lives anew. What it had or did of this clock is contested, so `covered` may end."""
+        """`helper` has died, or begun a new life. Its slices of this clock are contested, so `covered` may end."""
         self._giving.lost(helper)
 
-    # ------------------------------------------------------------------ a worker's own doings
+    # ------------------------------------------------------------------ a worker's own work
 
     def start(self, now_s: float, clock: int, samples: int, ticket: Ticket | None = None) -> Outbox:
         """Begin `clock`, in which this worker has `samples` to do. The clock before must be covered."""
@@ -136,7 +136,7 @@ class Peer:
         return self._report(now_s, self._neighbours)
 
     def next(self, now_s: float) -> tuple[Do | None, Outbox]:
-        """What to do now: first for others, who asked because they were behind, then its own share. None: nothing."""
+        """The next slice: first those of workers that are behind, then its own share. None: nothing to do."""
         self._began_s = now_s
         if (theirs := self._helping.begin()) is not None:
             piece, ticket = theirs
@@ -146,7 +146,7 @@ class Peer:
         return None, []
 
     def finished(self, now_s: float, piece: Slice) -> Outbox:
-        """What `next` said is done."""
+        """The slice that `next` returned is done."""
         self._seconds.append(now_s - self._began_s)
         if piece.helpee != self.worker:
             self._helping.finish(piece)
@@ -157,7 +157,7 @@ class Peer:
 
     @property
     def covered(self) -> bool:
-        """Whether every slice of this worker's clock is done: by itself, or by a helper, who has pushed it."""
+        """Whether every slice of this worker's clock is done: by itself, or by a helper that has pushed it."""
         return self._giving.covered
 
     @property
@@ -170,7 +170,7 @@ class Peer:
         silent_s = now_s - self.parameters.silence_s
         return self.covered and all(self._heard_s.setdefault(helpee, now_s) < silent_s for helpee in self._needy)
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ messages
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Messages of other kinds, and of workers that are neither helper nor helpee, are ignored."""
@@ -234,13 +234,13 @@ class Peer:
         return [helpee for helpee in self.helpees if self._covered_clock.get(helpee, least) < least]
 
     def wait_s(self, now_s: float) -> float:
-        """How long it may sleep, if no message comes, after `next` had nothing to do."""
+        """How long it may sleep, if no message comes, after `next` returned None."""
         latest_s = min(self.parameters.report_s, self.parameters.retry_s)
         return max(0.0, min(latest_s, self._giving.deadline_s(self._pace_s) - now_s))
 
     @property
     def _pace_s(self) -> float:
-        """What one slice takes this worker."""
+        """The time that one slice takes this worker."""
         return median(self._seconds) if self._seconds else self.parameters.retry_s
 
     @property

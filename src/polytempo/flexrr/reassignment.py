@@ -1,4 +1,4 @@
-"""The constants of rapid reassignment, and who helps whom."""
+"""The constants of rapid reassignment, and the helpers of each worker."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ class Reassignment:
     helpers: int = 4
     """How many workers may help one."""
     behind: float = 0.20
-    """Who is farther behind a helper than this gives work away, for the rest of this clock to all who are ahead."""
+    """A worker that is farther behind a helper than this gives work away, for the rest of the clock to all ahead."""
     first_offer: float = 0.025
     later_offers: float = 0.05
-    """What a helper gets that has begun with all it got."""
+    """The offer to a helper that has begun with all its slices."""
     grain: float = 0.0125
-    """One slice: what a worker does between two looks at its mail."""
+    """One slice: a worker's work between two looks at its mail."""
     report_every: float = 0.05
-    """A worker tells its helpees how far it is after so much of its share."""
+    """A worker reports to its helpees after this part of its share."""
     report_s: float = 0.05
-    """And as often, once its share is covered."""
+    """The time between reports once its share is covered."""
     retry_s: float = 0.05
     """A helper that says nothing about its slices is asked again after this, then after twice as long, and so on."""
     patience: float = 2.0
     """How long to wait idly for slices that others have, in times that one slice takes the waiting worker itself."""
     silence_s: float = 2.0
-    """For a helpee that says nothing for so long nobody waits."""
+    """No worker waits for a helpee that has been silent for this long."""
     slack: int = 0
     """Clocks that a worker may be ahead of its helpees: 0 with barriers, the bound with bounded staleness."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never work."""
-        parts = (self.behind, self.first_offer, self.later_offers, self.grain, self.report_every)
-        times = (self.report_s, self.retry_s, self.patience, self.silence_s)
-        if not all(0 < part <= 1 for part in parts) or not all(time > 0 for time in times):
-            raise ValueError(f"parts must be in (0, 1] and times positive, got {self}")
-        if self.helpers < 0 or self.slack < 0:
-            raise ValueError(f"helpers and slack cannot be negative, got {self}")
+        """Raise ValueError for constants that contradict each other."""
+        for name in ("behind", "first_offer", "later_offers", "grain", "report_every"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} is a part of a worker's batch, above 0 and at most 1, got {getattr(self, name)}"
+                )
+        for name in ("report_s", "retry_s", "patience", "silence_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("helpers", "slack"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.grain > self.first_offer or self.first_offer > self.later_offers:
-            raise ValueError(f"needs grain <= first_offer <= later_offers, got {self}; a slice is the least to offer")
+            raise ValueError(
+                "a slice (grain) is the least that a worker can offer, so grain <= first_offer <= later_offers; got "
+                f"grain={self.grain}, first_offer={self.first_offer}, later_offers={self.later_offers}"
+            )
 
     @property
     def slices(self) -> int:
@@ -59,7 +67,7 @@ def helpers_of(worker: int, members: Sequence[int], helpers: int) -> tuple[int, 
 
 
 def helpees_of(worker: int, members: Sequence[int], helpers: int) -> tuple[int, ...]:
-    """Those whom `worker` helps: the `helpers` members before it."""
+    """The workers that `worker` helps: the `helpers` members before it."""
     return _around(worker, members, helpers, -1)
 
 

@@ -2,7 +2,7 @@
 
     share   [ 0 | 1 | 2 | 3 | … | 37 | 38 | 39 ]      its own worker begins here ▶      ◀ given away from here
 
-The cut follows from (samples, slices) alone, so a slice means the same samples to everybody, and its id never changes.
+The cut follows from (samples, slices) alone, so a slice is the same samples for every worker, and its id never changes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import msgspec
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Samples `begin … end-1` of what worker `helpee` has to do in `clock`. Equal slices are the same work."""
+    """Samples `begin … end-1` of the share of worker `helpee` in `clock`. Equal slices are the same work."""
 
     helpee: int
     incarnation: int
-    """Which life of the helpee: clocks of an earlier life are another's work."""
+    """The life of the helpee: clocks of an earlier life are other work."""
     clock: int
     number: int
-    """Which slice of its share, from 0."""
+    """The number of the slice in its share, from 0."""
     begin: int
     end: int
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """How many samples it has."""
         return self.end - self.begin
 
 
@@ -48,5 +48,5 @@ def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
 
 
 def closing_of(ticket: int, slices: int) -> int:
-    """The last of the batch's numbers: who pushes it says that all its slices are with the shards, or in this push."""
+    """The last of the batch's numbers: with its push all slices of the batch are at the shards, or in this push."""
     return ticket * (slices + 1) + slices

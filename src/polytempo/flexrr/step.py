@@ -13,30 +13,30 @@ from polytempo.server.message import Message, Outbox, Ticket
 
 
 class CoveredWork(NamedTuple):
-    """What a worker can do with slices, and where its peers' messages come from.
+    """A worker's operations on slices, and the source of its peers' messages.
 
     `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
     the slices named, each under its ticket; it is called with at least one, seldom twice in a clock. `alone` computes
     one slice and pushes it by itself, under its ticket, for the slice's clock. Neither push may wait for an answer
-    that comes after the step only (start it, and await it before the pull): who waits there helps nobody.
+    that comes after the step only (start it, and await it before the pull): a worker that waits there cannot help.
     """
 
     accumulate: Callable[[Do], Awaitable[None]]
     push: Callable[[list[Slice]], Awaitable[None]]
     alone: Callable[[Do], Awaitable[None]]
     take: Callable[[float], Awaitable[tuple[int, Parcel] | None]] | None = None
-    """The next letter that comes within so many seconds; None: the mailbox is the peers' alone. Called between any two
-    slices, so it may also tell the peer who has come or gone."""
+    """The next letter that comes within this many seconds; None: the mailbox is the peers' alone. Called between any
+    two slices, so it may also `regroup` the peer."""
 
 
 async def covered_step(
     port: Port, peer: Peer, clock: int, samples: int, work: CoveredWork, ticket: Ticket | None = None
 ) -> None:
-    """Do this worker's `samples` of `clock` with the help of others, and help those who are behind.
+    """Do this worker's `samples` of `clock` with the help of others, and help workers that are behind.
 
     Ends when all of the share is with the shards and no helpee needs this worker in its clock; pull after that. It
-    looks at its mail between slices, so a slice is the longest that a message waits. What the mailbox gives here must
-    be the peers' messages; others are ignored.
+    looks at its mail between slices, so a message waits for a slice at most. Messages that are not of peers are
+    ignored.
     """
     await _post(port, peer.start(await port.now(), clock, samples, ticket))
     await cover(port, peer, work)
@@ -65,7 +65,7 @@ async def cover(port: Port, peer: Peer, work: CoveredWork) -> None:
 
 
 async def _read_mail(port: Port, peer: Peer, work: CoveredWork, wait_s: float = 0.0) -> None:
-    """All that is there; if nothing is, wait once for something."""
+    """Read all messages; if there is none, wait once for the next."""
     take = work.take or port.take
     while (letter := await take(wait_s)) is not None:
         source, message = letter

@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 class Address(NamedTuple):
-    """What a neighbour needs to map an arena."""
+    """The data by which a neighbour maps an arena."""
 
     pid: int
     descriptor: int
@@ -73,7 +73,7 @@ class Arena:
 
     @property
     def address(self) -> Address:
-        """Where neighbours find it."""
+        """The address by which neighbours map it."""
         return Address(self._owner, self._descriptor, os.fstat(self._descriptor).st_ino, self.num_bytes)
 
     def allocate(self, num_bytes: int) -> Block:
@@ -83,7 +83,7 @@ class Arena:
         with self._lock:
             self._take_back_all()
             block = self._cut(num_bytes)
-        self._settle()  # what was let go of meanwhile
+        self._settle()  # blocks that were freed meanwhile
         return block
 
     def _cut(self, num_bytes: int) -> Block:
@@ -99,13 +99,13 @@ class Arena:
                 return Block(begin, wanted)
         raise MemoryError(
             f"shared memory for {num_bytes} bytes: this process's arena has {self.num_bytes} bytes, of which "
-            f"{self.used_bytes} are in use; let go of tensors, or use fewer workers on this host"
+            f"{self.used_bytes} are in use; free tensors, or use fewer workers on this host"
         )
 
     def free(self, block: Block) -> None:
         """Give a block back. May be called at any time, also by the garbage collector in the midst of `allocate`.
 
-        It never waits: where somebody is busy with the arena, he takes the block back when he is done.
+        It never waits: where another thread holds the arena's lock, that thread takes the block back afterwards.
         """
         if os.getpid() == self._owner:  # a forked child has our objects, but the memory is ours
             self._returned.append(block)
@@ -134,11 +134,11 @@ class Arena:
         return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over memory that somebody else has allocated and keeps."""
+        """A tensor over memory that its caller has allocated and keeps."""
         return _over(self._mapping, offset, shape, dtype)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor lies in the arena; None if elsewhere."""
+        """The offset of a tensor in the arena; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self.base
         return offset if 0 <= offset < self.num_bytes else None
 
@@ -213,7 +213,7 @@ def _over(mapping: Mapping, offset: int, shape: tuple[int, ...], dtype: torch.dt
 _own: Arena | None = None
 _windows: weakref.WeakValueDictionary[Address, Window] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
-"""Of these two. The garbage collector may come back here, hence an RLock."""
+"""The lock of these two. The garbage collector may run this code again in the same thread, hence an RLock."""
 
 
 def _forked() -> None:
@@ -244,7 +244,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float3
 
 
 def window(address: Address) -> Window:
-    """A window onto the arena at `address`, shared by all who look through it."""
+    """A window onto the arena at `address`, one for all callers of this process."""
     with _lock:
         found = _windows.get(address)
         if found is None:
@@ -272,7 +272,7 @@ def _nameless() -> tuple[int, bool]:
 
 
 def _check_room(error: OSError | AttributeError) -> None:
-    """Raise where not the system lacks something, but this process, or the machine, has no more of it."""
+    """Raise where the system has the call, but this process or the machine is at its limit."""
     code = getattr(error, "errno", None)
     if code == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -308,7 +308,7 @@ def _physical_bytes() -> int:
 
 
 def _available_bytes() -> int:
-    """What the machine has left, or, where that is less, what a limit on this process's control groups leaves."""
+    """The machine's free memory, or, where that is less, the rest of a limit on this process's control groups."""
     machine = _table(Path("/proc/meminfo")).get("MemAvailable:")
     return min(_physical_bytes() if machine is None else machine << 10, *_left_by_limits())
 

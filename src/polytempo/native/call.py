@@ -1,4 +1,4 @@
-"""What ranks say to each other that they are doing: the numbers of the native core, and their words."""
+"""Calls as ranks announce them to each other: the numbers of the native core, and their names."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DTYPES = {
     torch.int64: 8,
     torch.bool: 9,
 }
-"""What can be reduced."""
+"""The dtypes that can be reduced, by their numbers in the core."""
 
 _ALL = sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)} - DTYPES.keys(), key=str)
 MOVED = DTYPES | {dtype: number for number, dtype in enumerate(_ALL, 10)}
-"""What can be moved: all that torch has. The core compares these numbers, so ranks have to run the same torch."""
+"""The dtypes that can be moved: all of torch's. The core compares the numbers, so ranks must run the same torch."""
 NOTHING = -1
-"""Neither sends nor receives a tensor."""
+"""The dtype of a call that neither sends nor receives a tensor."""
 
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4, "band": 5, "bor": 6, "bxor": 7}
 KINDS = (
@@ -45,7 +45,7 @@ KINDS = (
 
 
 PLAIN, INTEGER_AVERAGE = range(2)
-"""What the core cannot see: that a sum of integers is going to be divided."""
+"""A mark for what the core cannot see: that a sum of integers is divided afterwards."""
 _SHAPE_BITS, _DIMS_BITS, _HASHED = 56, 4, 15
 
 
@@ -76,7 +76,7 @@ def _shape_in(form: int) -> str:
 
 
 class NativeCall(ctypes.Structure):
-    """What a rank says that it is doing."""
+    """A call that a rank announces."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("number", "count", "extra", "form")),
@@ -97,5 +97,5 @@ class NativeCall(ctypes.Structure):
 
 
 def name_of(code: int) -> str:
-    """The dtype of that number, in words."""
+    """The name of the dtype with that number."""
     return next((str(dtype).removeprefix("torch.") for dtype, number in MOVED.items() if number == code), "no dtype")

@@ -1,4 +1,4 @@
-"""The kernels of dense codes (native/codes_dense.h), on tensors; whoever calls them has asked `fits`."""
+"""The kernels of dense codes (native/codes_dense.h), on tensors. Call `fits` first."""
 
 from __future__ import annotations
 

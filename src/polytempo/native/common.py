@@ -1,4 +1,4 @@
-"""`Common`: memory of a group's first rank that all its members see; and tensors placed in it."""
+"""`Common`: memory of a group's first rank that all its members map; and tensors placed in it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Common:
                 group._blocks.append(self._block)
             except MemoryError as error:
                 failure = error
-        self.offset = told(group, [self.offset])[0][0]
+        self.offset = gathered_numbers(group, [self.offset])[0][0]
         if self.offset < 0:
             raise failure or MemoryError(f"rank {group.names[0]} has no shared memory for {num_bytes} bytes")
 
     @property
     def address(self) -> int:
-        """Where it begins in this process."""
+        """The address of its first byte in this process."""
         return self._group.bases[0] + self.offset
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ class Common:
         if not count:
             return torch.empty_like(like)
         if window is not None:
-            return shaped(window.tensor(self.offset + offset, (count,), like.dtype), like)
-        return shaped(self._group.arena.tensor(self.offset + offset, (count,), like.dtype), like)
+            return shaped_like(window.tensor(self.offset + offset, (count,), like.dtype), like)
+        return shaped_like(self._group.arena.tensor(self.offset + offset, (count,), like.dtype), like)
 
     def release(self) -> None:
-        """Give the memory back, when all members have said that they no longer look at it."""
+        """Free the memory, after a barrier: no member may read it any more."""
         self._group.barrier()
         if self._block is not None:
             self._group._blocks.remove(self._block)
@@ -57,15 +57,15 @@ class Common:
             self._block = None
 
 
-def told(group: Group, numbers: Sequence[int]) -> list[list[int]]:
-    """What each member passed here, by rank."""
+def gathered_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of each member, by rank. All members call it."""
     mine = torch.tensor(numbers, dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in range(group.size)]
     group.exchange("all_gather", [mine], gathered)
     return [one.tolist() for one in gathered]
 
 
-def placed(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     """Offsets of tensors that lie one behind the other, each on a cache line of its own, and the bytes of all."""
     offsets, end = [], 0
     for tensor in tensors:
@@ -74,6 +74,6 @@ def placed(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
+def shaped_like(flat: Tensor, like: Tensor) -> Tensor:
     """`flat`, shape (numel,), with the shape of `like`, and its strides where they leave no gaps."""
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())

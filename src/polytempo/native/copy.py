@@ -1,4 +1,4 @@
-"""`copy_`: a copy that is as fast as memory lets it be."""
+"""`copy_`: a copy at the speed of memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _WORTH_BYTES = 1 << 20
 def copy_(out: Tensor, source: Tensor) -> None:
     """out ← source, which do not overlap; of one shape.
 
-    Large copies go past the caches, so that what is overwritten is not read first: two thirds of the time. Where that
-    is impossible, by torch.
+    Large copies go past the caches, so that `out` is not read before it is overwritten: two thirds of the time. Where
+    that is impossible, torch copies.
     """
     num_bytes = source.numel() * source.element_size()
     library = load() if num_bytes >= _WORTH_BYTES else None

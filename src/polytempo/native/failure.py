@@ -1,4 +1,4 @@
-"""What a status of the native core means for a group's members: errors that say who did what."""
+"""Errors for the statuses of the native core: they name the ranks and their calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FINE, LOST, LATE, MISMATCH, BROKEN = range(5)
 """The statuses."""
 
 LOST_WHY = "Connection closed by peer: its process has ended, or it has left the group"
-"""Why a peer is lost, in the words of torch's own backends, which scripts look for."""
+"""The reason of a lost peer, in the words of torch's own backends, for which scripts search."""
 
 
 class Members(Protocol):
@@ -62,7 +62,7 @@ def repeated(group: Members, first: PolytempoError, what: str) -> PolytempoError
 
 
 def _disagreement(group: Members, culprit: int) -> str:
-    """Who disagrees with whom, in words."""
+    """The ranks that disagree, and their calls."""
     sent, expected = ctypes.c_int64(), ctypes.c_int64()
     expecting = group.expecting(sent, expected)
     mine, me = group.call_of(group.rank), group.names[group.rank]

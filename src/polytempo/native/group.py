@@ -1,4 +1,4 @@
-"""`Group`: ranks of one host that meet in shared memory. The Python face of `native/group.h`.
+"""`Group`: ranks of one host that meet in shared memory. The Python interface of `native/group.h`.
 
 All members call the same collectives in the same order. What they call is compared in the call itself, before any
 memory is written: a rank that does something else, or the same with other shapes, raises `Mismatch` on all of them
@@ -7,23 +7,30 @@ memory is written: a rank that does something else, or the same with other shape
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
-from polytempo.native.arena import Arena, Block, Window, own_arena
+from polytempo.native import departure
+from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, NativeCall, form_of
 from polytempo.native.failure import FINE, LOST, failure, repeated
 from polytempo.native.library import load, why_not
-from polytempo.native.meeting import Member, Store, Unreachable, excuse, host_identity, introduced, mapped
+from polytempo.native.meeting import (
+    Member,
+    Store,
+    Unreachable,
+    exchange_members,
+    host_identity,
+    map_arenas,
+    report_absence,
+)
 from polytempo.native.transfer import Transfer
 
 BLOCK_BYTES = 512 << 10
@@ -58,10 +65,10 @@ class Group:
     alone, not on how many ranks they were dealt to (a power of two).
 
     Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages.
-    Making one waits until all members are there; where one of them cannot come, all raise `Unreachable`.
+    To make one waits until all members are there; where one of them cannot come, all raise `Unreachable`.
 
     After `TimedOut` do not use the arena's tensors of that call for anything else: slower ranks may still be in the
-    call, and read them, or write to them where it is a reduction. Let go of them; others stay as they are.
+    call, and read them, or write to them where it is a reduction. Release them; other tensors stay as they are.
     """
 
     def __init__(
@@ -84,39 +91,44 @@ class Group:
         self.rank, self.size, self.timeout_s, self.order = rank, size, timeout_s, order
         self.names = list(names or range(size))
         self.lock = threading.Lock()
-        """Held by whoever runs a collective."""
-        library = load()
-        if library is None:
-            raise excuse(store, rank, f"rank {self.names[rank]} has no native core: {why_not()}")
-        self._library: Any = library
-        _sweep()
-        rings_bytes = library.pt_rings_bytes(size, ring_bytes)
-        control_bytes = [library.pt_control_bytes(size)] if rank == 0 else []
-        try:
-            self.arena: Arena = own_arena()
-            blocks = _allocated(self.arena, [4 * block_bytes, rings_bytes, *control_bytes])
-        except (OSError, MemoryError) as error:
-            raise excuse(store, rank, f"rank {self.names[rank]}: {error}") from error
-        staging, rings, control = (*(block.offset for block in blocks), -1)[:3]
-        mine = Member(self.arena.address, host_identity(), staging, rings, control)
-        try:
-            members = introduced(store, rank, size, mine)
-            self.windows = mapped(store, rank, members)
-        except Unreachable:  # on all ranks; after any other error some may have got through, and use the blocks
-            _free(self.arena, blocks)
-            raise
-        # The control block is never given back: others look at it until they have closed. It is small.
-        self._blocks = blocks[:2]
+        """Held while a collective runs."""
+        library, members = self._meet(store, block_bytes, ring_bytes)
         self.bases = [self.arena.base if w is None else w.base for w in self.windows]
         self._handle = self._opened(members, block_bytes, ring_bytes)
         self.closed = False
         self.failed = False
         self._broke: PolytempoError | None = None  # what broke the group: later calls raise it again
         self.owner = os.getpid()
-        remains = _Remains(library, self._handle, self.arena, self._blocks, self.windows)
-        self._end = weakref.finalize(self, _close, remains, self.owner)
+        remains = departure.Remains(library, self._handle, self.arena, self._blocks, self.windows)
+        self._end = weakref.finalize(self, departure.close, remains, self.owner)
         self._end.atexit = False  # threads may still be in the core; it ends with the process
-        _present.add(self)
+        departure.add(self)
+
+    def _meet(self, store: Store, block_bytes: int, ring_bytes: int) -> tuple[Any, list[Member]]:
+        """Allocate this rank's blocks and map the arenas of all others. The native core, and the members."""
+        library = load()
+        if library is None:
+            raise report_absence(store, self.rank, f"rank {self.names[self.rank]} has no native core: {why_not()}")
+        self._library: Any = library
+        departure.sweep()
+        rings_bytes = library.pt_rings_bytes(self.size, ring_bytes)
+        control_bytes = [library.pt_control_bytes(self.size)] if self.rank == 0 else []
+        try:
+            self.arena: Arena = own_arena()
+            blocks = departure.allocate_all(self.arena, [4 * block_bytes, rings_bytes, *control_bytes])
+        except (OSError, MemoryError) as error:
+            raise report_absence(store, self.rank, f"rank {self.names[self.rank]}: {error}") from error
+        staging, rings, control = (*(block.offset for block in blocks), -1)[:3]
+        mine = Member(self.arena.address, host_identity(), staging, rings, control)
+        try:
+            members = exchange_members(store, self.rank, self.size, mine)
+            self.windows = map_arenas(store, self.rank, members)
+        except Unreachable:  # on all ranks; after any other error some may have got through, and use the blocks
+            departure.free_all(self.arena, blocks)
+            raise
+        # The control block is never freed: others read it until they have closed. It is small.
+        self._blocks = blocks[:2]
+        return library, members
 
     def _opened(self, members: Sequence[Member], block_bytes: int, ring_bytes: int) -> int:
         pointers, numbers = ctypes.c_void_p * self.size, ctypes.c_int32 * self.size
@@ -137,15 +149,15 @@ class Group:
         return int(self._library.pt_group_open(ctypes.byref(place)))
 
     def issue(self, patience_s: float = 0.0) -> bool:
-        """Say that this rank's program has come to the next call, whoever is going to make it.
+        """Announce that this rank's program has come to the next call, in whichever thread that is made.
 
-        True where all others' programs have come to it, too, or come within `patience_s`: then whoever makes the call
-        now does not have to wait for them.
+        True where all others' programs have come to it, too, or come within `patience_s`: then the call does not have
+        to wait for them.
         """
         return bool(self._library.pt_group_issue(self._handle, patience_s))
 
     def quick(self) -> Quick:
-        """The core's functions themselves, for those who keep order and build arguments on their own."""
+        """The core's functions themselves, for callers that keep the order of calls and build the arguments."""
         order, everyone, handle = _ORDERS[self.order], -1, self._handle
         return Quick(  # `_library` is looked up in each call: in a forked child it is another
             lambda dtype, op, data, count, form, limit_s: self._library.pt_all_reduce(
@@ -227,7 +239,7 @@ class Group:
         root: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Move tensors: `sends` is one for everybody, one for each rank, or none; `receives[p]` takes what p sends."""
+        """Move tensors: `sends` has one for all ranks, one for each, or none; `receives[p]` takes what p sends."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         example = next((t for t in (*sends, *receives) if t is not None), None)
         dtype = NOTHING if example is None else MOVED[example.dtype]
@@ -278,13 +290,13 @@ class Group:
     # ------------------------------------------------------------------ the end
 
     def leave(self) -> None:
-        """Tell the others that this rank will not come again: their waits for it raise `PeerLost`."""
+        """Leave the group: from now on the others' waits for this rank raise `PeerLost`."""
         if not self.closed and os.getpid() == self.owner:  # a forked child is no member
             self.closed = True
             self._library.pt_group_leave(self._handle)
 
     def check(self, status: int, what: str, timeout_s: float) -> None:
-        """Raise what a status of the native core means, for the operation `what`."""
+        """Raise the error of a status of the native core, for the operation `what`."""
         if status == FINE:
             return
         self.failed = True
@@ -309,92 +321,7 @@ class Group:
         return int(self._library.pt_group_expecting(self._handle, ctypes.byref(sent), ctypes.byref(expected)))
 
     def call_of(self, rank: int) -> NativeCall:
-        """What `rank` says that it is doing."""
+        """The call that `rank` has announced."""
         call = NativeCall()
         self._library.pt_group_call(self._handle, rank, ctypes.byref(call))
         return call
-
-
-class _Remains(NamedTuple):
-    """What a group of which this process is no longer a member still needs: others may read its memory."""
-
-    library: Any
-    handle: int
-    arena: Arena
-    blocks: list[Block]
-    windows: list[Window | None]
-    """The control block is looked at until all others have left, so it has to stay mapped."""
-
-
-class _Forked:
-    """Takes the native core's place in a forked child: it would act as the rank that its parent is."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(
-            f"this is a forked child of rank {self._rank}: it is no member of the group; use the group in the process "
-            "that made it, or start workers by spawn"
-        )
-
-
-_leaving: deque[_Remains] = deque()
-_present: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-def _shut_out() -> None:
-    """In a forked child: what the parent is a member of, or still has to leave, is none of its business."""
-    _leaving.clear()
-    for group in list(_present):
-        group._library = _Forked(group.names[group.rank])
-
-
-os.register_at_fork(after_in_child=_shut_out)
-
-
-@atexit.register
-def _leave_all() -> None:
-    """At the end of the process the others are told; nothing is freed, since threads may still use it."""
-    for group in list(_present):
-        group.leave()
-
-
-def _close(remains: _Remains, owner: int) -> None:
-    """Leave; give the memory back as soon as all others have left too."""
-    if os.getpid() != owner:
-        return
-    remains.library.pt_group_leave(remains.handle)
-    _leaving.append(remains)
-    _sweep()
-
-
-def _sweep() -> None:
-    """Each is taken out before it is looked at: another thread, or the garbage collector, may come here meanwhile."""
-    for _ in range(len(_leaving)):
-        try:
-            left = _leaving.popleft()
-        except IndexError:
-            return
-        if not left.library.pt_group_empty(left.handle):
-            _leaving.append(left)
-            continue
-        left.library.pt_group_close(left.handle)
-        _free(left.arena, left.blocks)
-
-
-def _allocated(arena: Arena, sizes: Sequence[int]) -> list[Block]:
-    """Blocks of these sizes, all or none."""
-    blocks: list[Block] = []
-    try:
-        for num_bytes in sizes:
-            blocks.append(arena.allocate(num_bytes))
-    except MemoryError:
-        _free(arena, blocks)
-        raise
-    return blocks
-
-
-def _free(arena: Arena, blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        arena.free(block)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ABI_VERSION = 5
-"""What `pt_abi_version` answers; it changes with every function that is added, removed or called differently."""
+"""The answer of `pt_abi_version`; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
 """`POLYTEMPO_NATIVE=0` in the environment leaves the library unopened."""
@@ -117,7 +117,7 @@ def why_not() -> str | None:
 
 
 def instruction_set() -> str | None:
-    """Which of its compiled variants the core uses on this processor: "baseline", "v3" or "v4"; None without a core."""
+    """The compiled variant that the core uses on this processor: "baseline", "v3" or "v4"; None without a core."""
     library = load()
     if library is None:
         return None
@@ -130,10 +130,10 @@ def _opened() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or the reason why not; never both."""
     if os.environ.get(OFF_VARIABLE) == "0":
         return None, f"{OFF_VARIABLE}=0 in the environment; unset it to have the native core"
-    return opened(_LIBRARY, sys.platform)
+    return open_library(_LIBRARY, sys.platform)
 
 
-def opened(path: Path, platform: str) -> tuple[ctypes.CDLL | None, str | None]:
+def open_library(path: Path, platform: str) -> tuple[ctypes.CDLL | None, str | None]:
     """Open the library at `path`: it and None, or None and the reason."""
     if platform != "linux":
         return None, f"the native core is for Linux, and this is {platform}"

@@ -1,8 +1,8 @@
 """`Mapping`: a shared file in this process's address space, at an address of our choice.
 
-Python's `mmap` lets the system choose. Two things speak for choosing: large pages need addresses in whole 2 MiB, and
-some processors tell addresses in the first-level cache apart by a hash, so arenas that begin at addresses of equal hash
-get in each other's way wherever their tensors are read side by side (ten times as slow, where it was measured).
+Python's `mmap` lets the system choose. There are two reasons to choose: large pages need addresses in whole 2 MiB, and
+some processors look up addresses in the first-level cache by a hash, so arenas that begin at addresses of equal hash
+evict each other's lines wherever their tensors are read side by side (ten times as slow, where it was measured).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mapping:
         weakref.finalize(self, _unmap, reserved, num_bytes + slack).atexit = False
 
     def prefer_large_pages(self) -> None:
-        """Ask for pages of 2 MiB. Systems that have none for shared memory take no notice."""
+        """Ask for pages of 2 MiB. Systems that have none for shared memory ignore it."""
         _libc().madvise(self.base, self.num_bytes, _MADV_HUGEPAGE)
 
     def give_back(self, offset: int, num_bytes: int) -> bool:
@@ -56,7 +56,7 @@ class Mapping:
 
 
 def _keep(mapping: Mapping) -> None:
-    """Nothing: what a finalizer is given lives as long as what it watches."""
+    """Does nothing: the argument of a finalizer lives as long as the object that it watches."""
 
 
 def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:

@@ -1,4 +1,4 @@
-"""How ranks of one host find each other's memory, through a store in which they leave messages."""
+"""Ranks of one host map each other's memory: they exchange addresses through a store."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from polytempo.native.arena import Address, Window, window
 
 
 class Store(Protocol):
-    """Where ranks leave messages for each other until they share memory: torch's stores are such."""
+    """A store of messages between ranks that do not share memory yet, like torch's stores."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Leave a message."""
+        """Store a message."""
 
     def get(self, key: str, /) -> bytes:
         """Wait for a message, at most as long as the store does."""
 
 
 class Unreachable(RuntimeError):
-    """Some ranks cannot map each other's memory. Every member of the group is told so, with the reason."""
+    """Some ranks cannot map each other's memory. Every member of the group raises this, with the reason."""
 
 
 class Member(NamedTuple):
-    """What each rank tells the others in order to meet."""
+    """A rank's arena and its blocks in it, as the others need them."""
 
     address: Address
     host: str
@@ -35,12 +35,12 @@ class Member(NamedTuple):
     control: int
 
     def as_json(self) -> str:
-        """As a message."""
+        """The message with these values."""
         return json.dumps([list(self.address), *self[1:]])
 
     @classmethod
     def from_json(cls, text: bytes) -> Member:
-        """From a message; raises Unreachable where it says why that rank does not come."""
+        """The values in a message; raises Unreachable where it is a rank's report of its absence."""
         message = json.loads(text)
         if isinstance(message, dict):
             raise Unreachable(str(message["reason"]))
@@ -59,19 +59,19 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
-def excuse(store: Store, rank: int, reason: str) -> Unreachable:
-    """Tell the others why this rank does not come, so that they do not wait for it; the error to raise."""
+def report_absence(store: Store, rank: int, reason: str) -> Unreachable:
+    """Store why this rank does not come, so that the others do not wait for it. Returns the error to raise."""
     store.set(f"member/{rank}", json.dumps({"reason": reason}))
     return Unreachable(reason)
 
 
-def introduced(store: Store, rank: int, size: int, mine: Member) -> list[Member]:
-    """All members, in the order of ranks. Raises Unreachable on every rank where one of them has excused itself."""
+def exchange_members(store: Store, rank: int, size: int, mine: Member) -> list[Member]:
+    """All members, in the order of ranks. Raises Unreachable on every rank where one of them reports its absence."""
     store.set(f"member/{rank}", mine.as_json())
     return [mine if r == rank else Member.from_json(store.get(f"member/{r}")) for r in range(size)]
 
 
-def mapped(store: Store, rank: int, members: Sequence[Member]) -> list[Window | None]:
+def map_arenas(store: Store, rank: int, members: Sequence[Member]) -> list[Window | None]:
     """Windows onto all arenas but our own. All ranks learn whether all could map all."""
     windows: list[Window | None] = []
     reason = ""

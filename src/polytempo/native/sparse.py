@@ -1,4 +1,4 @@
-"""Sparse updates of shared weights: the Python face of `native/sparse.cpp`, and its twins in torch and numpy."""
+"""Sparse updates of shared weights: the Python interface of `native/sparse.cpp`, and its twins in torch and numpy."""
 
 from __future__ import annotations
 
@@ -67,11 +67,24 @@ class Problem(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Which of an order's positions are a worker's: range(begin, end, stride)."""
+    """A worker's positions in an order: range(begin, end, stride)."""
 
     begin: int
     end: int
     stride: int = 1
+
+
+class Access(NamedTuple):
+    """How a worker writes to the shared weights.
+
+    FREE writes without locks, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
+    everything, by `lock`); IN_TURN waits until position - 1 is written. A lock or a turn comes within `timeout_s`.
+    """
+
+    update: int = FREE
+    window: int = 1
+    timeout_s: float = 60.0
+    lock: AbstractContextManager[object] | None = None
 
 
 class _Problem(ctypes.Structure):
@@ -86,51 +99,47 @@ def logistic_epoch(
     order: NDArray[np.int64],
     part: RowPart,
     step_size: float,
+    access: Access | None = None,
     *,
-    update: int = FREE,
-    window: int = 1,
-    timeout_s: float = 60.0,
-    lock: AbstractContextManager[object] | None = None,
     rank: int = 0,
 ) -> int:
     """One worker's pass over its part of `order`, a gradient step a row; returns how many steps it took.
 
     For row z with label y, on the row's columns v:  wᵥ ← wᵥ - γ (-y σ(-y z·w) zᵥ + decayᵥ wᵥ).
-    FREE writes without asking, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
-    everything, by `lock`); IN_TURN waits until position - 1 is written.
     Errors: TimedOut, which names `rank`, where a lock or a turn does not come in time.
     """
-    library = load()
+    library, access = load(), access or Access()
     if library is None:
-        return _twin_epoch(problem, order, part, step_size, update, timeout_s, lock, rank)
+        return _twin_epoch(problem, order, part, step_size, access, rank)
     addresses = [None if array is None else array.ctypes.data for array in problem]
     native = _Problem(*addresses, len(problem.weights))
     updates = ctypes.c_int64()
     status = library.pt_logistic_epoch(
-        ctypes.byref(native), order.ctypes.data, *part, step_size, update, window, timeout_s, ctypes.byref(updates)
+        ctypes.byref(native),
+        order.ctypes.data,
+        *part,
+        step_size,
+        access.update,
+        access.window,
+        access.timeout_s,
+        ctypes.byref(updates),
     )
     if status == _LATE:
-        raise TimedOut(rank, None, _WAITED_FOR, timeout_s)
+        raise TimedOut(rank, None, _WAITED_FOR, access.timeout_s)
     if status == _NO_MEMORY:
         raise MemoryError(f"no memory for a worker's own {8 * len(problem.weights)} bytes of weights; use window=1")
     return updates.value
 
 
 def _twin_epoch(
-    problem: Problem,
-    order: NDArray[np.int64],
-    part: RowPart,
-    step_size: float,
-    update: int,
-    timeout_s: float,
-    lock: AbstractContextManager[object] | None,
-    rank: int,
+    problem: Problem, order: NDArray[np.int64], part: RowPart, step_size: float, access: Access, rank: int
 ) -> int:
+    update, lock = access.update, access.lock
     step, positions = np.float32(step_size), range(*part)
     for position in positions:
         columns, gradient = _gradient(problem, int(order[position]))
-        if update == IN_TURN and not _came(problem.turn, position, timeout_s):
-            raise TimedOut(rank, None, _WAITED_FOR, timeout_s)
+        if update == IN_TURN and not _came(problem.turn, position, access.timeout_s):
+            raise TimedOut(rank, None, _WAITED_FOR, access.timeout_s)
         with lock if update == LOCKED and lock is not None else nullcontext():
             for column, value in zip(columns, gradient, strict=True):
                 decay = np.float32(0) if problem.decay is None else problem.decay[column]
@@ -150,7 +159,7 @@ def _gradient(problem: Problem, row: int) -> tuple[NDArray[np.int32], Floats]:
 
 
 def _came(turn: NDArray[np.uint64], position: int, timeout_s: float) -> bool:
-    """Wait until it is the turn of `position`, and give the core away meanwhile; says whether it came in time."""
+    """Wait until it is the turn of `position`, yielding the core meanwhile. False: the turn did not come in time."""
     deadline_s = time.monotonic() + timeout_s
     while int(turn[0]) != position:
         if time.monotonic() >= deadline_s:

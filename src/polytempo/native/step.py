@@ -1,4 +1,4 @@
-"""`StepPlan`: steps of an optimizer on one copy of the weights. The Python face of `native/step.cpp`."""
+"""`StepPlan`: steps of an optimizer on one copy of the weights. The Python interface of `native/step.cpp`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polytempo.native.call import DTYPES
-from polytempo.native.common import Common, placed, shaped, told
+from polytempo.native.common import Common, gathered_numbers, layout, shaped_like
 from polytempo.native.group import Group
 
 RULES = {"sgd": 0, "adam": 1, "adamw": 2, "adagrad": 3}
@@ -72,7 +72,7 @@ class StepPlan:
     def __init__(self, group: Group, items: Sequence[Item], moments: tuple[bool, bool]) -> None:
         self.group, self._library = group, group._library
         tensors = [item.tensor for item in items]
-        offsets, block_bytes = placed(tensors)
+        offsets, block_bytes = layout(tensors)
         self.common = Common(group, max(1, block_bytes * (1 + sum(moments))))
         begins = [0, block_bytes if moments[0] else None, block_bytes * sum(moments) if moments[1] else None]
         self.parameters, self.first, self.second = (
@@ -106,9 +106,9 @@ class StepPlan:
         group.barrier()
 
     def _own_gradients(self, items: Sequence[Item]) -> tuple[list[Tensor | None], list[int]]:
-        """This rank's memory that others read: gradients, notes and log. All ranks learn where it lies."""
+        """This rank's memory that others read: gradients, notes and log. All ranks exchange the addresses."""
         library, arena, group = self._library, self.group.arena, self.group
-        offsets, num_bytes = placed([torch.empty(0) if item.by_rows else item.tensor for item in items])
+        offsets, num_bytes = layout([torch.empty(0) if item.by_rows else item.tensor for item in items])
         sizes = (max(1, num_bytes), library.pt_notes_bytes(len(items)), library.pt_log_bytes())
         failure: MemoryError | None = None
         try:
@@ -116,12 +116,12 @@ class StepPlan:
             mine = [memory.data_ptr() - arena.base for memory in self._memory]
         except MemoryError as error:
             failure, mine = error, [-1] * len(sizes)
-        self._places = told(group, mine)
+        self._places = gathered_numbers(group, mine)
         lacking = [group.names[rank] for rank, places in enumerate(self._places) if places[0] < 0]
         if lacking:
             raise failure or MemoryError(f"rank {lacking[0]} has no shared memory for {sum(sizes)} bytes")
         gradients = [
-            None if item.by_rows else shaped(_piece(self._memory[0], offset, item.tensor), item.tensor)
+            None if item.by_rows else shaped_like(_piece(self._memory[0], offset, item.tensor), item.tensor)
             for item, offset in zip(items, offsets, strict=True)
         ]
         return gradients, [-1 if item.by_rows else offset for item, offset in zip(items, offsets, strict=True)]
@@ -160,7 +160,8 @@ class StepPlan:
         Errors: Mismatch where ranks disagree about tensors, hyper-parameters or steps so far; TimedOut. A rank that
         times out after it has made its part does not count the step, though the others may complete it: after
         TimedOut the copy may be one step ahead of `steps`, or in part. The same holds after PeerLost when a rank left
-        in mid-step while its process went on: nobody takes its place, and the others wait until it is done, or late.
+        in mid-step while its process went on: no rank takes over its part, and the others wait for it until they time
+        out.
         """
         self._part.weight = weight
         done = _i32()

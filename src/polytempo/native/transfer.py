@@ -35,7 +35,7 @@ class Transfer:
         self._end.atexit = False
 
     def done(self) -> bool:
-        """Whether it is finished, well or not."""
+        """Whether it is finished, with or without an error."""
         return bool(self.group._library.pt_transfer_done(self.group._handle, self.pointer))
 
     @property

@@ -1,4 +1,4 @@
-"""Kernels on flat tensors of one process: an optimizer's step, and whether all numbers are numbers."""
+"""Kernels on flat tensors of one process: an optimizer's step, and a search for NaN and infinities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.native.library import load, why_not
 from polytempo.native.step import Hyper
 
 DTYPES_UPDATED = (torch.float32, torch.float64)
-"""What the kernel of `Updater` is there for."""
+"""The dtypes that the kernel of `Updater` supports."""
 DTYPES_CHECKED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -37,7 +37,7 @@ def unfinite(values: Tensor) -> int:
 class Updater:
     """One optimizer's steps by the kernel `pt::update` (native/kernels.h): in f64 inside, rounded once at the end.
 
-    `hyper` says which optimizer; its `lr`, `step` and `first` may be changed between steps.
+    `hyper` has the optimizer's rule and numbers; its `lr`, `step` and `first` may be changed between steps.
     """
 
     def __init__(self, hyper: Hyper, dtype: torch.dtype) -> None:
@@ -80,8 +80,8 @@ class Updater:
     def descend_(self, gradient: Tensor, scale: float, weights: Tensor, out: Tensor) -> int:
         """As `update_` with one gradient, for SGD without momentum, looking at it on the way; `out` is not `weights`.
 
-        -1: all is well. Else the index of the gradient's first element that is NaN or infinite; `out` is to be thrown
-        away. Cost: as `update_`; looking at a large gradient costs nothing, for memory is the limit.
+        Returns -1, or the index of the gradient's first element that is NaN or infinite; then `out` is of no use.
+        Cost: as `update_`; on a large gradient the check costs nothing, for memory is the limit.
         """
         index: int = self._descend(
             *(self._code, self._hyper_address, gradient.data_ptr(), scale),
@@ -91,7 +91,7 @@ class Updater:
         return index
 
     def _arrays(self, count: int) -> tuple[Any, Any, int]:
-        """Room for so many gradients' addresses and scales, made once."""
+        """Arrays for the addresses and scales of `count` gradients, made once."""
         found = self._terms.get(count)
         if found is None:
             factors = (self._float * count)()

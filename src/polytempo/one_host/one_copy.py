@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.core import PolytempoError, Port, Strategy
-from polytempo.native.common import Common, placed
+from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.step import Item, StepPlan, most_row_bytes
@@ -59,7 +59,7 @@ def share_parameters(world: ProcessWorld, tensors: Mapping[str, Tensor]) -> tupl
     group = world.host_group()
     if group is None:
         raise ValueError(f"the ranks share no memory: {why_not() or 'they are on several hosts'}; use sync_sgd()")
-    offsets, num_bytes = placed(list(tensors.values()))
+    offsets, num_bytes = layout(list(tensors.values()))
     common = Common(group, max(1, num_bytes))
     shared = {n: common.tensor(offset, t) for offset, (n, t) in zip(offsets, tensors.items(), strict=True)}
     if group.rank == 0:
@@ -78,11 +78,11 @@ def alias_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter]
 
 
 def own_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter], common: Common | None) -> None:
-    """Give the parameters memory of their own again, equal on all ranks, and the common one back. All ranks call it."""
+    """Give the parameters memory of their own again, equal on all ranks, and free the common one. All ranks call it."""
     group = world.host_group()
-    with suppress(PolytempoError):  # where a rank is lost nobody waits, and the memory goes when all others have left
+    with suppress(PolytempoError):  # where a rank is lost no rank waits; the memory goes when all others have left
         if group is not None:
-            group.barrier()  # nobody copies before the last update
+            group.barrier()  # no rank copies before the last update
     for parameter in parameters.values():
         parameter.data = parameter.data.clone()
     if common is not None:
@@ -92,7 +92,7 @@ def own_parameters(world: ProcessWorld, parameters: Mapping[str, nn.Parameter], 
 
 _HELD = [torch.empty(0)]
 _UNSHARED = sys.getrefcount(_HELD[0])
-"""How many references there are to a tensor that one list holds, and nothing else."""
+"""The number of references to a tensor that only one list holds."""
 
 
 class OneCopy:
@@ -119,7 +119,7 @@ class OneCopy:
         self.plan = StepPlan(group, items, (self._rule.first is not None, self._rule.second is not None))
         self._places = [-1 if view is None else view.data_ptr() for view in self.plan.gradients]
         self._scale = 1.0
-        """What clipping asked for, until the next step or the next backward pass."""
+        """The factor of clipping, until the next step or the next backward pass."""
         self._hidden: list[Tensor | None] = []
         self._without_state: list[int] = []
         self._num_with_state = 0
@@ -174,7 +174,7 @@ class OneCopy:
         return arrived
 
     def _place(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Bring a gradient to where the others read it, and let go of the memory that it came in."""
+        """Copy a gradient to the place where the others read it, and free its own memory."""
         if sys.getrefcount(self.plan.gradients[index]) > _UNSHARED:
             self._leave_to_loop(index)
         place = self.plan.gradients[index]
@@ -184,7 +184,7 @@ class OneCopy:
         return place
 
     def _leave_to_loop(self, index: int) -> None:
-        """The loop has kept the last `.grad`: let that have memory of its own, for the next one comes to its place."""
+        """The loop has kept the last `.grad`: give that memory of its own, for the next gradient takes its place."""
         kept = self.plan.gradients[index]
         assert kept is not None
         self.plan.gradients[index] = kept.detach()
@@ -236,7 +236,7 @@ class OneCopy:
         When a rank dies meanwhile the others raise PeerLost, with all of the step made, or none of it.
         """
         hypers = hypers_of(self._rule, self._optimizer)
-        if len(self._optimizer.state) < self._num_with_state:  # the loop has cleared it: moments begin anew
+        if len(self._optimizer.state) < self._num_with_state:  # the loop has cleared it: moments begin again at 0
             self._adopt(writes=True, fresh=False)
         gradients = self._bring_all()
         try:
@@ -274,7 +274,7 @@ class OneCopy:
 
     @torch.no_grad()
     def _adopt(self, *, writes: bool, fresh: bool) -> None:
-        """Take over what the optimizer's state holds now, and let it alias the one copy. `fresh`: all is zero yet."""
+        """Take over the present optimizer state, and let it alias the one copy. `fresh`: all moments are still zero."""
         self._without_state, self._num_with_state = [], 0
         for index, parameter in enumerate(self._parameters):
             state: dict[str, Any] = self._optimizer.state.get(parameter) or {}

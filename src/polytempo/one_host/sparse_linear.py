@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from polytempo.core import TimedOut
 from polytempo.data import SparseRows
-from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Problem, RowPart, logistic_epoch
+from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch
 from polytempo.strategies.hogwild import Update
 
 _MODES = {"free": FREE, "locked": LOCKED, "in_turn": IN_TURN}
@@ -43,7 +43,7 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Raise ValueError for settings out of range."""
         if self.update not in _MODES:
             raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {self.update!r}")
         for name in ("workers", "epochs", "window"):
@@ -60,7 +60,7 @@ class Settings:
 
 
 class Shared(NamedTuple):
-    """What all workers of a fit see: memory mapped before they are forked, which ends with the last of them."""
+    """The memory that all workers of a fit share: mapped before they are forked, gone with the last of them."""
 
     weights: NDArray[np.float32]
     locks: NDArray[np.uint32]
@@ -69,8 +69,8 @@ class Shared(NamedTuple):
     """How many gates each worker has reached."""
 
 
-class Report(NamedTuple):
-    """What a worker says of its epochs."""
+class EpochReport(NamedTuple):
+    """A worker's measurements of its epochs."""
 
     seconds: list[float]
     updates: int
@@ -79,7 +79,7 @@ class Report(NamedTuple):
 
 
 def shared_for(rows: SparseRows, settings: Settings) -> Shared:
-    """Zeros for a fit. Nothing has a name, so nothing can be left behind."""
+    """Zeros for a fit, in memory without a name, so that none stays behind."""
     num_locks = rows.num_columns if settings.update == "locked" else 1
     return Shared(
         _zeros(rows.num_columns, np.float32),
@@ -96,11 +96,12 @@ def _zeros(count: int, dtype: type[Any]) -> NDArray[Any]:
 
 def work(
     rank: int, rows: SparseRows, settings: Settings, shared: Shared, lock: AbstractContextManager[object]
-) -> Report:
+) -> EpochReport:
     """Learn from this worker's part of every epoch. Step size γβᵏ in epoch k; the workers meet between epochs."""
     decay = scaled_decay(rows, settings.l2)
     problem = Problem(*rows[:4], decay, shared.weights, shared.locks, shared.turn)
-    window, part = window_of(rows, settings), part_of(rank, rows.num_rows, settings)
+    part = part_of(rank, rows.num_rows, settings)
+    access = Access(_MODES[settings.update], window_of(rows, settings), settings.timeout_s, lock)
     seconds: list[float] = []
     loss_sums: list[float] = []
     updates = reached = 0
@@ -115,16 +116,13 @@ def work(
             order,
             part,
             settings.lr * settings.decay**epoch,
-            update=_MODES[settings.update],
-            window=window,
-            timeout_s=settings.timeout_s,
-            lock=lock,
+            access,
             rank=rank,
         )
         reached = _meet(rank, reached, settings, shared)
         seconds.append(time.perf_counter() - begin_s)
         loss_sums.append(_loss_sum(rank, rows, settings, shared.weights))
-    return Report(seconds, updates, loss_sums)
+    return EpochReport(seconds, updates, loss_sums)
 
 
 def part_of(rank: int, num_rows: int, settings: Settings) -> RowPart:
@@ -194,7 +192,7 @@ def _sum_of_losses(rows: SparseRows, weights: NDArray[np.float32], begin: int, e
 
 
 def _meet(rank: int, reached: int, settings: Settings, shared: Shared) -> int:
-    """Wait until all workers have come as far as this one; the core is given away meanwhile."""
+    """Wait until all workers have come as far as this one, yielding the core meanwhile."""
     deadline_s = time.monotonic() + settings.timeout_s
     shared.gates[rank * _LINE] = reached + 1
     while shared.gates[::_LINE].min() <= reached:

@@ -1,4 +1,4 @@
-"""The optimizers of torch that the native core knows, and what they keep for each parameter."""
+"""The optimizers of torch that the native core has, and their state for each parameter."""
 
 from __future__ import annotations
 

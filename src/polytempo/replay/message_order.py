@@ -1,6 +1,6 @@
-"""Gates: what may enter a machine of a replay, and when. Messages that come before their turn are held.
+"""`MessageOrder`: lets messages into a machine of a replay in the recorded order. Early messages are held back.
 
-    push of worker 1 ──▶ ┌ gate ────────────────────────────┐
+    push of worker 1 ──▶ ┌ order ───────────────────────────┐
     pull of worker 0 ──▶ │ record: pull of worker 0, then   │──▶ pull of worker 0, push of worker 1 ──▶ shard 0
                          │ push of worker 1                 │
                          └──────────────────────────────────┘
@@ -19,19 +19,16 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, final
 
 import torch
-from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from polytempo.core.ranges import Ranges
+from polytempo.replay.entries import Key, as_recorded, difference_of, key_of_entry, key_of_message, words
 from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Noted, Outbox, Push, Pushed, Reply, Request, View
+from polytempo.server.message import COORDINATOR, Deal, Message, Outbox, Push, Pushed, Reply, Request, View
 from polytempo.server.record import (
     Asking,
-    Enrolling,
     Entry,
-    Inquiring,
     Lost,
-    Noting,
     PullEntry,
     PushEntry,
     Saving,
@@ -42,14 +39,13 @@ from polytempo.server.shard.node import Node
 
 Life = tuple[int, int]
 """A worker and its incarnation."""
-Key = tuple[str | int, int, int]
 
 CUE = View(0, (), ())
-"""Tells the program of a life to begin, and later that all that it did in the run is done."""
+"""The message with which the program of a life begins, and later the one that ends it: its entries are all replayed."""
 
 
 class Fate(NamedTuple):
-    """What became of a push: its staleness when it was used, the verdict and its reason."""
+    """The outcome of a push: its staleness when it was used, the verdict and its reason."""
 
     staleness: int
     verdict: str
@@ -57,18 +53,18 @@ class Fate(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A push that a shard has taken in."""
+    """A push that a shard has applied."""
 
     shard: int
     number: int
-    """Which entry of the shard's log it is."""
+    """The number of its entry in the shard's log."""
     version: int
-    """The shard's, before."""
+    """The shard's version before it."""
     entry: PushEntry
 
 
 class Stop(NamedTuple):
-    """Where a replay is to stop.
+    """The place at which a replay stops.
 
     "step": when every batch of the first so many steps has been pushed to shard 0 (a step is as many tickets as there
     are workers, as in the metrics); "ticket": when that ticket has been; "version": when shard 0 has been updated so
@@ -80,7 +76,7 @@ class Stop(NamedTuple):
 
 
 class ReplayProgress:
-    """What all gates of a replay share: who plays whom, and how far everybody is."""
+    """What all machines of a replay share: the rank of each life, its tickets, and how far the replay is."""
 
     def __init__(self, rank_of: dict[Life, int], entries_of: Counter[Life], workers: int, stop: Stop | None) -> None:
         self.rank_of, self.entries_of = rank_of, entries_of
@@ -93,13 +89,13 @@ class ReplayProgress:
         self.begun: set[Life] = set()
         self.dealt: dict[Life, list[int]] = {life: [] for life in rank_of}
         self.verdicts: dict[tuple[int, Life, int], Fate] = {}
-        """(shard, life, sequence) -> what became of that push."""
+        """(shard, life, sequence) -> the outcome of that push."""
         self.squares: dict[tuple[Life, int, tuple[int, ...]], float] = defaultdict(float)
         """(life, clock, tickets) -> the squared norm of that gradient, summed over shards."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be let in."""
+        """Whether machines take no more messages."""
         return self.stopped or self.difference is not None
 
     def differs(self, where: str, how: str) -> None:
@@ -115,12 +111,12 @@ class ReplayProgress:
         return [(self.rank_of[life], CUE)]
 
     def done(self, life: Life) -> Outbox:
-        """One more entry of a life was let in; after the last one it is told."""
+        """One more entry of a life was replayed; after the last one its program gets the cue to end."""
         self.entries_of[life] -= 1
         return [(self.rank_of[life], CUE)] if not self.entries_of[life] and life in self.rank_of else []
 
     def addressed(self, out: Outbox) -> Outbox:
-        """Messages to workers, to those who play them. They need no views: nobody moves in a replay."""
+        """Messages to workers, addressed to the ranks of their lives. Views are left out: no copy moves in a replay."""
         sent: Outbox = []
         for to, message in out:
             if isinstance(message, Deal) or (isinstance(message, Reply) and message.worker != COORDINATOR):
@@ -158,7 +154,7 @@ class ReplayProgress:
                 f"{kind}={number}; give {kind}={begins} or more"
             )
 
-    def has_pushed(self, entry: PushEntry, version: int) -> None:
+    def note_push(self, entry: PushEntry, version: int) -> None:
         """Shard 0 has taken a push in; stop if that is where to."""
         for ticket in entry.tickets:
             self.pushed.add(ticket)
@@ -175,30 +171,30 @@ class ReplayProgress:
 
 
 class OrderedMachine(Protocol):
-    """The way into one machine."""
+    """A machine that takes messages by the record."""
 
     def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
-        """Let `message` in as `entry` says, or do what `entry` says without one."""
+        """Take `message`, the one of `entry`; None: perform an entry without a message."""
 
     def pass_by(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take what is in no record."""
+        """Take a message that is in no record."""
 
     def missing(self, entry: Entry) -> Outbox:
-        """What can be done so that the message of `entry` comes."""
+        """What to send so that the message of `entry` comes."""
 
 
 @final
 class MessageOrder:
-    """A machine (`server.loop.Machine`) that takes in what `entries` say, in that order."""
+    """A machine (`server.loop.Machine`) that takes the messages of `entries`, in that order."""
 
     def __init__(
-        self, name: str, entries: Sequence[Entry], door: OrderedMachine, play: ReplayProgress, first: int = 1
+        self, name: str, entries: Sequence[Entry], machine: OrderedMachine, progress: ReplayProgress, first: int = 1
     ) -> None:
         self.name, self.entries = name, entries
         self.passed = 0
-        """How many entries were let in."""
+        """How many entries were replayed."""
         self.finished = False
-        self._door, self._play, self._first = door, play, first
+        self._machine, self._progress, self._first = machine, progress, first
         self._held: dict[Key, Message] = {}
 
     @property
@@ -214,125 +210,70 @@ class MessageOrder:
         return f"{self.name}, entry {self._first + self.passed}"
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Hold the message until it is its turn, and let in whose turn has come."""
+        """Hold the message until its turn; then take all messages whose turn has come."""
         key = key_of_message(message)
         if key is None:
-            return self._play.addressed(self._door.pass_by(now_s, source, message))
+            return self._progress.addressed(self._machine.pass_by(now_s, source, message))
         self._held[key] = message
-        return self._let_in(now_s)
+        return self._take_due(now_s)
 
     def tick(self, now_s: float) -> Outbox:
-        """Once, at the beginning."""
-        return self._let_in(now_s)
+        """At the beginning: take what needs no message."""
+        return self._take_due(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """A replay knows no time."""
+        """Infinite: a replay has no timers."""
         return float("inf")
 
     def flops(self, message: Message) -> float:
-        """Nor does anything take any."""
+        """0: a replay takes no virtual time."""
         return 0.0
 
-    def _let_in(self, now_s: float) -> Outbox:
-        play, out = self._play, Outbox()
-        while not play.over and self.passed < len(self.entries):
+    def _take_due(self, now_s: float) -> Outbox:
+        progress, out = self._progress, Outbox()
+        while not progress.over and self.passed < len(self.entries):
             entry = self.entries[self.passed]
             key = key_of_entry(entry)
             message = None if key is None else self._held.pop(key, None)
             if key is not None and message is None:
-                return out + self._door.missing(entry)
+                return out + self._machine.missing(entry)
             expected = None if message is None else as_recorded(entry, message)
-            out += play.addressed(self._door.enter(now_s, entry, expected))
+            out += progress.addressed(self._machine.enter(now_s, entry, expected))
             if isinstance(entry, PushEntry | PullEntry | Asking):
-                out += play.done((entry.worker, entry.incarnation))
+                out += progress.done((entry.worker, entry.incarnation))
             self.passed += 1
         return out
 
 
-def key_of_message(message: Message) -> Key | None:
-    """What a message and its entry have in common; None for messages that are in no record."""
-    if isinstance(message, Request | Ask):
-        return message.worker, 0 if message.worker == COORDINATOR else message.incarnation, message.sequence
-    return ("noted", message.shard, message.sequence) if isinstance(message, Noted) else None
-
-
-def key_of_entry(entry: Entry) -> Key | None:
-    """The same of an entry; None for what happened without a message."""
-    match entry:
-        case PushEntry() | PullEntry() | Asking():
-            return entry.worker, entry.incarnation, entry.sequence
-        case Noting():
-            return "noted", entry.shard, entry.sequence
-        case Enrolling() | Inquiring() | Saving() if entry.sequence:
-            return COORDINATOR, 0, entry.sequence
-    return None
-
-
-def as_recorded(entry: Entry, message: Message) -> Message:
-    """The message with what depends on the arrival of answers as it was; see the module's text."""
-    if isinstance(entry, PushEntry) and isinstance(message, Push):
-        return replace(message, basis=entry.basis)
-    if isinstance(entry, Asking) and isinstance(message, Ask):
-        return replace(message, done=entry.done)
-    return message
-
-
-def words(entry: Entry) -> str:
-    """An entry as a person reads it."""
-    match entry:
-        case PushEntry():
-            return f"push of worker {entry.worker} (life {entry.incarnation}, tickets {list(entry.tickets)})"
-        case PullEntry():
-            return f"pull of worker {entry.worker} (life {entry.incarnation}, step {entry.clock})"
-        case Asking():
-            return f"call number {entry.sequence} for work by worker {entry.worker} (life {entry.incarnation})"
-        case Lost():
-            return f"loss of node {entry.node}"
-        case Stopping():
-            return "the end of the run, for a score was good enough"
-        case Noting():
-            return f"shard {entry.shard}'s answer to request {entry.sequence} of the coordinator"
-    return f"request {entry.sequence} of the coordinator ({type(entry).__struct_config__.tag})"
-
-
-def difference_of(recorded: Entry, replayed: Entry) -> str:
-    """Which fields differ, with both values."""
-    if type(recorded) is not type(replayed):
-        return f"recorded as {words(recorded)}, replayed as {words(replayed)}"
-    other = asdict(replayed)
-    fields = [f"{k} recorded as {v}, replayed as {other[k]}" for k, v in asdict(recorded).items() if v != other[k]]
-    return f"{words(recorded)}: {'; '.join(fields)}"
-
-
 @final
 class OrderedShard:
-    """The way into the only copy of one shard."""
+    """The only copy of one shard, which takes messages by the record."""
 
-    def __init__(self, node: Node, play: ReplayProgress) -> None:
-        self._node, self._play = node, play
-        self.gate: MessageOrder | None = None
+    def __init__(self, node: Node, progress: ReplayProgress) -> None:
+        self._node, self._progress = node, progress
+        self.order: MessageOrder | None = None
         self.pushes: list[Arrived] = []
 
     @property
     def version(self) -> int:
-        """The shard's."""
+        """The shard's version."""
         return self._node.shard.version
 
     def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
-        """See `OrderedMachine`. Compares what came of it with the record."""
+        """See `OrderedMachine`. Compares the outcome with the record."""
         assert isinstance(message, Request)
-        assert self.gate is not None
-        shard, play = self._node.shard, self._play
+        assert self.order is not None
+        shard, progress = self._node.shard, self._progress
         before = shard.version
         out = self._node.receive(now_s, message.worker, message)
         replayed = entry_of(message, shard.version)
         if replayed != entry:
-            play.differs(self.gate.where, difference_of(entry, replayed))
+            progress.differs(self.order.where, difference_of(entry, replayed))
         if isinstance(message, Push) and isinstance(entry, PushEntry):
             self.pushes.append(Arrived(shard.number, shard.index, before, entry))
-            play.add_square(entry, message, shard.gradient_of(message))
+            progress.add_square(entry, message, shard.gradient_of(message))
             if shard.number == 0:
-                play.has_pushed(entry, shard.version)
+                progress.note_push(entry, shard.version)
         return out
 
     def pass_by(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -346,15 +287,15 @@ class OrderedShard:
 
 @final
 class OrderedCoordinator:
-    """The way into the coordinator."""
+    """The coordinator, which takes messages by the record."""
 
-    def __init__(self, coordinator: Coordinator, play: ReplayProgress) -> None:
-        self._coordinator, self._play = coordinator, play
+    def __init__(self, coordinator: Coordinator, progress: ReplayProgress) -> None:
+        self._coordinator, self._progress = coordinator, progress
 
     def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
-        """See `OrderedMachine`. The loss of a copy is no matter here: the shards of a replay live."""
+        """See `OrderedMachine`. The loss of a copy changes nothing: the shards of a replay have one copy each."""
         if isinstance(entry, Lost):
-            return self._coordinator.lose(now_s, entry.node) if entry.node < self._play.workers else []
+            return self._coordinator.lose(now_s, entry.node) if entry.node < self._progress.workers else []
         if isinstance(entry, Saving):
             return self._coordinator.save(now_s, entry.number)
         if isinstance(entry, Stopping):
@@ -369,4 +310,4 @@ class OrderedCoordinator:
 
     def missing(self, entry: Entry) -> Outbox:
         """A life begins when its first call is due."""
-        return self._play.begin((entry.worker, entry.incarnation)) if isinstance(entry, Asking) else []
+        return self._progress.begin((entry.worker, entry.incarnation)) if isinstance(entry, Asking) else []

@@ -21,17 +21,17 @@ _MOST = 100_000
 
 
 class Recorded(NamedTuple):
-    """What one start of a run left."""
+    """The records of one start of a run."""
 
     facts: RunFacts
     coordinator: list[Entry]
     shards: list[list[Entry]]
     begins: list[int]
-    """Entries of each shard's log that came before."""
+    """How many entries of each shard's log came before this start."""
     whole: bool
     """Whether every record is known to its end."""
     start: Path | None
-    """Where the snapshot is that it went on from."""
+    """The folder of the snapshot from which this start resumed."""
     finals: dict[str, str]
     """The hashes of the workers' final weights by worker and life; empty if the run did not come to its end."""
     rows: list[dict[str, Any]]

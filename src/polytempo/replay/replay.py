@@ -1,4 +1,4 @@
-"""`replay`: re-run a recorded run with a parameter server, compare it with the record, show who pushed what."""
+"""`replay`: runs a recorded run with a parameter server again, compares it with the record, lists its pushes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.spec.job import Job
 
 STOPS = ("step", "ticket", "version")
 _TIMES = ("seconds", "samples_per_s", "idle_share")
-"""What a row of metrics says that depends on the clock."""
+"""The fields of a row of metrics that depend on the clock."""
 
 
 class PushSeen(NamedTuple):
@@ -51,7 +51,7 @@ class PushSeen(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a replay."""
+    """The outcome of a replay."""
 
     run: str
     job: str
@@ -63,9 +63,9 @@ class Replayed:
     difference: str | None
     """The first difference."""
     stopped: str | None
-    """Where it was told to stop, if it did."""
+    """The stop that was asked for, if the replay reached it."""
     ends: list[str]
-    """Where the records end before the run's end: for each machine what it would take in next."""
+    """Where the records end before the run's end: for each machine the next entry."""
     entries: dict[str, list[int]]
     """Machine -> [entries taken in, entries recorded]."""
     rows: int
@@ -74,9 +74,9 @@ class Replayed:
     """Of the final weights; None where the replay does not come to the end."""
     recorded_sha256: str | None
     errors: dict[str, str]
-    """What ended a worker's life with an error: "worker.life" -> error."""
+    """Lives of workers that ended with an error: "worker.life" -> error."""
     notes: list[str]
-    """What is not as it was when the run was recorded, and may change bits."""
+    """Differences of machine and software from the recorded run that may change bits."""
     pushes: list[PushSeen]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,23 +98,23 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
     """
     recorded = read_run(run)
     _check(recorded, job, strategy, stop)
-    stage = Rerun(recorded, job, strategy, data, stop)
-    stage.play.check_stop(stage.doors[0].version)
-    stage.perform()
-    ends = [] if stage.play.stopped else [gate.waits_for for gate in stage.gates if gate.waits_for]
-    difference = stage.play.difference
-    whole = not ends and not stage.play.stopped
-    rows, row_difference = _compare_rows(recorded, stage.rows, whole=whole)
-    scores, score_difference = _compare_scores(recorded, stage.scored)
+    rerun = Rerun(recorded, job, strategy, data, stop)
+    rerun.progress.check_stop(rerun.shards[0].version)
+    rerun.perform()
+    ends = [] if rerun.progress.stopped else [order.waits_for for order in rerun.orders if order.waits_for]
+    difference = rerun.progress.difference
+    whole = not ends and not rerun.progress.stopped
+    rows, row_difference = _compare_rows(recorded, rerun.rows, whole=whole)
+    scores, score_difference = _compare_scores(recorded, rerun.scored)
     if difference is None and ends and recorded.whole and recorded.finals:
-        difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in stage.errors.items())
+        difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in rerun.errors.items())
     difference = difference or row_difference or score_difference
     at_end = difference is None and whole
     if at_end:
-        difference = _compare_finals(recorded.finals, stage.finals)
+        difference = _compare_finals(recorded.finals, rerun.finals)
     facts = recorded.facts
     recorded_sha256 = None if recorded.result is None else recorded.result["parameters_sha256"]
-    finals = list(stage.finals.values())
+    finals = list(rerun.finals.values())
     return Replayed(
         run=str(run),
         job=facts.job,
@@ -123,15 +123,15 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
         generation=facts.generation,
         same=difference is None,
         difference=difference,
-        stopped=f"{stop.kind} {stop.number}" if stop is not None and stage.play.stopped else None,
+        stopped=f"{stop.kind} {stop.number}" if stop is not None and rerun.progress.stopped else None,
         ends=ends if difference is None else [],
-        entries={gate.name: [gate.passed, len(gate.entries)] for gate in stage.gates},
+        entries={order.name: [order.passed, len(order.entries)] for order in rerun.orders},
         rows=rows + scores,
         parameters_sha256=None if not finals else recorded_sha256 if recorded_sha256 in finals else finals[0],
         recorded_sha256=recorded_sha256,
-        errors=stage.errors,
+        errors=rerun.errors,
         notes=_notes(recorded, job),
-        pushes=[_seen(stage, arrived) for door in stage.doors for arrived in door.pushes],
+        pushes=[_seen(rerun, arrived) for shard in rerun.shards for arrived in shard.pushes],
     )
 
 
@@ -195,7 +195,7 @@ def _compare_finals(recorded: Mapping[str, str], replayed: Mapping[str, str]) ->
 
 
 def _notes(recorded: Recorded, job: Job) -> list[str]:
-    """What may change bits."""
+    """Differences from the recorded run that may change bits."""
     facts, now = recorded.facts, bits_now()
     notes = [
         f"recorded with {name} {was}, replayed with {now.get(name, 'none')}"
@@ -211,11 +211,11 @@ def _notes(recorded: Recorded, job: Job) -> list[str]:
     return notes
 
 
-def _seen(stage: Rerun, arrived: Arrived) -> PushSeen:
-    play, entry = stage.play, arrived.entry
+def _seen(rerun: Rerun, arrived: Arrived) -> PushSeen:
+    progress, entry = rerun.progress, arrived.entry
     life = entry.worker, entry.incarnation
-    fate = play.verdicts.get((arrived.shard, life, entry.sequence))
-    losses = dict(zip(play.dealt[life], stage.losses[life], strict=False))
+    fate = progress.verdicts.get((arrived.shard, life, entry.sequence))
+    losses = dict(zip(progress.dealt[life], rerun.losses[life], strict=False))
     known = [losses[ticket] for ticket in entry.tickets if ticket in losses]
     return PushSeen(
         shard=arrived.shard,
@@ -231,5 +231,5 @@ def _seen(stage: Rerun, arrived: Arrived) -> PushSeen:
         verdict="waits" if fate is None else fate.verdict,
         reason="" if fate is None else fate.reason,
         loss=sum(known) / len(known) if known else None,
-        norm=math.sqrt(play.squares[life, entry.clock, entry.tickets]),
+        norm=math.sqrt(progress.squares[life, entry.clock, entry.tickets]),
     )

@@ -1,11 +1,11 @@
-"""`Rerun`: a recorded run with a parameter server once more, in the virtual world.
+"""`Rerun`: performs a recorded run with a parameter server again, in the virtual world.
 
-    records ──▶ gates ──▶ shards, coordinator      each takes in what it took in then, in that order
+    records ──▶ orders ──▶ shards, coordinator     each takes the messages of the run, in their order
                             ▲        │
-                            └── lives of workers   the programs of the run; one that was killed is not heard to its end
+                            └── lives of workers   the programs of the run; a killed one ends where its record ends
 
 Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
-is over when nobody can go on; that is where the records end.
+is over when no machine can go on; that is where the records end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
 from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.record import Asking, PullEntry, PushEntry
@@ -50,7 +52,7 @@ _INSTANT = Cluster(network=Link(0.0, _NEVER), memory=Link(0.0, _NEVER), flops_pe
 
 
 class Rerun:
-    """Everybody of one replay. `play.difference` and what the gates say tell how it went."""
+    """The machines and lives of one replay. `progress.difference` has the first difference from the record."""
 
     def __init__(self, recorded: Recorded, job: Job, strategy: Strategy, data: Path | None, stop: Stop | None) -> None:
         assert strategy.server is not None
@@ -65,7 +67,7 @@ class Rerun:
         self.program = ServedProgram(RunSpec.of(job, strategy, facts.workers, options_of(facts, data)), self.topology)
         entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
         taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | PullEntry | PushEntry))
-        self.play = ReplayProgress(self.rank_of, taken, facts.workers, stop)
+        self.progress = ReplayProgress(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
         self.scored: list[dict[str, Any]] = []
         """The rows about tests, of all scores that could have been taken."""
@@ -75,18 +77,18 @@ class Rerun:
         self.scheduler = self.program.scheduler()
         self.scores = self._scores()
         self.coordinator = self._coordinator(recorded)
-        self.doors = [self._door(recorded, shard) for shard in range(shards)]
-        self.gates = [
-            MessageOrder(f"shard {n}", entries, door, self.play, 1 + recorded.begins[n])
-            for n, (door, entries) in enumerate(zip(self.doors, recorded.shards, strict=True))
+        self.shards = [self._shard(recorded, shard) for shard in range(shards)]
+        self.orders = [
+            MessageOrder(f"shard {n}", entries, machine, self.progress, 1 + recorded.begins[n])
+            for n, (machine, entries) in enumerate(zip(self.shards, recorded.shards, strict=True))
         ]
-        for door, gate in zip(self.doors, self.gates, strict=True):
-            door.gate = gate
-        entrance = OrderedCoordinator(self.coordinator, self.play)
-        self.gates.append(MessageOrder("the coordinator", recorded.coordinator, entrance, self.play))
+        for shard, order in zip(self.shards, self.orders, strict=True):
+            shard.order = order
+        machine = OrderedCoordinator(self.coordinator, self.progress)
+        self.orders.append(MessageOrder("the coordinator", recorded.coordinator, machine, self.progress))
 
     def perform(self) -> None:
-        """ReplayProgress until nobody can go on."""
+        """Run until no machine can go on."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.facts.threads)
         try:
@@ -106,15 +108,13 @@ class Rerun:
             found = resumed(recorded.start, len(self.topology.chains), {})
             scheduler.load(found.scheduler, found.applied)
             for first, last in found.applied[0]:
-                self.play.pushed.add(first, last)
+                self.progress.pushed.add(first, last)
         return Coordinator(
-            self.topology.coordinator,
-            self.topology.workers,
-            self.topology.chains,
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains),
             scheduler,
             _TIMING,
             incarnation=facts.generation * LIVES + 1,
-            on_row=self._on_row,
+            listeners=Listeners(on_row=self._on_row),
         )
 
     def _on_row(self, text: bytes) -> None:
@@ -127,7 +127,7 @@ class Rerun:
         points = program.points
         return OffTheClock(points, program.scorer(), program.dtype, self.scored.append, lambda: 0.0)
 
-    def _door(self, recorded: Recorded, number: int) -> OrderedShard:
+    def _shard(self, recorded: Recorded, number: int) -> OrderedShard:
         """The shard as it was when the run began, or went on."""
         native = self.facts.native and can_be_native(self.program.dtype)
         shard = self.program.shard(number, native=native)
@@ -141,30 +141,30 @@ class Rerun:
         node.receive(0.0, coordinator, View(1, chains, ()))
         if self.scores is not None:
             self.scores.begin([shard])
-        return OrderedShard(node, self.play)
+        return OrderedShard(node, self.progress)
 
     # ------------------------------------------------------------------ lives
 
     async def _act(self, port: Port) -> None:
         machine = port.rank - self.topology.chains[0][0]
         if machine >= 0:
-            await serve(port, self.gates[machine])
+            await serve(port, self.orders[machine])
         for life, rank in self.rank_of.items():
             if rank == port.rank:
                 await self._live(port, life)
 
     async def _live(self, port: Port, life: Life) -> None:
-        """One life, from when its first message was due to when its last one had come."""
+        """One life, from the cue before its first message to the cue after its last."""
         await port.take(None)
         worker, incarnation = life
         client = self.program.client(worker, incarnation, _TIMING)
         context = self.program.context()
         context.compute_gradients = _noting(context.compute_gradients, self.losses[life])
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
-        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # nobody talks to them
+        group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # no message goes to the others
         try:
             attendance = await _until_cue(through(client, port, work(group, context, client)))
-        except Exception as error:  # the run had it too, or something differs: the gates tell
+        except Exception as error:  # the run had it too, or the orders show a difference
             self.errors[written(life)] = f"{type(error).__name__}: {error}"
             return
         if attendance is not None:

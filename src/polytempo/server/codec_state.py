@@ -1,4 +1,4 @@
-"""What a codec remembers of elements, when these change their ranges: it goes with them.
+"""A codec's state when elements change their ranges: each element's state goes with it.
 
 before   [ r r r r r | r r r ]       residuals of two ranges
 after    [ r r r | r r r r r ]       each element's is where the element is
@@ -16,28 +16,28 @@ from polytempo.core import CodecState, Residual
 from polytempo.core.codec import PartlyGiven
 
 
-class Kept(NamedTuple):
-    """What was remembered of the elements `start` and following, seen as `shape`: a codec's state, or a part of it."""
+class RangeState(NamedTuple):
+    """A codec's state, or a part of it, of the elements from `start` on, seen as `shape`."""
 
     start: int
     shape: tuple[int, ...]
     state: CodecState
 
 
-def carried(before: Sequence[Kept], start: int, shape: tuple[int, ...], fresh: CodecState) -> CodecState:
-    """The state of the range at `start` of `shape`, for which `fresh` is the state of a range that is new.
+def redistribute(before: Sequence[RangeState], start: int, shape: tuple[int, ...], fresh: CodecState) -> CodecState:
+    """The state of the range of `shape` at `start`, made from those `before`. `fresh`: the state of a new range.
 
-    Tensors with an element for each of the range's go element by element, and are as in `fresh` where there was none.
-    Of everything else (an adapted threshold) the largest part that was there before is followed.
+    Tensors with one element for each element of the range go element by element, and are as in `fresh` where there was
+    none. Of everything else (an adapted threshold) the largest earlier range decides.
     """
     end = start + torch.Size(shape).numel()
     shared = [(min(end, k.start + torch.Size(k.shape).numel()) - max(start, k.start), k) for k in before]
     largest_first = sorted((each for each in shared if each[0] > 0), key=lambda each: -each[0])
-    return _carried([kept for _, kept in largest_first], start, shape, fresh)
+    return _redistributed([kept for _, kept in largest_first], start, shape, fresh)
 
 
-def owed(state: CodecState) -> Iterator[Tensor]:
-    """All that a state owes."""
+def residuals(state: CodecState) -> Iterator[Tensor]:
+    """The residuals in a state: what its codec has not sent yet."""
     if isinstance(state, PartlyGiven):  # not all that ranks would add up is to be given: `dgc`
         yield from state.given()[0]
     elif isinstance(state, Residual):
@@ -45,16 +45,16 @@ def owed(state: CodecState) -> Iterator[Tensor]:
             yield state.residual
     elif isinstance(state, tuple | dict):
         for part in state.values() if isinstance(state, dict) else state:
-            yield from owed(part)
+            yield from residuals(part)
 
 
-def _carried(before: Sequence[Kept], start: int, shape: tuple[int, ...], fresh: Any) -> Any:
+def _redistributed(before: Sequence[RangeState], start: int, shape: tuple[int, ...], fresh: Any) -> Any:
     if not before:
         return fresh
     if isinstance(fresh, dict):
-        return {key: _carried(_parts(before, key), start, shape, value) for key, value in fresh.items()}
+        return {key: _redistributed(_parts(before, key), start, shape, value) for key, value in fresh.items()}
     if isinstance(fresh, tuple):
-        values = [_carried(_parts(before, i), start, shape, value) for i, value in enumerate(fresh)]
+        values = [_redistributed(_parts(before, i), start, shape, value) for i, value in enumerate(fresh)]
         return type(fresh)(*values) if hasattr(fresh, "_fields") else tuple(values)
     by_element = [kept for kept in before if isinstance(kept.state, Tensor) and kept.state.shape == kept.shape]
     if by_element:
@@ -64,11 +64,11 @@ def _carried(before: Sequence[Kept], start: int, shape: tuple[int, ...], fresh: 
     return first if fits and not (fresh is None and isinstance(first, Tensor)) else fresh
 
 
-def _parts(before: Sequence[Kept], key: Any) -> list[Kept]:
+def _parts(before: Sequence[RangeState], key: Any) -> list[RangeState]:
     return [kept._replace(state=kept.state[key]) for kept in before]
 
 
-def _gathered(before: Sequence[Kept], start: int, shape: tuple[int, ...], fresh: Tensor | None) -> Tensor:
+def _gathered(before: Sequence[RangeState], start: int, shape: tuple[int, ...], fresh: Tensor | None) -> Tensor:
     like = before[0].state
     out = like.new_zeros(shape) if fresh is None or fresh.shape != shape else fresh.clone()
     flat = out.view(-1)

@@ -11,7 +11,7 @@ from polytempo.core import Codec
 _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor on which a law has to hold: codecs are chosen before there is a model."""
 _LOSES = 0.1
-"""Of the squared norm, at most: the weights of a model bear an error of some per cent, not of one half."""
+"""The largest part of the squared norm: a model works with an error of some per cent, not of one half."""
 
 
 def check_push_codec(codec: Codec | None) -> None:
@@ -24,7 +24,7 @@ def check_push_codec(codec: Codec | None) -> None:
 
 
 def check_pull_codec(codec: Codec | None) -> None:
-    """Raise ValueError for a codec that leaves weights out, changes them much, or remembers: all are pulled."""
+    """Raise ValueError for a codec that leaves weights out, changes them much, or keeps a state: all are pulled."""
     if codec is None:
         return
     fit = "bf16(), fp16(), int8() or dynamic8()"

@@ -1,12 +1,12 @@
-"""What is pushed and pulled, encoded: for each shard one message, of ranges of parameters.
+"""Pushes and pulls, encoded: for each shard one message, of ranges of parameters.
 
 parameters   [ w1 w1 w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 ]      w1 has rows of 2, b1 is small
 shard 1                     └──────────────────────┘
 ranges                      w1[5:6] | w1[6:8] | b1 | w2[0:2]  whole rows, and what a cut leaves of a row by itself
 message      [ wire | wire | b1 as it is | wire ]             uint8: what travels, and what logs and records hold
 
-A codec's groups (1-bit's columns, scales of rows) are rows, so where shards are cut between rows, or a codec knows no
-groups, the cuts change no bit. What is small as a whole parameter travels as it is, wherever it is cut.
+A codec's groups (1-bit's columns, scales of rows) are rows, so where shards are cut between rows, or a codec has no
+groups, the cuts change no bit. A small parameter travels as it is, wherever it is cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polytempo.compression.packing import EXACT_BELOW, Packing, whole
 from polytempo.core import Codec, CodecState, NotFinite, PolytempoError
-from polytempo.server.codec_state import Kept, carried, owed
+from polytempo.server.codec_state import RangeState, redistribute, residuals
 from polytempo.server.layout import Parameter, Spans, describe
 from polytempo.server.shard.optimizer import can_be_native, first_unfinite
 
@@ -29,14 +29,14 @@ _ALIGNED = 8
 
 
 class Undecodable(ValueError):
-    """A message that is no encoding of this shard's ranges."""
+    """A message is no encoding of this shard's ranges."""
 
 
 class Overflown(PolytempoError):
-    """A worker has pulled weights that are no numbers any more, though no gradient was: steps were too large."""
+    """A worker pulled weights that are NaN or infinite, though every gradient was finite: steps were too large."""
 
 
-class Range(NamedTuple):
+class ParameterRange(NamedTuple):
     """Elements of one parameter that one shard holds."""
 
     name: str
@@ -59,9 +59,9 @@ class Range(NamedTuple):
         return vector[at : at + self.numel].view(self.shape)
 
 
-def ranges(parameters: Sequence[Parameter], spans: Spans) -> tuple[Range, ...]:
+def ranges(parameters: Sequence[Parameter], spans: Spans) -> tuple[ParameterRange, ...]:
     """A shard's own vector as ranges of parameters, none of which are tables."""
-    found: list[Range] = []
+    found: list[ParameterRange] = []
     at = 0
     for span in spans:
         start = 0
@@ -74,14 +74,22 @@ def ranges(parameters: Sequence[Parameter], spans: Spans) -> tuple[Range, ...]:
                 is_whole = last - first == parameter.numel
                 name = parameter.name if is_whole else f"{parameter.name}[{first}:{last}]"
                 place = at + first - (begin - start)
-                found.append(Range(name, place, start + first, shape, parameter.numel < EXACT_BELOW))
+                found.append(
+                    ParameterRange(
+                        name=name,
+                        begin=place,
+                        start=start + first,
+                        shape=shape,
+                        is_small=parameter.numel < EXACT_BELOW,
+                    )
+                )
             at += end - begin
             start += parameter.numel
     return tuple(found)
 
 
 def _cuts(parameter: Parameter, begin: int, end: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """The elements begin … end-1 in whole rows, and what is left of a row before and after them: with their shapes."""
+    """The elements begin … end-1 as whole rows, and the rest of a row before and after them, with their shapes."""
     rest = parameter.shape[1:]
     width = torch.Size(rest).numel()
     first = min(-(-begin // width) * width, end)
@@ -111,19 +119,19 @@ class Coding:
         ]
         self.packing = Packing(pieces, self.likes)
         self.states: dict[str, CodecState] = {piece.name: piece.codec.init(self.likes[piece.name]) for piece in pieces}
-        """What the codec remembers of each range before the first message."""
+        """The codec's state of each range before the first message."""
 
     def encode(
         self, vector: Tensor, states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
     ) -> tuple[Tensor, dict[str, CodecState]]:
-        """The message, in memory of its own, and what the codec remembers now."""
+        """The message, in memory of its own, and the codec's states after it."""
         message, after = self.packing.encode(self._views(vector), states, step, rank, life)
         return (message if message.numel() == self.packing.num_bytes else message.clone()), after
 
     def into_(self, message: Tensor, vector: Tensor) -> None:
-        """vector ← what the message says, on the shard's ranges. Raises Undecodable, whatever the message is.
+        """vector ← the decoded message, on the shard's ranges. Raises Undecodable where the message is malformed.
 
-        No context is needed: `server.codecs` has let in only codecs whose wires say all.
+        No context is needed: `server.codecs` admits only codecs whose wires are complete without one.
         """
         expected = self.packing.num_bytes
         fits = message.numel() == expected if self.packing.fixed else message.numel() <= expected
@@ -150,7 +158,7 @@ class Coding:
 
 
 class Encoder:
-    """What worker `worker` pushes to the shards of `shards`, encoded, and what the codec remembers between pushes.
+    """Encodes the pushes of `worker` to the shards of `shards`, and keeps the codec's states between pushes.
 
     A worker that comes back counts its pushes anew; `incarnation` (from 1) keeps it from drawing what it drew before.
 
@@ -174,7 +182,7 @@ class Encoder:
 
     @property
     def flops(self) -> float:
-        """What encoding a push costs: half of what the codec says of there and back."""
+        """The cost of encoding a push: half of the codec's cost of encoding and decoding."""
         return sum(coding.packing.flops for coding in self._codings) / 2
 
     def encode(self, flat: Tensor) -> list[Tensor]:
@@ -193,22 +201,25 @@ class Encoder:
         return messages
 
     def move(self, shards: Sequence[Spans]) -> None:
-        """Shards hold other ranges from now on. What is remembered of an element goes with it."""
+        """Shards hold other ranges from now on. The codec's state of an element goes with it."""
         before = [
-            Kept(r.start, r.shape, self._states[s][r.name]) for s, c in enumerate(self._codings) for r in c.ranges
+            RangeState(r.start, r.shape, self._states[s][r.name]) for s, c in enumerate(self._codings) for r in c.ranges
         ]
         self._codings = self._codings_of(shards)
         self._states = [
-            {each.name: carried(before, each.start, each.shape, coding.states[each.name]) for each in coding.ranges}
+            {
+                each.name: redistribute(before, each.start, each.shape, coding.states[each.name])
+                for each in coding.ranges
+            }
             for coding in self._codings
         ]
 
-    def owed(self) -> Tensor:
-        """What has not been sent yet of each element, flat."""
+    def residual(self) -> Tensor:
+        """The part of each element's gradients that has not been sent yet, flat."""
         total = torch.zeros(sum(parameter.numel for parameter in self._parameters), dtype=self._dtype)
         for coding, states in zip(self._codings, self._states, strict=True):
             for each in coding.ranges:
-                for residual in owed(states[each.name]):
+                for residual in residuals(states[each.name]):
                     each.of(total, each.start).add_(residual)
         return total
 
@@ -217,7 +228,7 @@ class Encoder:
 
 
 class Opened:
-    """What a worker pulls from the shards of `shards`, decoded where it belongs in its flat vector."""
+    """Decodes the pulls of a worker from the shards of `shards` into its flat vector."""
 
     def __init__(
         self, codec: Codec, parameters: Sequence[Parameter], shards: Sequence[Spans], dtype: torch.dtype
@@ -227,11 +238,11 @@ class Opened:
 
     @property
     def flops(self) -> float:
-        """What decoding a pull costs."""
+        """The cost of decoding a pull."""
         return sum(coding.packing.flops for coding in self._codings) / 2
 
     def place_(self, flat: Tensor, shard: int, message: Tensor) -> None:
-        """Put what the shard holds into the flat vector. Raises Overflown where that is NaN or infinite."""
+        """Put the shard's weights into the flat vector. Raises Overflown where one is NaN or infinite."""
         coding = self._codings[shard]
         if message.dtype is not self._dtype or message.shape != (sum(each.numel for each in coding.ranges),):
             coding.into_(message, flat)
@@ -255,14 +266,14 @@ class Opened:
 
 
 class Pushes:
-    """What is pushed to a shard, decoded into memory that is used again."""
+    """Decodes the pushes to a shard into memory that is used again."""
 
     def __init__(self, coding: Coding, numel: int, dtype: torch.dtype) -> None:
         self._coding, self._numel, self._dtype = coding, numel, dtype
         self._buffers: list[Tensor] = []
 
     def gradient(self, message: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
-        """The gradient, in memory that is none of `kept`: those that wait still. Raises Undecodable."""
+        """The gradient, in memory that is none of `kept`: gradients that still wait. Raises Undecodable."""
         free = (buffer for buffer in self._buffers if not any(buffer is other for other in kept))
         buffer = next(free, None)
         if buffer is None:
@@ -271,18 +282,18 @@ class Pushes:
         self._coding.into_(message, buffer)
         return buffer
 
-    def seen(self, message: Tensor) -> Tensor:
-        """The same in new memory, for somebody who looks on."""
+    def copy(self, message: Tensor) -> Tensor:
+        """The gradient in new memory, for an observer."""
         gradient = torch.empty(self._numel, dtype=self._dtype)
         self._coding.into_(message, gradient)
         return gradient
 
 
 class ShownEncoding:
-    """A shard's weights as those who pull see them: encoded once for each version.
+    """A shard's weights as workers pull them: encoded once for each version.
 
-    Weights that the codec refuses, because a step has made them infinite, travel as they are: the shard must live, and
-    `Opened` tells whoever pulls them.
+    Weights that the codec refuses, because a step has made them infinite, travel as they are: the shard must go on, and
+    `Opened` raises the error at the worker that pulls them.
     """
 
     def __init__(self, coding: Coding) -> None:
@@ -291,7 +302,7 @@ class ShownEncoding:
         self._message: Tensor | None = None
 
     def message(self, weights: Tensor, version: int) -> Tensor:
-        """`weights`, which are of `version`, as a message; nobody writes to it."""
+        """`weights`, which are of `version`, as a message, which must not be written to."""
         if self._message is None or version != self._version:
             try:
                 self._message, _ = self._coding.encode(weights, {}, version, 0)
@@ -301,5 +312,5 @@ class ShownEncoding:
         return self._message
 
     def forget(self) -> None:
-        """The weights of this version may be others now."""
+        """The weights may have changed without a new version."""
         self._message = None

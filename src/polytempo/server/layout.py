@@ -4,8 +4,8 @@ flat    [ w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 | b2 ]         all parameters, in th
 spans     └── shard 0 ──┘└──── shard 1 ──────────┘        each shard has one or several ranges of it
 
 Shards are cut from the flat vector by size, not parameter by parameter: a push of the whole gradient is then a view of
-it for each shard, and one large parameter cannot make one shard the slowest. A shard keeps its number whatever is
-added or drained, and only what has to move moves.
+it for each shard, and one large parameter cannot make one shard the slowest. A shard keeps its number when others are
+added or drained, and as few elements as possible move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parameter(NamedTuple):
     """The optimizer's parameter group."""
     row_width: int = 0
     shape: tuple[int, ...] = ()
-    """What codecs see; (): a vector."""
+    """The shape that codecs see; (): a vector."""
 
 
 class Span(NamedTuple):
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 Spans = tuple[Span, ...]
-"""What one shard holds, ascending. Its own flat vector is these ranges one after the other."""
+"""The ranges of one shard, ascending. Its own flat vector is these ranges one after the other."""
 
 
 def numel_of(spans: Spans) -> int:
@@ -77,7 +77,7 @@ def shard_map(parameters: Sequence[Parameter], num_shards: int) -> tuple[Spans, 
 
 
 def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...]) -> tuple[Spans, ...]:
-    """One shard more: it gets what the others hold above the new mean, from their ends; all else stays.
+    """The ranges with one shard more: it gets what the others hold above the new mean, from their ends.
 
     Shards that hold nothing (drained) stay so.
     """
@@ -96,10 +96,10 @@ def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...])
 
 
 def with_shard_drained(parameters: Sequence[Parameter], shards: tuple[Spans, ...], shard: int) -> tuple[Spans, ...]:
-    """Shard `shard` holds nothing any more; its ranges go to the others, so that sizes are equal; all else stays."""
+    """The ranges without shard `shard`: its elements go to the others, so that sizes are equal."""
     others = [i for i, spans in enumerate(shards) if spans and i != shard]
     if not others:
-        raise ValueError(f"shard {shard} is the last one that holds parameters, so nobody can take them over")
+        raise ValueError(f"shard {shard} is the last one that holds parameters, so no other can take them over")
     snap = _Snap(parameters, sum(map(numel_of, shards)) / len(others))
     drained, rest = list(shards), shards[shard]
     drained[shard] = ()

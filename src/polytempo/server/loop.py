@@ -1,4 +1,4 @@
-"""`serve`: a machine of the parameter server, driven by whatever world its port belongs to."""
+"""`serve`: runs a machine of the parameter server in the world of its port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polytempo.core import Port
 from polytempo.server.message import Message, Outbox
 
 _SLACK_S = 1e-6
-"""Added to each wait: what is due in w seconds may, by rounding, not be due yet at now + w."""
+"""Added to each wait: by rounding, an event that is due in w seconds may not be due yet at now + w."""
 
 
 class Machine(Protocol):
@@ -17,20 +17,20 @@ class Machine(Protocol):
     finished: bool
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """What is to be sent because `message` has come from node `source`."""
+        """The messages to send because `message` has come from node `source`."""
 
     def tick(self, now_s: float) -> Outbox:
-        """What is to be sent because time has passed."""
+        """The messages to send because time has passed."""
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
 
     def flops(self, message: Message) -> float:
-        """What taking `message` costs, in floating-point operations."""
+        """The cost of receiving `message`, in floating-point operations."""
 
 
 async def serve(port: Port, machine: Machine) -> None:
-    """Take, decide, post, until the machine has finished. Work on messages is charged as the machine prices it."""
+    """Take, decide, post, until the machine has finished. Each message is charged by `machine.flops`."""
     await _post(port, machine.tick(await port.now()))
     while not machine.finished:
         taken = await port.take(machine.wait_s(await port.now()) + _SLACK_S)
@@ -49,6 +49,6 @@ async def _received(port: Port, machine: Machine, source: int, message: Message)
 
 
 async def _post(port: Port, out: Outbox) -> None:
-    """Nobody waits for a message to have left: the next request is looked at meanwhile. The world raises errors."""
+    """Start to post without waiting: the machine takes its next message meanwhile. The world raises errors."""
     for to, message in out:
         await port.start(port.post(message, to))

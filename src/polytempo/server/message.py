@@ -2,12 +2,12 @@
 
     worker ──Push, Pull──▶ shard (its first copy) ──Replicate──▶ the next copy
            ◀─Pushed, Pulled─                      ◀─Replicated─
-    coordinator ──Members, Save, Inquire──▶ every shard           ──View──▶ everybody      ◀─Beat─ everybody
+    coordinator ──Members, Save, Inquire──▶ every shard           ──View──▶ every node     ◀─Beat─ every node
                 ◀─Noted, Statistics─                              ◀─Ask─ worker ──Deal──▶
     evaluator ──Show──▶ every copy        ──Scored──▶ coordinator
               ◀─Shown─                    ◀─Heard─
 
-Nodes (who has a mailbox) are numbers: workers from 0, then copies of shards, then the coordinator, then the evaluator.
+Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of shards, the coordinator, the evaluator.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from polytempo.server.layout import Spans
 from polytempo.server.step_rates import StepRates
 
 COORDINATOR = -1
-"""Stands where a request names its worker, if the coordinator makes it."""
+"""The `worker` of a request that the coordinator makes."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
-    """What goes from mailbox to mailbox."""
+    """A message from one mailbox to another."""
 
     HEADER_BYTES: ClassVar[int] = 64
 
     @property
     def num_bytes(self) -> int:
-        """What it costs a link: its tensors and a small header."""
+        """The bytes that it costs a link: its tensors and a small header."""
         return self.HEADER_BYTES + sum(_tensor_bytes(getattr(self, name)) for name in self.__struct_fields__)
 
 
@@ -51,23 +51,23 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Some rows of one table: `rows` (n,) int64, ascending and without repeats, `values` (n, width)."""
 
     piece: int
-    """Which piece of the shard's layout."""
+    """The number of a piece in the shard's layout."""
     rows: Tensor
     values: Tensor
 
     @property
     def num_bytes(self) -> int:
-        """What it costs a link."""
+        """The bytes that they cost a link."""
         return _tensor_bytes(self.rows) + _tensor_bytes(self.values)
 
 
-# ---------------------------------------------------------------------------------- requests: what a shard's log holds
+# ------------------------------------------------------------------------------ requests: the entries of a shard's log
 
 
 class Request(Message, frozen=True, eq=False):
-    """Asked by a worker (or the coordinator) and answered exactly once, however often it is sent.
+    """A request of a worker (or the coordinator) to a shard. It is applied once, however often it is sent.
 
-    A worker's requests to one shard are numbered 1, 2, 3, … and are taken in that order. `incarnation` counts the
+    A worker's requests to one shard are numbered 1, 2, 3, … and are applied in that order. `incarnation` counts the
     worker's lives; a request from an earlier life is refused.
     """
 
@@ -85,16 +85,16 @@ class Push(Request, frozen=True, eq=False):
     lrs: tuple[float, ...]
     """The worker's learning rate of each parameter group."""
     tickets: tuple[int, ...]
-    """The batches that it is of; a shard that has them all already drops it."""
+    """The batches that it is of; a shard that has applied them all drops it."""
     gradient: Tensor
     """Flat: the shard's dense pieces one after the other."""
     rows: tuple[Rows, ...] = ()
     running: Tensor | None = None
-    """The running statistics of the worker's norms, float64; None where its model has none."""
+    """The running statistics of the worker's norm layers, float64; None where its model has none."""
 
 
 class Pull(Request, frozen=True, eq=False):
-    """The weights, please. Of tables with rows only what changed after version `basis` (-1: all)."""
+    """Asks for the weights, and of tables for the rows that changed after version `basis` (-1: all)."""
 
     clock: int
     basis: int
@@ -103,7 +103,7 @@ class Pull(Request, frozen=True, eq=False):
 class Members(Request, frozen=True, eq=False):
     """From the coordinator: these are the workers (number, incarnation) from now on.
 
-    `resting`: those among them that have no work for now. Rules take them for workers that have left.
+    `resting`: the members that have no work for now. Rules take them for workers that have left.
     """
 
     members: tuple[tuple[int, int], ...]
@@ -118,19 +118,19 @@ class Save(Request, frozen=True, eq=False):
 
 
 class Inquire(Request, frozen=True, eq=False):
-    """From the coordinator: how are you? Answered with `Statistics`."""
+    """From the coordinator: asks for the shard's `Statistics`."""
 
 
 class Lend(Request, frozen=True, eq=False):
-    """From the coordinator: show what you hold of `spans`, for another shard takes it over. Answered with `Lent`."""
+    """From the coordinator: asks for the elements of `spans`, which another shard takes over. The answer is `Lent`."""
 
     spans: Spans
 
 
 class Reshape(Request, frozen=True, eq=False):
-    """From the coordinator, while nobody has anything under way: hold `spans` from now on.
+    """From the coordinator, while no request is under way: hold `spans` from now on.
 
-    `pieces` have what you do not hold yet; the rest you have.
+    `pieces` have the elements that the shard does not hold yet.
     """
 
     spans: Spans
@@ -138,7 +138,7 @@ class Reshape(Request, frozen=True, eq=False):
 
 
 Entry = Push | Pull | Members | Save | Inquire | Lend | Reshape
-"""What a shard's log is made of."""
+"""An entry of a shard's log."""
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -154,7 +154,7 @@ class Reply(Message, frozen=True, eq=False):
 
 
 class Pushed(Reply, frozen=True, eq=False):
-    """What became of a push. "applied": in the weights or in the sum. "dropped": not used (late, or had already)."""
+    """The outcome of a push. "applied": in the weights or the sum. "dropped": not used (late, or applied before)."""
 
     version: int
     """The shard's version afterwards."""
@@ -166,7 +166,7 @@ class Pushed(Reply, frozen=True, eq=False):
 
 
 class Pulled(Reply, frozen=True, eq=False):
-    """The weights of version `version`, flat (dense pieces), rows of tables, and running statistics of norms."""
+    """The weights of version `version`, flat (dense pieces), rows of tables, running statistics of norm layers."""
 
     version: int
     values: Tensor
@@ -175,13 +175,13 @@ class Pulled(Reply, frozen=True, eq=False):
 
 
 class Noted(Reply, frozen=True, eq=False):
-    """Done as asked (`Members`, `Save`); `what` says more where there is more."""
+    """The request (`Members`, `Save`, `Reshape`) is done. `what`: "reshaped" for a `Reshape`."""
 
     what: str = ""
 
 
 class Statistics(Reply, frozen=True, eq=False):
-    """How a shard is: its version, its log's length, how stale gradients were, and which tickets it has applied."""
+    """A shard's version, the length of its log, the staleness of its gradients, and the tickets that it has applied."""
 
     version: int
     index: int
@@ -195,28 +195,28 @@ class Statistics(Reply, frozen=True, eq=False):
 
 
 class Lent(Reply, frozen=True, eq=False):
-    """A part of a shard's state, lent: the shard keeps it as it is until its own `Reshape` comes."""
+    """A part of a shard's state: the shard leaves it unchanged until its own `Reshape` comes."""
 
     spans: Spans
     likeness: bytes
-    """What a new shard has in common with this one (`server.shard.transfer.Likeness`)."""
+    """The state that a new shard has in common with this one (`server.shard.transfer.Likeness`), as bytes."""
     version: int
     steps: int
-    """The optimizer's."""
+    """How many steps the optimizer has made."""
     rates: StepRates
-    """Of what is in `total`."""
+    """The rates of the gradients in `total`."""
     weights: Tensor
     """Flat: the elements of `spans`, one after the other; so are the others."""
     first: Tensor | None = None
     second: Tensor | None = None
     total: Tensor | None = None
     aside: dict[int, Tensor] = {}
-    """Batch -> the sum of its parts that are there."""
+    """Batch -> the sum of its parts so far."""
     running: Tensor | None = None
 
 
 class Stranger(Reply, frozen=True, eq=False):
-    """Refused: the incarnation is over, or its worker is no member. The worker must end or come back anew."""
+    """Refused: the incarnation is over, or its worker is no member. The worker must end, or join in a new life."""
 
     reason: str
 
@@ -234,7 +234,7 @@ class Replicate(Message, frozen=True, eq=False):
 
 
 class Replicated(Message, frozen=True, eq=False):
-    """Every entry up to `index` is in the state of the copy that says so and of all behind it."""
+    """Every entry up to `index` is in the state of the sending copy and of all behind it."""
 
     shard: int
     epoch: int
@@ -242,7 +242,7 @@ class Replicated(Message, frozen=True, eq=False):
 
 
 class Install(Message, frozen=True, eq=False):
-    """A copy's whole state after entry `index`, for a copy that has just joined the chain."""
+    """A copy's whole state after entry `index`, for a copy that is new in the chain."""
 
     shard: int
     epoch: int
@@ -252,7 +252,7 @@ class Install(Message, frozen=True, eq=False):
 
 
 class Fenced(Message, frozen=True, eq=False):
-    """Refused: you act by an old view. The present epoch is at least `epoch`."""
+    """Refused: the sender's view is old. The present epoch is at least `epoch`."""
 
     shard: int
     epoch: int
@@ -262,22 +262,22 @@ class Fenced(Message, frozen=True, eq=False):
 
 
 class View(Message, frozen=True, eq=False):
-    """Who is who since `epoch`, as the coordinator decided it."""
+    """Chains, members and ranges of shards since `epoch`, as the coordinator decided them."""
 
     epoch: int
     chains: tuple[tuple[int, ...], ...]
-    """For each shard the nodes that hold a copy, the first one being asked."""
+    """For each shard the nodes that hold a copy; requests go to the first."""
     members: tuple[tuple[int, int], ...]
     """The workers (number, incarnation)."""
     finished: bool = False
     layout: int = 0
     """How often the shards' ranges have changed."""
     spans: tuple[Spans, ...] = ()
-    """For each shard its ranges, () for one that was drained; nothing where the ranges cannot change."""
+    """For each shard its ranges, () for one that was drained; () as a whole where ranges cannot change."""
 
 
 class Beat(Message, frozen=True, eq=False):
-    """I live, and this is the newest view that I know. Also how a node introduces itself.
+    """`node` lives, and the newest view that it knows is of `epoch`. A node's first message is a beat, too.
 
     `incarnation`: a worker's life; of a copy 1, and 0 as long as it waits for its state.
     """
@@ -288,28 +288,28 @@ class Beat(Message, frozen=True, eq=False):
 
 
 class Show(Message, frozen=True, eq=False):
-    """From the evaluator to each copy of a shard: the first copy is to show snapshot `number`, or the next one after it
-    that is kept, as soon as there is one. Those before it have been read."""
+    """From the evaluator to each copy of a shard: the head shows snapshot `number`, or the next one after it that is
+    kept, as soon as there is one. The evaluator has read those before it."""
 
     number: int
 
 
 class Shown(Message, frozen=True, eq=False):
-    """What a shard held when `number` batches were decided at it. Lent until a higher number is asked for."""
+    """A shard's elements when `number` batches were decided at it. Lent until a `Show` of a higher number."""
 
     shard: int
     number: int
     seconds: float
-    """When that was, on the clock of the world."""
+    """The time of that, on the clock of the world."""
     spans: Spans
-    """What elements of the parameters, tables included, `values` are."""
+    """The elements of the parameters, tables included, whose values `values` has."""
     values: Tensor
     running: Tensor | None = None
-    """The running statistics of the model's norms."""
+    """The running statistics of the model's norm layers."""
 
 
 class Scored(Message, frozen=True, eq=False):
-    """From the evaluator to the coordinator: snapshot `number` has been scored. Sent until it is `Heard`."""
+    """From the evaluator to the coordinator: the score of snapshot `number`. Sent until `Heard` confirms it."""
 
     number: int
     row: bytes
@@ -317,7 +317,7 @@ class Scored(Message, frozen=True, eq=False):
 
 
 class Heard(Message, frozen=True, eq=False):
-    """From the coordinator to the evaluator: the scores up to snapshot `number` have come."""
+    """From the coordinator to the evaluator: it has the scores up to snapshot `number`."""
 
     number: int
 
@@ -336,18 +336,18 @@ class Ask(Message, frozen=True, eq=False):
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """The right and the duty to train on one batch: number `number` of the run.
 
-    `again`: its first owner was lost; it must be pushed in a push of its own.
+    `again`: its first owner was lost; its gradient must be pushed alone.
     """
 
     number: int
     epoch: int
     batch: int
-    """Which batch of its epoch."""
+    """The number of the batch in its epoch."""
     again: bool = False
 
 
 class Deal(Message, frozen=True, eq=False):
-    """The answer to `Ask`: what to do next. "wait": push what you hold, then ask again."""
+    """The answer to `Ask`: what the worker does next. "wait": it pushes what it holds, then asks again."""
 
     worker: int
     incarnation: int
@@ -355,8 +355,8 @@ class Deal(Message, frozen=True, eq=False):
     order: Literal["train", "wait", "finish"]
     tickets: tuple[Ticket, ...] = ()
     layout: int = 0
-    """Whoever acts on this must know that layout: `View.layout`."""
+    """A worker must know this layout (`View.layout`) before it acts on the answer."""
 
 
 Outbox = list[tuple[int, Message]]
-"""Messages to send: (node, message)."""
+"""Messages to send: (node, message) of each."""

@@ -1,9 +1,9 @@
-"""Tables among the parameters: what of them lies in which shard.
+"""Tables among the parameters: which of their rows each shard holds.
 
 parameters     [ w1 │ table table table table │ w2 ]
 spans           └─ shard 0 ──┘└── shard 1 ────────┘
 dense vector   [ w1 │ w2 ]                            all parameters but the tables: what a push carries whole
-pieces          shard 0: rows 0-1   shard 1: rows 2-3          what a push carries by touched rows alone
+pieces          shard 0: rows 0-1   shard 1: rows 2-3          of these a push carries touched rows only
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class TablePiece(NamedTuple):
 
 
 Pieces = tuple[TablePiece, ...]
-"""A shard's, in the order of its own vector."""
+"""The pieces of one shard, in the order of its own vector."""
 
 
 class TableSplit(NamedTuple):
-    """What a shard holds: ranges of the dense vector, and pieces of tables."""
+    """A shard's ranges of the dense vector, and its pieces of tables."""
 
     dense: Spans
     pieces: Pieces
 
 
 def without_tables(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """The parameters that the dense vector is made of."""
+    """The parameters that make up the dense vector."""
     return tuple(parameter for parameter in parameters if not parameter.row_width)
 
 
@@ -78,7 +78,7 @@ def cut(vector: Tensor, parameters: Sequence[Parameter], spans: Spans) -> tuple[
 
 
 class _Cut(NamedTuple):
-    """What one span and one parameter have in common."""
+    """The elements that one span and one parameter have in common."""
 
     parameter: Parameter
     table: int

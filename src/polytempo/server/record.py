@@ -1,18 +1,18 @@
-"""What a real run records: for each machine the order in which messages met it. `polytempo replay` follows it.
+"""The record of a real run: for each machine the order in which messages came. `polytempo replay` follows it.
 
     {"format":"polytempo-record","version":2,"machine":"shard 0"}
     ["members",1,0,[[0,1],[1,1]],[]]                      the coordinator's request 1; the shard's version 0
     ["pull",0,1,1,0,-1,0]                                 worker 0, life 1, request 1, clock 0, basis -1, version 0
     ["push",1,1,2,1,0,32,[5],1,3735928559]                worker 1, …, 32 samples of ticket 5; version 1 afterwards
 
-One file a machine: each copy of a shard, and the coordinator. A shard is a deterministic machine, so the order of its
-entries is all that a repetition needs: gradients and weights come out the same, bit by bit, and need not be kept.
-`version` is there to compare: the shard's version when it had applied the entry, for a pull the one that was read if
-the rule answered at once. So is a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call
-of its life. An early end needs one: it follows from a score, which comes when it comes.
+One file a machine: each copy of a shard, and the coordinator. A shard is a deterministic machine, so a replay needs
+only the order of its entries: gradients and weights come out the same, bit by bit, and are not recorded. `version`
+serves to compare: the shard's version after the entry, for a pull the one that was read if the rule answered at once.
+So does a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call of its life. An early
+end needs one: it follows from a score, whose moment is not determined.
 
-Each line leaves the process at once, or every so often if asked to; what has left survives the process. A torn last
-line (the process died while it wrote) is dropped when the record is read, and said.
+Each line leaves the process at once, or after `flush_every_s`; lines that have left survive the process. A torn last
+line (the process died while it wrote) is dropped when the record is read, which sets `Record.torn`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PullEntry(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
 
 
 class Enrolling(msgspec.Struct, frozen=True, array_like=True, tag="members"):
-    """A shard was told its members."""
+    """A shard applied a `Members`."""
 
     sequence: int
     version: int
@@ -78,7 +78,7 @@ class Enrolling(msgspec.Struct, frozen=True, array_like=True, tag="members"):
 
 
 class Saving(msgspec.Struct, frozen=True, array_like=True, tag="save"):
-    """A shard was told to write a snapshot; the coordinator was told to have all shards told so (0, 0, number)."""
+    """A shard applied a `Save`; in the coordinator's record (0, 0, number): it ordered snapshot `number`."""
 
     sequence: int
     version: int
@@ -86,7 +86,7 @@ class Saving(msgspec.Struct, frozen=True, array_like=True, tag="save"):
 
 
 class Inquiring(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
-    """A shard was asked how it is."""
+    """A shard applied an `Inquire`."""
 
     sequence: int
     version: int
@@ -102,20 +102,20 @@ class Asking(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Noting(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """The coordinator heard that a shard had done as it was asked by request `sequence`."""
+    """The coordinator took a shard's answer that request `sequence` is done."""
 
     shard: int
     sequence: int
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """The coordinator gave a node up: a worker, or a copy of a shard."""
+    """The coordinator gave up a node: a worker, or a copy of a shard."""
 
     node: int
 
 
 class Stopping(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The coordinator ended the run, for a score was what was asked for."""
+    """The coordinator ended the run early, for a score had reached its target."""
 
 
 Entry = PushEntry | PullEntry | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
@@ -141,7 +141,7 @@ class _Header(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def entry_of(request: Request | Ask, version: int = 0) -> Entry:
-    """What is recorded of a message, without its payload. `version`: the shard's, when it has applied it."""
+    """The entry of a message, without its payload. `version`: the shard's after it has applied the message."""
     who = (request.worker, request.incarnation, request.sequence)
     match request:
         case Push():
@@ -163,7 +163,7 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
 
 
 def check_of(*gradients: Tensor) -> int:
-    """A checksum of some 256 elements of each: rounding that differs somewhere differs nearly everywhere."""
+    """A checksum of about 256 elements of each: where rounding differs, nearly all elements differ."""
     check = 0
     for gradient in gradients:
         flat = gradient.detach().view(-1)
@@ -179,10 +179,10 @@ class Recorder:
     with Recorder(folder / "shard-0.jsonl", "shard 0") as recorder:
         recorder.append(entry_of(push, version=7), now_s)
 
-    Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered; at once, a
-    line costs some microseconds, and a record is whole where everybody but its process was killed. What leaves
-    survives the process' death, not the machine's: a record is for looking back, and is not waited for. It ends at
-    `max_bytes`, while the run goes on.
+    Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered. At 0 each
+    line leaves at once, which costs some microseconds; then the record is whole even if the process is killed. Lines
+    that have left survive the end of the process, not of the machine: the run does not wait for the disk. A record
+    ends at `max_bytes`, while the run goes on.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Recorder:
             raise ValueError(f"an entry of {len(line)} bytes; a record's lines have less than {MAX_LINE_BYTES}")
         self._left_bytes -= len(line) + 1
         if self._left_bytes < 0:
-            return  # and so is every later one, for what comes after a gap is of no use
+            return  # every later entry is left out, too, for entries after a gap are of no use
         self._buffer += line
         self._buffer += b"\n"
         if self._flushed_s is None:
@@ -222,7 +222,7 @@ class Recorder:
             self._flushed_s = now_s
 
     def flush(self) -> None:
-        """Hand what has gathered to the operating system."""
+        """Write the lines that have gathered to the operating system."""
         write(self._file, self._buffer, self._path)
         self._buffer.clear()
 

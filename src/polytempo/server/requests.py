@@ -3,7 +3,7 @@
     add ─▶ [ 7 | 8 | 9 ] unanswered, oldest first ─▶ the shard's head
                 └── after retry_s all of them again, in order; after a new view at once
 
-A `Pull` closes the line until it is answered: what it lends is valid only until the worker's next request.
+A `Pull` closes the queue until it is answered: its answer lends weights, which are valid until the next request.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ R = TypeVar("R", bound=Request)
 
 
 class Requests:
-    """What (worker, incarnation) has asked of one shard. `head` is the node to ask."""
+    """The requests of (worker, incarnation) to one shard, whose first copy is on the node `head`."""
 
     def __init__(self, worker: int, incarnation: int, head: int, timing: Timing) -> None:
         self.worker, self.incarnation, self.head = worker, incarnation, head
         self._timing = timing
         self._sequence = 0
-        self._flying: deque[Request] = deque()
-        self._standing: deque[Request] = deque()
+        self._sent: deque[Request] = deque()
+        self._queued: deque[Request] = deque()
         self._retry_at_s = float("inf")
         self._patience_s = timing.retry_s
         self._oldest_s = 0.0
 
     def beside(self, head: int) -> Requests:
-        """The same work_client's requests to another shard, whose first copy is on node `head`."""
+        """Requests of the same worker to another shard, whose first copy is on node `head`."""
         return Requests(self.worker, self.incarnation, head, self._timing)
 
     @property
     def unanswered(self) -> int:
         """How many requests have no answer yet."""
-        return len(self._flying) + len(self._standing)
+        return len(self._sent) + len(self._queued)
 
     def waited_s(self, now_s: float) -> float:
         """How long the oldest request has been waiting; 0 where none is."""
-        return now_s - self._oldest_s if self._flying else 0.0
+        return now_s - self._oldest_s if self._sent else 0.0
 
     def add(self, build: Callable[[int, int, int], R]) -> R:
-        """Put `build(worker, incarnation, sequence)` in line."""
+        """Queue `build(worker, incarnation, sequence)`."""
         self._sequence += 1
         request = build(self.worker, self.incarnation, self._sequence)
-        self._standing.append(request)
+        self._queued.append(request)
         return request
 
     def sendable(self, now_s: float) -> list[Request]:
-        """What is to be sent for the first time now."""
+        """The requests that are sent for the first time now."""
         sent = []
-        while self._standing:
-            if self._flying and isinstance(self._flying[-1], Pull):
+        while self._queued:
+            if self._sent and isinstance(self._sent[-1], Pull):
                 break
-            if self._flying and self._standing[0].sequence - self._flying[0].sequence >= WINDOW:
+            if self._sent and self._queued[0].sequence - self._sent[0].sequence >= WINDOW:
                 break  # the shard would forget what it has answered to the oldest
-            if not self._flying:
+            if not self._sent:
                 self._oldest_s = now_s
                 self._rest(now_s, self._timing.retry_s)
-            self._flying.append(self._standing.popleft())
-            sent.append(self._flying[-1])
+            self._sent.append(self._queued.popleft())
+            sent.append(self._sent[-1])
         return sent
 
     def answered(self, reply: Reply, now_s: float) -> bool:
         """Take an answer. False: it is a repeat, or of another life."""
         if reply.incarnation != self.incarnation:
             return False
-        for place, request in enumerate(self._flying):
+        for place, request in enumerate(self._sent):
             if request.sequence == reply.sequence:
-                del self._flying[place]
+                del self._sent[place]
                 if place == 0:
                     self._oldest_s = now_s
                     self._rest(now_s, self._timing.retry_s)
@@ -81,12 +81,12 @@ class Requests:
         return False
 
     def ask(self, head: int, now_s: float) -> list[Request]:
-        """From now on `head` is asked: all that is unanswered, again."""
+        """Send to `head` from now on; the answer is all unanswered requests, to be sent again."""
         self.head = head
         return self._again(now_s, self._timing.retry_s)
 
     def late(self, now_s: float) -> list[Request]:
-        """What is to be sent again, because no answer has come for long; each time the patience doubles."""
+        """The requests to send again, because no answer has come for long; the waiting time doubles each time."""
         if now_s < self._retry_at_s:
             return []
         return self._again(now_s, min(2 * self._patience_s, self._timing.longest_retry_s))
@@ -97,8 +97,8 @@ class Requests:
 
     def _again(self, now_s: float, patience_s: float) -> list[Request]:
         self._rest(now_s, patience_s)
-        return list(self._flying)
+        return list(self._sent)
 
     def _rest(self, now_s: float, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._retry_at_s = now_s + patience_s if self._flying or self._standing else float("inf")
+        self._retry_at_s = now_s + patience_s if self._sent or self._queued else float("inf")

@@ -1,4 +1,4 @@
-"""`StepRates`: the learning rates of an update of several gradients, each of which has its own.
+"""`StepRates`: the learning rate of an update by several gradients, each of which has a learning rate of its own.
 
     push of worker 0   η₀ = 0.1   s₀ = 1   ─┐   learning rate   η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ
     push of worker 1   η₁ = 0.1   s₁ = 1/2 ─┤
@@ -26,24 +26,24 @@ Factor = float | tuple[float, ...]
 
 
 class Multiples(NamedTuple):
-    """What a gradient that is added to the sum is multiplied by, and the sum before it; None: that stays as it is."""
+    """The factors of a gradient that is added to the sum, and of the sum before it; None: the sum stays as it is."""
 
     own: Factor
     before: Factor | None = None
 
 
 ONCE = Multiples(1.0)
-"""What most gradients are added with."""
+"""The factors of most gradients."""
 
 
 class StepRates(msgspec.Struct, frozen=True, array_like=True):
-    """What has to be known of the gradients in a sum, beside the sum."""
+    """The rates and weights of the gradients in a sum."""
 
     largest: tuple[float, ...] = ()
     """R: the largest rate in the sum, or, if that is empty, the rate of the last update."""
     weight: float = 0.0
     """Σ mᵢ."""
-    moved: tuple[float, ...] = ()
+    scaled_weight: tuple[float, ...] = ()
     """Σ mᵢ rᵢ / R; () where that is Σ mᵢ in every group."""
 
     def with_one(self, weight: float, rates: tuple[float, ...]) -> tuple[StepRates, Multiples]:
@@ -51,33 +51,33 @@ class StepRates(msgspec.Struct, frozen=True, array_like=True):
         if not self.weight:
             return StepRates(rates, weight), ONCE if weight == 1 else Multiples(weight)
         if rates == self.largest:
-            moved = tuple(sum_so_far + weight for sum_so_far in self.moved) if self.moved else ()
-            return StepRates(rates, self.weight + weight, moved), Multiples(weight)
+            scaled = tuple(sum_so_far + weight for sum_so_far in self.scaled_weight) if self.scaled_weight else ()
+            return StepRates(rates, self.weight + weight, scaled), Multiples(weight)
         largest = tuple(map(_larger, self.largest, rates))
         same, before = self.measured_in(largest)
         own = tuple(weight * _ratio(rate, most) for rate, most in zip(rates, largest, strict=True))
-        moved = tuple(sum_so_far + mine for sum_so_far, mine in zip(same.moved, own, strict=True))
+        scaled = tuple(sum_so_far + mine for sum_so_far, mine in zip(same.scaled_weight, own, strict=True))
         unchanged = largest == self.largest
-        return StepRates(largest, self.weight + weight, moved), Multiples(_one(own), None if unchanged else before)
+        return StepRates(largest, self.weight + weight, scaled), Multiples(_one(own), None if unchanged else before)
 
     def measured_in(self, largest: tuple[float, ...]) -> tuple[StepRates, Factor]:
-        """The same gradients with R = `largest`, which is no smaller; what their sum is to be multiplied by for it."""
+        """The same gradients with R = `largest`, which is no smaller, and the factor on their sum for that."""
         ratios = tuple(map(_ratio, self.largest, largest))
-        before = self.moved or (self.weight,) * len(ratios)
-        moved = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(before, ratios, strict=True))
-        return StepRates(largest, self.weight, moved), _one(ratios)
+        before = self.scaled_weight or (self.weight,) * len(ratios)
+        scaled = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(before, ratios, strict=True))
+        return StepRates(largest, self.weight, scaled), _one(ratios)
 
     def step(self, divisor: float) -> tuple[tuple[float, ...], Factor]:
-        """The learning rates η̄ of an update of the sum over `divisor`, and what the sum is divided by to be ḡ."""
-        if not self.moved or not self.weight:
+        """The learning rates η̄ of an update by the sum over `divisor`, and the divisor that makes the sum ḡ."""
+        if not self.scaled_weight or not self.weight:
             return self.largest, divisor
-        shares = [sum_so_far / self.weight for sum_so_far in self.moved]
+        shares = [sum_so_far / self.weight for sum_so_far in self.scaled_weight]
         rates = tuple(rate * share for rate, share in zip(self.largest, shares, strict=True))
         return rates, _one([divisor * (share or 1.0) for share in shares])  # a share of 0: then the rate is 0
 
 
 def largest_of(several: Sequence[StepRates]) -> tuple[float, ...]:
-    """The R in which the sums of all of `several` can be measured."""
+    """The largest R of `several`: all their sums can be measured in it."""
     largest = several[0].largest
     for one in several[1:]:
         largest = tuple(map(_larger, largest, one.largest))
@@ -98,7 +98,7 @@ def of_group(factor: Factor, group: int) -> float:
 
 
 def _one(numbers: Sequence[float]) -> Factor:
-    """One number where all are the same."""
+    """One number where all are equal."""
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 

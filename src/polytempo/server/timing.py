@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 _STOPPED_PART = 4
-"""A stopped worker is given up after this part of the time that the others wait at most."""
+"""A stopped worker is given up after deadline_s divided by this."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. A node that has not been heard of for `lost_s` is lost; it says that it lives every `beat_s`."""
+    """Seconds. A node that sends no message for `lost_s` is lost; it sends a beat every `beat_s`."""
 
     retry_s: float = 0.25
     """An unanswered message is sent again after this, then after twice as long, up to `longest_retry_s`."""
@@ -23,17 +23,17 @@ class Timing:
     deadline_s: float = 120.0
     """A request that has not been answered for so long raises `TimedOut` in its worker."""
     starting_s: float = 60.0
-    """How long a node may take before it is first heard of."""
+    """How long a node may take until its first message."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never work."""
+        """Raise ValueError for times that contradict each other."""
         if not 0 < self.retry_s <= self.longest_retry_s or not 0 < self.beat_s < self.lost_s:
             raise ValueError(f"needs 0 < retry_s <= longest_retry_s and 0 < beat_s < lost_s, got {self}")
 
     def of_processes(self, busy_s: float) -> Timing:
         """The same for an engine that sees which processes run (see `FailureDetector`): only a stopped one is silent.
 
-        It is replaced before those that wait for it give up. `busy_s`: how long a copy may take to apply an update.
+        It is replaced before the workers that wait for it time out. `busy_s`: how long a copy may take for an update.
         """
         stopped_s = self.deadline_s / _STOPPED_PART
         return replace(

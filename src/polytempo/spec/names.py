@@ -40,6 +40,7 @@ class Names(NamedTuple):
     """On which wires meet that cannot be summed."""
     clusters: Mapping[str, Function]
     stragglers: Mapping[str, Function]
+    low_rank: Function
     arguments: Mapping[str, Mapping[str, object]]
     """For each argument that takes names, such as `codec`, what they mean."""
 
@@ -52,6 +53,11 @@ class Names(NamedTuple):
         if call.name in self.strategies:
             arguments = {**arguments, "route": self.routes_of(self.strategies[call.name])}
         return resolve(call, self.strategies, arguments, what="strategy")
+
+    def codec(self, text: str) -> object:
+        """What a codec's function, or that of `low_rank`, answers to the call `text`."""
+        inner = {name: Factory(function) for name, function in self.codecs.items() if name != "feedback"}
+        return resolve(parse_call(text), {**self.codecs, "low_rank": self.low_rank}, {"codec": inner}, what="codec")
 
     def cluster(self, text: str) -> object:
         """What the cluster's function answers to the call `text`."""
@@ -85,13 +91,15 @@ def names(load: Load) -> Names:
     codecs = {name: compression[name] for name in sorted(compression) if name not in NO_CODECS}
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
+    aggregation = load("aggregation")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
         codecs=codecs,
         ways={name: compression[name] for name in _WAYS},
         clusters={name: clusters[name] for name in _CLUSTERS},
         stragglers=stragglers,
-        arguments=_arguments(load("collectives"), load("aggregation"), codecs, stragglers),
+        low_rank=aggregation["low_rank"],
+        arguments=_arguments(load("collectives"), aggregation, codecs, stragglers),
     )
 
 

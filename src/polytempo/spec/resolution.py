@@ -124,7 +124,7 @@ def _typed(where: str, hint: Any, given: object) -> object:
     allowed = _members(hint)
     if hint is None or not all(kind in _PLAIN or kind is NoneType for kind in allowed):
         if isinstance(given, Name):
-            raise ValueError(f"{where}: there is no such name; write text in quotes")
+            raise ValueError(f"{where}: this argument takes no such name; text is written in quotes: '{given}'")
         return given
     if isinstance(given, Name) and str in allowed:
         return str(given)

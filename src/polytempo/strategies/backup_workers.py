@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from polytempo.core import Strategy, call_name
 from polytempo.server.rules.backups import all_but
 from polytempo.server.service import served, service
@@ -13,7 +15,8 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first N, the mean over their samples: mᵢ is how many gᵢ is of, as an epoch's last
     batch may be smaller. No gradient that counts is stale. A worker that came late pulls and is in the present step
     again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers. With b = 0 it is
-    `sync_sgd`. At least one gradient counts: with b + 1 workers or fewer a step takes the first one alone.
+    `sync_sgd`. A run needs at least b + 1 workers; with b + 1
+    a step takes the first gradient alone, and so it does where workers have died and fewer are left.
 
     Under a schedule η is the rate at each batch; batches of two steps of the schedule may meet in one step where b > 0,
     and then count by it, Σ mᵢ ηᵢ gᵢ / Σ mᵢ.
@@ -24,13 +27,14 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     section 3. There batches have one size, and N is fixed; here it is the number of workers at the time less b, at
     least 1.
     """
+    served_by = service(
+        all_but(backups),
+        shards=shards,
+        replicas=replicas,
+        deals="freely" if backups else "evenly",  # who comes late makes fewer steps than the others
+        waits=True,
+    )
     return served(
         call_name(backup_workers, locals()),
-        service(
-            all_but(backups),
-            shards=shards,
-            replicas=replicas,
-            deals="freely" if backups else "evenly",  # who comes late makes fewer steps than the others
-            waits=True,
-        ),
+        replace(served_by, least_workers=backups + 1),
     )

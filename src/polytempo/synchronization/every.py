@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Port, State, Transform, identity, inside
-from polytempo.core.transform import Part, parts_of
+from polytempo.core.cost import Cost, Steps
+from polytempo.core.transform import cost_of
 
 
-class Counted(NamedTuple):
-    """Steps so far, and the inner transform's state."""
+class PeriodState(NamedTuple):
+    """The state of `every`, `until` and `after`: steps so far, and the inner transform's state."""
 
     step: int
     inner: State
@@ -20,7 +21,7 @@ def every(period: int, transform: Transform) -> Transform:
     """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
     if period < 1:
         raise ValueError(f"period must be at least 1 step, got {period}")
-    return _when(lambda step: step % period == 0, transform, f"every {period} steps" if period > 1 else "every step")
+    return _when(lambda step: step % period == 0, transform, lambda steps: steps.every(period))
 
 
 def until(step: int, transform: Transform) -> Transform:
@@ -29,30 +30,29 @@ def until(step: int, transform: Transform) -> Transform:
         raise ValueError(f"until needs a step >= 0, got {step}")
     if step == 0:
         return identity()
-    return _when(lambda now: now <= step, transform, f"in the first {step} steps")
+    return _when(lambda now: now <= step, transform, lambda steps: steps.until(step))
 
 
 def after(step: int, transform: Transform) -> Transform:
     """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
     if step < 0:
         raise ValueError(f"after needs a step >= 0, got {step}")
-    return _when(lambda now: now > step, transform, f"after step {step}")
+    return _when(lambda now: now > step, transform, lambda steps: steps.after(step))
 
 
-def _when(condition: Callable[[int], bool], transform: Transform, words: str) -> Transform:
-    def init(parameters: Bundle) -> Counted:
-        return Counted(0, transform.init(parameters))
+def _when(condition: Callable[[int], bool], transform: Transform, change: Callable[[Steps], Steps]) -> Transform:
+    def init(parameters: Bundle) -> PeriodState:
+        return PeriodState(0, transform.init(parameters))
 
-    async def apply(port: Port, bundle: Bundle, state: Counted) -> tuple[Bundle | None, Counted]:
+    async def apply(port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
         step, inner = state.step + 1, state.inner
         out: Bundle | None = bundle
         if condition(step):
             out, inner = await transform.apply(port, bundle, inner)
-        return out, Counted(step, inner)
+        return out, PeriodState(step, inner)
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
-        found = parts_of(transform, parameters, num_ranks)
-        return [part._replace(under=(words, *part.under)) for part in found]
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return cost_of(transform, parameters, num_ranks).at(change)
 
     beside = inside(transform.beside, lambda state: state.inner)
-    return transform._replace(init=init, apply=apply, explain=explain, beside=beside)
+    return transform._replace(init=init, apply=apply, cost=cost, beside=beside)

@@ -19,16 +19,14 @@ from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.spec.plain_values import plain, typed
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.checkpoint import (
-    CheckpointError,
     CheckpointPart,
     ForeignCheckpoint,
     commit,
-    latest,
-    partial_folder,
     read_manifest,
     read_part,
     write_part,
 )
+from polytempo.training.checkpoint_folders import CheckpointError, latest, partial_folder
 from polytempo.training.guard import MODEL, check_saved
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.ports import DATA, mesh_of, ports_of

@@ -10,11 +10,11 @@ from pathlib import Path
 
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\[\]:/]+)):(?P<port>\*|[0-9]{1,5})")
 _PATH_BYTES = 107
-"""What a socket's path may have: `sun_path` without the zero at its end."""
+"""The longest path of a socket: `sun_path` without the zero at its end."""
 
 
 def checked(address: str, has_keys: bool) -> bool:
-    """Whether `address` is on this host by file (`ipc://`), having refused what would let strangers in.
+    """Whether `address` is on this host by file (`ipc://`). Refuses addresses that other users can reach.
 
     Errors: ValueError for an `ipc://` path that is too long or in a folder that others may enter, for a `tcp://`
     address beyond loopback without keys, and for anything else.
@@ -41,5 +41,5 @@ def _check_folder(path: Path) -> None:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name or an interface: what it stands for is not ours to say
+    except ValueError:  # a name or an interface: its address is not known here
         return False

@@ -4,9 +4,9 @@ frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1],
 frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
-`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. The schema is fixed: what a
-header may hold is what `server.message` and `flexrr.message` declare. Everything is held against its limit before
-anything is made of it.
+`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. The schema is fixed: a header
+holds a message that `server.message` or `flexrr.message` declares. Every length is compared with its limit before
+memory is taken for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from polytempo.server.message import Message
 
 VERSION = 1
-"""Of the protocol. A header of another version is refused."""
+"""The protocol's version. A header of another version is refused."""
 
 Frame = bytes | memoryview
 """One part of a ZeroMQ message."""
@@ -46,12 +46,12 @@ _REASON_LENGTH = 200
 
 
 class Malformed(ValueError):
-    """Frames that are no message of this protocol. The only thing that `decode` raises."""
+    """Frames that are no message of this protocol. The only error that `decode` raises."""
 
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """What a message may be at most. `total_bytes` also bounds every single frame before ZeroMQ makes room for it."""
+    """The largest message. `total_bytes` also bounds every single frame before ZeroMQ takes memory for it."""
 
     total_bytes: int = 4 << 30
     header_bytes: int = 4 << 20
@@ -72,8 +72,8 @@ def encode(message: Message, references: References | None = None) -> list[Frame
     """`message` as frames.
 
     The frames after the first *are* the tensors' memory: leave it unchanged until the message has left. A shard and its
-    workers do so by their contract: gradients are lent until the push is answered, weights until the next request. What
-    a repeat still holds of a gradient that has been answered may change; it is dropped by its number, unread.
+    workers do so by their contract: gradients are lent until the push is answered, weights until the next request. The
+    gradient of a push that is sent again after its answer may change; the shard drops it by its number, unread.
     Errors: ValueError for a tensor that is not a dense one in main memory, or of a dtype that the protocol lacks.
     """
     frames: list[Frame] = [b""]
@@ -97,10 +97,10 @@ def encode(message: Message, references: References | None = None) -> list[Frame
 
 
 def decode(frames: Sequence[Frame], limits: FrameLimits, references: References | None = None) -> Message:
-    """The message that `frames` are. Its tensors lie in the frames' memory, or where they refer to.
+    """The message of `frames`. Its tensors lie in the frames' memory, or in the shared memory that they refer to.
 
     A frame that may not be written to, or does not lie as its dtype needs, is copied.
-    Errors: Malformed, whatever the frames hold.
+    Errors: Malformed, and no other, for any frames.
     """
     try:
         reader = _Reader(frames, limits, references)
@@ -133,7 +133,7 @@ class _Reader:
         self._next = 1
 
     def finish(self) -> None:
-        """Refuse frames that no tensor has asked for."""
+        """Refuse frames that belong to no tensor."""
         if self._next != len(self._frames):
             raise Malformed(f"{len(self._frames)} frames, but the header speaks of {self._next}")
 
@@ -179,7 +179,7 @@ class _Reader:
 
 
 _reading: ContextVar[_Reader] = ContextVar("_reading")
-"""Whose header `_decoder` reads just now. Making a decoder for each message would cost more than most messages do."""
+"""The message whose header `_decoder` reads now. A decoder for each message would cost more than most messages do."""
 
 
 def _tensor(_: type, descriptor: Any) -> Tensor:
@@ -187,7 +187,7 @@ def _tensor(_: type, descriptor: Any) -> Tensor:
 
 
 def _kinds(kind: type[Message]) -> Iterator[type[Message]]:
-    """Every message that is not just the base of others."""
+    """Every message class without subclasses."""
     derived = kind.__subclasses__()
     if not derived:
         yield kind

@@ -1,10 +1,10 @@
-"""`ConnectionGuard`: lets in who has the run's keys, and counts who is turned away.
+"""`ConnectionGuard`: admits connections with the run's keys, and counts those that it refuses.
 
-ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and tells it who has come and who was let in.
-It has a thread of its own, so that nodes get to know each other while their programs compute.
+ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and reports accepted connections and finished
+handshakes. It has a thread of its own, so that nodes connect while their programs compute.
 
-It does not ask to be told of handshakes that have failed. Telling so overwrites libzmq's (4.3.5) own note of the error,
-which then now and then leaves the connection standing, deaf, instead of closing it.
+It does not subscribe to failed handshakes: to report one, libzmq (4.3.5) overwrites its own note of the error, and then
+sometimes leaves the connection open but dead instead of closing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JOIN_S = 5.0
 
 
 class ConnectionGuard:
-    """Stands before `socket`, which must not be bound yet. Ends when the context ends."""
+    """Guards `socket`, which must not be bound yet. Ends when the context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: Keys | None) -> None:
         self._come = self._let_in = 0
@@ -39,11 +39,11 @@ class ConnectionGuard:
 
     @property
     def refused(self) -> int:
-        """Connections that were not let in; those whose handshake is under way just now are among them."""
+        """Connections that were not admitted, and those whose handshake is under way."""
         return max(0, self._come - self._let_in)
 
     def join(self) -> None:
-        """Wait for its end; to be called after the context's."""
+        """Wait for the guard's end; call it after the context has ended."""
         self._thread.join(_JOIN_S)
 
     def _stand(self) -> None:

@@ -1,7 +1,7 @@
 """CURVE keys, made for one run, and the file that hands them to its processes.
 
-All processes of a run hold the same keys: they are one party, and the keys shut everybody else out. Each of them is
-server to those that connect to it (by the server pair) and client where it connects (by the client pair). Keys travel
+All processes of a run hold the same keys, and no other process has them. Each process is server to those that connect
+to it (by the server pair) and client where it connects (by the client pair). Keys travel
 in a file that only their owner can read; never in arguments, environments or logs.
 """
 
@@ -58,7 +58,7 @@ def make_keys() -> Keys:
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Write `keys` to a new file of mode 0600 in a folder that is nobody else's.
+    """Write `keys` to a new file of mode 0600 in a folder that only this user can enter.
 
     Errors: ValueError if others may look into the folder; FileExistsError if there is a file, or a link, already.
     """

@@ -2,7 +2,7 @@
 
 launcher   makes the arenas, then forks          arena 0 │ arena 1 │ arena 2 │ …   address space; pages once touched
 node n     cuts its tensors from arena n         `empty(n, …)`
-anybody    reads and writes them in place        message: (arena, offset, shape, dtype) ─▶ `resolve`
+any node   reads and writes them in place        message: (arena, offset, shape, dtype) ─▶ `resolve`
 
 The arenas have no name in any file system, and are gone with the last process that has them.
 """
@@ -22,7 +22,7 @@ from polytempo.native.arena import Arena
 
 
 class Arenas:
-    """`num_arenas` arenas of `num_bytes` of address space each. Make them before forking those who share them.
+    """`num_arenas` arenas of `num_bytes` of address space each. Make them before forking the processes that share them.
 
     Only one process at a time cuts tensors from an arena, the first that asks for one. A node that is started anew
     gets an arena of its own, for others may still read the old one: let `num_arenas` be larger than the nodes are many.
@@ -92,7 +92,7 @@ class _Inherited(Arena):
         """Close the file; what is mapped stays. Otherwise that happens with the last reference."""
 
     def adopted(self) -> _Inherited:
-        """This arena, belonging to this process."""
+        """This arena, owned by this process. RuntimeError where a living process owns it."""
         if self._owner != os.getpid():
             try:  # a record lock: children do not inherit it, and the kernel takes it from the dead
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,9 +4,9 @@ node 3   DEALER ──┐                       Every node binds one ROUTER, whe
 node 5   DEALER ──┴▶ ROUTER   node 0      DEALER to each node that it writes to. The DEALER's routing id is
 node 0   DEALER ───▶ ROUTER   node 3      the sender's number.
 
-Who may write: on `ipc://` whoever may enter the folder, which must be this user's alone; on `tcp://` whoever has the
-run's keys (CURVE; the number of a connection's messages makes a replayed or spliced one fail). Without keys only
-loopback addresses are allowed: any user of the host can write there.
+Which processes may write: on `ipc://` those that may enter the folder, which must be this user's alone; on `tcp://`
+those that have the run's keys (CURVE; the number of a connection's messages makes a replayed or spliced one fail).
+Without keys only loopback addresses are allowed: any user of the host can write there.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
 
 
 @dataclass
-class Counts:
-    """What a mailbox has seen."""
+class MailCounts:
+    """How many messages and connections a mailbox has had."""
 
     posted: int = 0
     taken: int = 0
     dropped: int = 0
     """Not sent: the line to the node was full, or no address of it is known."""
     malformed: int = 0
-    """Arrived and refused: no message, or from nobody."""
+    """Arrived and refused: no message, or without a valid sender."""
     refused: int = 0
-    """Connections not let in: no keys, wrong keys, not ZeroMQ at all (and those that are knocking just now)."""
+    """Connections not admitted: no keys, wrong keys, not ZeroMQ at all (and those whose handshake is under way)."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Mailbox:
         keeps_memory: bool = False,
     ) -> None:
         self.node, self.limits = node, limits or FrameLimits()
-        self._counts = Counts()
+        self._counts = MailCounts()
         self._keys, self._references = keys, references
         self._high_water, self._num_nodes = high_water, num_nodes
         self._local = checked(address, keys is not None)
@@ -104,10 +104,10 @@ class Mailbox:
             self.close()
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
-        """Where others connect to."""
+        """The address to which other nodes connect."""
 
     def connect(self, node: int, address: str) -> None:
-        """Say where `node` is. Connects at once; a node that is there already gets the new address."""
+        """Connect to `node` at `address`, at once; a former connection to it is closed."""
         local = checked(address, self._keys is not None)
         self.forget(node)
         socket = self._socket(zmq.DEALER, address)
@@ -129,7 +129,7 @@ class Mailbox:
         """Send without waiting. False: the line is full or unknown, and the message dropped; ask again later.
 
         Large tensors are lent, not copied: see `encode` for how long they must stay unchanged. Their memory is kept
-        until ZeroMQ has let go of it, whoever else forgets it.
+        until ZeroMQ has released it.
         """
         peer = self._peers.get(to)
         if peer is None:
@@ -161,7 +161,7 @@ class Mailbox:
         return True
 
     def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
-        """The next (source, message); None if none comes within `wait_s` (None: however long that takes)."""
+        """The next (source, message); None if none comes within `wait_s` (None: wait without end)."""
         until_s = math.inf if wait_s is None else time.monotonic() + wait_s
         while True:
             parts = self._parts()
@@ -178,7 +178,8 @@ class Mailbox:
     def _parts(self) -> list[Frame] | None:
         """The next message's parts, the first being the sender's number.
 
-        Of too many parts only as many as show it, of too many bytes only the sender's number: both are malformed.
+        Of a message with too many parts it keeps one part too many, of one with too many bytes only the sender's
+        number: both are then malformed.
         """
         try:
             part = self._router.recv(zmq.NOBLOCK, copy=False)
@@ -204,13 +205,13 @@ class Mailbox:
         return None
 
     @property
-    def counts(self) -> Counts:
-        """What has happened so far."""
+    def counts(self) -> MailCounts:
+        """The counts so far."""
         self._counts.refused = self._guard.refused if self._guard else 0
         return self._counts
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Take down everything. What was posted and has not left is given `linger_s`, then dropped."""
+        """Close all connections. Messages that have not left get `linger_s`, then they are dropped."""
         if self._context.closed:
             return
         self._router.disable_monitor()

@@ -1,22 +1,22 @@
-"""`BatchScheduler`: who trains on which batch. A pure machine, a part of the coordinator.
+"""`BatchScheduler`: which worker trains on which batch. A pure machine, a part of the coordinator.
 
-    worker ──ask(done)──▶ ┌ scheduler ─────────────────────────────────────────┐
-                          │ again: tickets of the lost, lowest first        │
-           ◀──train t──── │ supply: tickets that nobody has had             │
-           ◀──wait─────── │ held: each worker's tickets that are not done   │
-           ◀──finish───── │ done: tickets that every shard has acknowledged │
-                          └─────────────────────────────────────────────────┘
+    worker ──ask(done)──▶ ┌ batch scheduler ────────────────────────────────────┐
+                          │ again: tickets of lost workers, lowest first        │
+           ◀──train t──── │ supply: tickets that no worker has had              │
+           ◀──wait─────── │ held: each worker's tickets that are not done       │
+           ◀──finish───── │ done: tickets that every shard has acknowledged     │
+                          └─────────────────────────────────────────────────────┘
 
 A *ticket* is the right and the duty to train on one batch; ticket n is batch n mod B of epoch n div B. At any time it
-is done, or one worker holds it, or nobody does. What an order asks of a worker:
+is done, or one worker holds it, or no worker does. What an order asks of a worker:
 
     train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
     wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
     finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
 
 "wait" goes only to workers that hold something: those whose pushes others wait for (the end of the run, a pause), and
-those that hold `most_held` tickets. Who holds nothing and can be given nothing has no answer until there is one
-(`due`).
+those that hold `most_held` tickets. A worker that holds nothing and can be given nothing has no answer until there is
+one (`due`).
 
 Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and no worker
 waits there. Scores are taken of snapshots that the shards keep (`server.shard.score_snapshots`).
@@ -24,14 +24,14 @@ waits there. Scores are taken of snapshots that the shards keep (`server.shard.s
 **Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first
 n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
 staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
-push means that nobody has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
+push means that no worker has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
 for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
 worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
 a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
 
 Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the run some workers rest while
-others still have pushes that wait. `resting` names them. To such rules they must be as workers that have left, until
-they are dealt a ticket again; a rule therefore takes what comes of a worker that rested as if it had just joined.
+others still have pushes that wait. `resting` names them. Such rules must take them for workers that have left, until
+they get a ticket again; a rule therefore takes a push of a worker that rested as if the worker had just joined.
 """
 
 from __future__ import annotations
@@ -40,14 +40,10 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-import msgspec
-
 from polytempo.core.ranges import Range, Ranges
+from polytempo.server.coordinator.saved_schedule import decoded, encoded, remaining
 from polytempo.server.coordinator.supply import Evenly, Freely, Supply
 from polytempo.server.message import Deal, Ticket
-
-_VERSION = 2
-_MOST_ABSENT = 10_000_000
 
 Order = Literal["train", "wait", "finish"]
 
@@ -65,14 +61,6 @@ class _Worker:
     def waits(self) -> bool:
         """Whether its newest ask has no answer."""
         return self.sequence > 0 and self.answer is None
-
-
-class _SavedSchedule(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-    batches_per_epoch: int
-    frontier: int
-    """No ticket from this one on was ever dealt."""
-    done: tuple[Range, ...]
 
 
 class BatchScheduler:
@@ -155,7 +143,7 @@ class BatchScheduler:
     def ask(self, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
         """The answer to ask number `sequence` (1, 2, …), or None: it will come from `due`, or the ask is out of date.
 
-        `done`: tickets that every shard has acknowledged; of those, what the worker does not hold is ignored.
+        `done`: tickets that every shard has acknowledged; tickets that the worker does not hold are ignored.
         """
         life = self._workers.get(worker)
         if life is None or life.incarnation != incarnation or sequence < max(1, life.sequence):
@@ -166,7 +154,7 @@ class BatchScheduler:
         return life.answer if life.answer is not None else self._answer(worker, life)
 
     def leave(self, worker: int, done: Sequence[int]) -> None:
-        """`worker` was told to finish, and goes with its last word on what it has `done`."""
+        """`worker` goes, as it was ordered to. `done`: the tickets that are done since its last ask."""
         if (life := self._workers.get(worker)) is not None:
             self._note_done(life, done)
             self.lose(worker)
@@ -180,7 +168,7 @@ class BatchScheduler:
         return [deal for deal in answers if deal is not None]
 
     def stop(self) -> None:
-        """Deal nothing more, and tell workers to finish. "evenly" the step that was begun is dealt to its end.
+        """Deal nothing more, and order workers to finish. "evenly" the step that was begun is dealt to its end.
 
         A run whose every ticket is done has not been stopped: its weights are those of its last batch.
         """
@@ -193,7 +181,7 @@ class BatchScheduler:
     def pause(self, at: int = 0) -> None:
         """Deal no ticket from `at` on, or from now on if those were dealt already, until `resume`; then comes `quiet`.
 
-        "evenly" the step that was begun is dealt to its end, so that nobody waits for what will not come.
+        "evenly" the step that was begun is dealt to its end, so that no worker waits for a push that will not come.
         """
         first = max(at, self._supply.frontier)
         self._barrier = -(-first // self._step) * self._step
@@ -260,7 +248,7 @@ class BatchScheduler:
         if self._again and self._again[0] < self._limit:
             return self._ticket(heappop(self._again), again=True)
         fresh = self._supply.take(worker, self._limit)
-        return None if fresh is None else self._ticket(fresh.number, again=fresh.moved)
+        return None if fresh is None else self._ticket(fresh.number, again=fresh.reassigned)
 
     def _ticket(self, number: int, again: bool) -> Ticket:
         return Ticket(number, *divmod(number, self.batches_per_epoch), again=again)
@@ -276,7 +264,7 @@ class BatchScheduler:
 
     @property
     def _first(self) -> int:
-        """The lowest worker that has asked in this life: one that is only about to start holds nobody up."""
+        """The lowest worker that has asked in this life: a worker that is still starting delays no other."""
         return min(worker for worker, life in self._workers.items() if life.sequence)
 
     def _waiting(self) -> list[int]:
@@ -310,7 +298,7 @@ class BatchScheduler:
 
     @property
     def epoch(self) -> int:
-        """Epochs all of whose tickets are done, from the first on."""
+        """How many epochs, from the first on, have all their tickets done."""
         gaps = self._done.missing(0, self.num_tickets - 1)
         return (gaps[0][0] if gaps else self.num_tickets) // self.batches_per_epoch
 
@@ -323,7 +311,7 @@ class BatchScheduler:
     def resting(self) -> tuple[int, ...]:
         """Workers that rules must not wait for: they get no ticket unless another is lost. See the module's text.
 
-        Empty where tickets are dealt evenly and nobody was lost, and where they are dealt freely without `rests`.
+        Empty where tickets are dealt evenly and no worker was lost, and where they are dealt freely without `rests`.
         """
         can_rest = self._uneven if self.deals == "evenly" else self.rests
         if not can_rest or self._done.covers(0, self._limit - 1):
@@ -331,58 +319,31 @@ class BatchScheduler:
         return tuple(self._waiting())
 
     def holders(self) -> dict[int, int]:
-        """Who holds which ticket: ticket -> worker."""
+        """Ticket -> the worker that holds it."""
         return {number: worker for worker, life in self._workers.items() for number in life.held}
 
     # --------------------------------------------------------------------------------------------------------- state
 
     def dump(self) -> bytes:
         """What a full restart needs. Workers are not in it: after a restart all of them are new."""
-        return msgspec.msgpack.encode(
-            _SavedSchedule(_VERSION, self.batches_per_epoch, self._supply.frontier, self._done.tuples)
-        )
+        return encoded(self.batches_per_epoch, self._supply.frontier, self._done.tuples)
 
     def load(self, state: bytes, applied: Sequence[Sequence[Range]] = ()) -> None:
         """Go on from `state`, in a new scheduler whose workers have not joined. Tickets once dealt are dealt `again`.
 
-        `applied`: for each shard the tickets in the snapshot that it went on from (`Statistics.tickets`). Then those
-        are done that every shard has. Some shards may have more than the others, and drop them when they come again.
-        Where only whole steps are missing, "evenly" deals them to the workers that had them before.
-        The run's end, the kind of dealing and the number of workers may have changed, the batches of an epoch not.
+        `applied`: for each shard the tickets in the snapshot that it resumes from (`Statistics.tickets`). A ticket is
+        then done if every shard has it. A shard that has more of them than the others drops these when they come again.
+        Where only whole steps are missing, "evenly" deals them to the workers that had them before. The run's end, the
+        kind of dealing and the number of workers may differ from the saved run's, the batches of an epoch may not.
         """
         if self._workers or self._supply.frontier:
             raise ValueError("this scheduler has begun already; load into a new one")
-        saved = _decoded(state)
-        if saved.batches_per_epoch != self.batches_per_epoch:
-            raise ValueError(
-                f"the saved run has {saved.batches_per_epoch} batches an epoch, this one {self.batches_per_epoch}; "
-                "go on with the same data and batch size, or begin anew"
-            )
-        frontier = max([saved.frontier, *(last + 1 for shard in applied for _, last in shard)])
-        absent = Ranges()
-        for shard in applied if applied else [saved.done]:
-            for first, last in Ranges(shard).missing(0, frontier - 1):
-                absent.add(first, last)
-        if (num_absent := sum(last - first + 1 for first, last in absent)) > _MOST_ABSENT:
-            raise ValueError(f"{num_absent} batches before the last one that was dealt are not done; that is no run's")
-        begun = absent.tuples[0][0] // self._step * self._step if absent.tuples else frontier
-        if self.deals == "evenly" and absent.covers(begun, frontier - 1):  # whole steps: they come as they came first
-            absent, frontier = Ranges(), begun
-        self._done = Ranges(absent.missing(0, frontier - 1))
-        self._again = [number for first, last in absent for number in range(first, last + 1)]
-        self._again += self._supply.skip_to(frontier)
+        saved = decoded(state, self.batches_per_epoch)
+        left = remaining(saved, applied, self._step if self.deals == "evenly" else 0)
+        self._done = left.done
+        self._again = [*left.again, *self._supply.skip_to(left.frontier)]
         heapify(self._again)
         self._uneven = True
-
-
-def _decoded(state: bytes) -> _SavedSchedule:
-    try:
-        saved = msgspec.msgpack.decode(state, type=_SavedSchedule)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"this is no scheduler's state: {error}") from error
-    if saved.version != _VERSION:
-        raise ValueError(f"the scheduler's state has version {saved.version}, this program reads {_VERSION}")
-    return saved
 
 
 def _check_even(batches_per_epoch: int, num_tickets: int, workers: int, warm_start: int) -> None:

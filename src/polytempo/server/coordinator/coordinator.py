@@ -1,23 +1,25 @@
-"""`Coordinator`: who takes part, who holds which shard, and who trains on what. One for a run, in its launcher.
+"""`Coordinator`: which workers take part, which nodes hold which shard, and which worker trains on what.
 
-    Beat ◀── everybody        View ──▶ everybody      a node that is silent, or whose process has ended, is lost:
-    Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards are told
+    Beat ◀── every node       View ──▶ every node     a node that is silent, or whose process has ended, is lost:
+    Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards get `Members`
     Noted ◀─ shard         Members ──▶ shard             copy: the next one in the chain moves up, in a new epoch
-    Scored ◀─ evaluator      Heard ──▶ evaluator      a score comes when it comes; only the end waits for the last one
+    Scored ◀─ evaluator      Heard ──▶ evaluator      only the end of the run waits for a score, the last one
 
-If the launcher dies, the run ends; so the coordinator has no copy.
+A run has one coordinator, in its launcher. If the launcher dies, the run ends; so the coordinator has no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.chains import Chains
 from polytempo.server.coordinator.failure_detector import FailureDetector
-from polytempo.server.coordinator.lost_shard import ShardLost
+from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.membership import Membership
+from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper, Shards
 from polytempo.server.coordinator.scores import Scores
 from polytempo.server.coordinator.work_calls import Calls
@@ -39,108 +41,91 @@ from polytempo.server.message import (
     Statistics,
     View,
 )
-from polytempo.server.record import Entry, Lost, Noting, Saving, Stopping, entry_of
+from polytempo.server.record import Lost, Noting, Saving, Stopping, entry_of
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
 
 
 class Coordinator:
-    """The coordinator on node `node`, of `workers` (nodes) and `chains` (for each shard the nodes of its copies).
-
-    `incarnation`: higher than that of the coordinator whose snapshot the shards go on from. `on_row(row)` takes rows of
-    metrics (JSON) from workers and from the node `evaluator`. `on_event(event)` hears of ("lost", worker), ("joined",
-    worker), ("promoted", shard), ("shortened", shard), ("deposed", node), ("copied", shard), ("saved", shard), and of
-    ("silent", node) before a node is given up whose process must not go on. `on_entry(entry)` hears in their order of
-    calls for work, losses, saves, an early end, and what shards noted: nothing else decides what is dealt and told.
-    """
+    """The coordinator of `nodes`. `incarnation`: higher than that of the coordinator whose snapshot is resumed."""
 
     def __init__(
         self,
-        node: int,
-        workers: Sequence[int],
-        chains: Sequence[Sequence[int]],
+        nodes: Nodes,
         scheduler: BatchScheduler,
         timing: Timing | None = None,
         *,
         incarnation: int = 1,
-        on_row: Callable[[bytes], None] | None = None,
-        on_event: Callable[[tuple[str, int]], None] | None = None,
-        on_entry: Callable[[Entry], None] | None = None,
+        listeners: Listeners | None = None,
         reshaper: Reshaper | None = None,
-        evaluator: int | None = None,
     ) -> None:
-        self.node, self.scheduler, self.evaluator = node, scheduler, evaluator
+        self.nodes, self.scheduler = nodes, scheduler
         self.reshaper = reshaper or Reshaper()
         self.timing = timing or Timing()
         self.epoch = 1
-        self.chains = [tuple(chain) for chain in chains]
         self.statistics: dict[int, Statistics] = {}
-        """What each shard said of itself at the end."""
+        """Each shard's statistics at the end of the run."""
         self.finished = False
-        self._copies = max(len(chain) for chain in chains)
-        self._expected = set(workers)
-        """Workers that were started and have not been heard of."""
+        self._chains = Chains(nodes.chains)
+        self._expected = set(nodes.workers)
+        """Workers that were started and have not sent a message."""
         self._returning: set[int] = set()
         """The same, of workers that were started again."""
-        self._recruits: dict[int, int] = {}
-        """Nodes that were started to hold a copy and have not been heard of -> shard."""
-        self._blank: set[int] = set()
-        """Copies that have not been handed their shard's state yet."""
-        self.failures = FailureDetector(self.timing)
-        self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in chains]
-        self._who = Membership(len(chains), waits=scheduler.rests)
-        self._told: dict[tuple[int, int], int] = {}
-        """(shard, sequence) of a `Members` request -> the number of that change."""
+        self.failure_detector = FailureDetector(self.timing)
+        self._membership = Membership(len(nodes.chains), waits=scheduler.rests)
+        self._asked = [Requests(COORDINATOR, incarnation, chain[0], self.timing) for chain in nodes.chains]
+        self._shards = Shards(self.chains, self._asked, self._membership.known)
+        self._announcing: dict[tuple[int, int], int] = {}
+        """(shard, sequence) of a `Members` request without an answer -> the number of that change."""
         self._saving: set[tuple[int, int]] = set()
-        """The same of `Save` requests that are not answered."""
-        self._shards = Shards(self.chains, self._asked, self._who.known)
+        """The same of `Save` requests."""
         self._calls = Calls()
         self._ending = False
-        self._scores = Scores(evaluator, scheduler, self.timing.deadline_s)
+        self._scores = Scores(nodes.evaluator, scheduler, self.timing.deadline_s)
         self._announced_s = 0.0
-        self._on_row = on_row or (lambda row: None)
-        self._on_event = on_event or (lambda event: None)
-        self._on_entry = on_entry or (lambda entry: None)
+        self._listeners = listeners or Listeners()
 
-    # ------------------------------------------------------------------ what the engine tells
+    # ------------------------------------------------------------------ calls of the engine
 
     def recruit(self, shard: int, node: int) -> None:
-        """A process was started on `node` to hold a copy of `shard`; it joins the chain when it is heard of."""
-        self._recruits[node] = shard
+        """A process was started on `node` to hold a copy of `shard`; it joins the chain with its first message."""
+        self._chains.start(shard, node)
 
     def expect(self, worker: int) -> None:
-        """A process was started as the next life of `worker`; nobody waits for it, but it must come in time."""
+        """A process was started as the next life of `worker`. The run does not wait for it; it must come in time."""
         self._returning.add(worker)
+
+    @property
+    def chains(self) -> list[tuple[int, ...]]:
+        """For each shard the nodes of its copies, the head first; () for a shard that was drained."""
+        return self._chains.nodes
 
     @property
     def members(self) -> dict[int, int]:
         """The workers that take part, with their incarnations."""
-        return self._who.members
+        return self._membership.members
 
     @property
     def view(self) -> View:
-        """Who is who at this moment."""
+        """Chains, members and ranges of shards at this moment."""
         members, reshaper = tuple(sorted(self.members.items())), self.reshaper
         return View(self.epoch, tuple(self.chains), members, self.finished, reshaper.layout, reshaper.spans)
 
     @property
     def released(self) -> set[int]:
-        """The workers that were told to finish and have said that they go."""
+        """The workers whose order to finish was answered by a last call."""
         return set(self._calls.finishing) - set(self.members)
 
     @property
     def wanted(self) -> list[int]:
-        """The shards that lack a copy for which nobody was started yet."""
-        if self._ending or self.reshaper.moving:
-            return []
-        on_the_way = list(self._recruits.values())
-        return [s for s, chain in enumerate(self.chains) if chain and len(chain) + on_the_way.count(s) < self._copies]
+        """The shards that lack a copy for which no process was started yet."""
+        return [] if self._ending or self.reshaper.moving else self._chains.lacking
 
     def lose(self, now_s: float, node: int) -> Outbox:
         """`node` is gone for good: its process has ended, or it has been silent for too long. Raises `ShardLost`."""
-        self._on_entry(Lost(node))
-        self.failures.forget(node)
-        self._recruits.pop(node, None)
+        self._listeners.on_entry(Lost(node))
+        self.failure_detector.forget(node)
+        self._chains.cancel(node)
         self._returning.discard(node)
         out: Outbox = []
         if node in self._expected:
@@ -148,40 +133,37 @@ class Coordinator:
             self.scheduler.lose(node)
             out += self._deals(now_s)
         if node in self.members:
-            self._on_event(("lost", node))
+            self._listeners.on_event(("lost", node))
             del self.members[node]
             self._calls.lose(node)
-            out += self._tell_members(now_s)  # while elements move, they are told afterwards
-            self._who.leaving[node] = self._who.changes + self.reshaper.moving
+            out += self._notify_shards(now_s)  # while elements move, this comes afterwards
+            self._membership.leaving[node] = self._membership.changes + self.reshaper.moving
         if (never_begun := self.reshaper.lose(node)) is not None:
-            raise ShardLost(never_begun, self._copies - 1)
-        for shard, chain in enumerate(self.chains):
-            if node in chain:
-                self._on_event(("promoted" if chain[0] == node else "shortened", shard))
-                self._on_event(("deposed", node))
-                self.chains[shard] = tuple(other for other in chain if other != node)
-                if not self.chains[shard]:
-                    raise ShardLost(shard, self._copies - 1)
-                out += self._new_epoch(now_s)
+            raise self._chains.lost(never_begun)
+        if (shard := self._chains.shard_of(node)) is not None:
+            self._listeners.on_event(("promoted" if self.chains[shard][0] == node else "shortened", shard))
+            self._listeners.on_event(("deposed", node))
+            self._chains.remove(node)
+            out += self._new_epoch(now_s)
         return out
 
     def save(self, now_s: float, number: int) -> Outbox:
         """Ask every shard for snapshot `number`; not while elements move from one to another."""
         if self.reshaper.moving:
             return []
-        self._on_entry(Saving(0, 0, number))
+        self._listeners.on_entry(Saving(0, 0, number))
         at = self.scheduler.save()
         self._saving |= self._shards.ask(lambda worker, life, sequence: Save(worker, life, sequence, number, at))
         return self._shards.sendable(now_s)
 
     def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:
-        """One shard more, whose copies were started on `nodes`. Training stands still while elements move."""
+        """Add a shard, whose copies were started on `nodes`. Workers are idle while elements move."""
         self.reshaper.add(nodes)
         self.scheduler.pause()
         return self._deals(now_s) + self._reshape(now_s)
 
     def drain_shard(self, now_s: float, shard: int) -> Outbox:
-        """Shard `shard` gives what it holds to the others, and its copies end; numbers stay."""
+        """Shard `shard` gives its elements to the others, and its copies end; the others keep their numbers."""
         self.reshaper.drain(shard)
         self.scheduler.pause()
         return self._deals(now_s) + self._reshape(now_s)
@@ -189,8 +171,8 @@ class Coordinator:
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; what is to be sent because of it."""
-        self.failures.heard(now_s, source)
+        """Take a message; the answer is what is to be sent because of it."""
+        self.failure_detector.heard(now_s, source)
         self.reshaper.heard(source)
         out: Outbox = []
         match message:
@@ -202,15 +184,15 @@ class Coordinator:
                 out = self._noted(now_s, message)
             case Scored():
                 if self._scores.take(message):
-                    self._on_row(message.row)
+                    self._listeners.on_row(message.row)
                 out = [(source, Heard(self._scores.highest)), *self._deals(now_s), *self._end(now_s)]
         return out + self._reshape(now_s)
 
     def tick(self, now_s: float) -> Outbox:
-        """What time asks for: to notice who is silent, and to send again what was not answered."""
+        """Give up nodes that are silent, and send again what was not answered."""
         out: Outbox = []
         while silent := self._silent(now_s):  # one at a time: the last copy of a shard is not given up
-            self._on_event(("silent", silent[0]))
+            self._listeners.on_event(("silent", silent[0]))
             out += self.lose(now_s, silent[0])
         out += self._shards.late(now_s)
         if now_s - self._announced_s >= self.timing.beat_s:
@@ -229,35 +211,32 @@ class Coordinator:
     # ------------------------------------------------------------------ membership
 
     def _beat(self, now_s: float, source: int, beat: Beat) -> Outbox:
-        if source in self._recruits:
-            shard = self._recruits.pop(source)
-            self.chains[shard] = (*self.chains[shard], source)
-            self._blank.add(source)
-            self._on_event(("copied", shard))
+        if (joined := self._chains.join(source)) is not None:
+            self._listeners.on_event(("copied", joined))
             return self._new_epoch(now_s)
-        self._blank -= {source} if beat.incarnation else set()
+        if beat.incarnation:
+            self._chains.take_state(source)
         headed = None if beat.incarnation or beat.epoch != self.epoch else self._shards.headed_by(source)
-        if headed is not None:  # a copy without a state: the last whole one died before it had handed it on
-            raise ShardLost(headed, self._copies - 1)
+        if headed is not None:  # a copy without a state: the last one with it died before the transfer
+            raise self._chains.lost(headed)
         return [(source, self.view)] if beat.epoch < self.epoch or self.finished else []
 
     def _silent(self, now_s: float) -> list[int]:
-        """Who is given up. Not the last copy with a state: it may be busy, and nobody could take its place."""
-        copies = {node for chain in self.chains for node in chain if set(chain) - self._blank - {node}}
-        starting = self._expected | self._returning | set(self._recruits) | self.reshaper.absent
-        return self.failures.look(now_s, copies, self.members, starting)
+        """The nodes to give up. Not the last copy with a state: it may be busy, and no node could take its place."""
+        starting = self._expected | self._returning | self._chains.starting | self.reshaper.absent
+        return self.failure_detector.look(now_s, self._chains.replaceable, self.members, starting)
 
-    def _tell_members(self, now_s: float) -> Outbox:
-        """Tell the shards who takes part, if that has changed. Who rests is to them as one who has left."""
+    def _notify_shards(self, now_s: float) -> Outbox:
+        """Send the shards the members, if these have changed. A worker that rests is to them as one that has left."""
         if self._ending or self._expected or self.reshaper.moving:
             return []
-        facts = self._who.change(self.scheduler.resting, self._in_hand)
-        self.scheduler.hold_back(self._who.closing)
+        facts = self._membership.change(self.scheduler.resting, self._in_hand)
+        self.scheduler.hold_back(self._membership.closing)
         if facts is None:
             return []
         members, resting = facts
         asked = self._shards.ask(lambda worker, life, sequence: Members(worker, life, sequence, members, resting))
-        self._told.update(dict.fromkeys(asked, self._who.changes))
+        self._announcing.update(dict.fromkeys(asked, self._membership.changes))
         return self._shards.sendable(now_s)
 
     def _in_hand(self) -> set[int]:
@@ -271,10 +250,10 @@ class Coordinator:
         return self._announce(now_s) + self._shards.redirected(now_s)
 
     def _announce(self, now_s: float) -> Outbox:
-        """The view, to everybody: now and then even without news, for a message may be lost."""
+        """The view, to every node: now and then even without news, for a message may be lost."""
         self._announced_s = now_s
         nodes = {*(node for chain in self.chains for node in chain), *self.members}
-        nodes |= set() if self.evaluator is None else {self.evaluator}
+        nodes |= set() if self.nodes.evaluator is None else {self.nodes.evaluator}
         return [(node, self.view) for node in sorted(nodes)]
 
     # ------------------------------------------------------------------ work
@@ -284,40 +263,40 @@ class Coordinator:
         present = self.members.get(ask.worker)
         if present is None and (self._ending or ask.worker in self._calls.finishing):
             return self._end(now_s) or ([(ask.worker, self.view)] if self.finished else [])  # too late to take part
-        if ask.worker in self._who.leaving:
-            return []  # its former life is not over everywhere; it will call again
+        if ask.worker in self._membership.leaving:
+            return []  # some shard still counts its former life; it will call again
         if present is None and self._calls.is_of_the_past(ask):
-            return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # it was thought dead
+            return [(ask.worker, Deal(ask.worker, ask.incarnation, ask.sequence, "finish"))]  # its life was given up
         if present is None or present < ask.incarnation:
-            if present is not None:  # it died and is back before anybody noticed
+            if present is not None:  # it died and is back before the failure detector noticed
                 return self.lose(now_s, ask.worker)
             self._expected.discard(ask.worker)
             self._returning.discard(ask.worker)
-            self._on_event(("joined", ask.worker))
+            self._listeners.on_event(("joined", ask.worker))
             self.members[ask.worker] = ask.incarnation
             self._calls.begin(ask)
             self.scheduler.join(ask.worker, ask.incarnation)
-            out += self._tell_members(now_s)
+            out += self._notify_shards(now_s)
         elif present > ask.incarnation:
             return []
-        self._on_entry(entry_of(ask))
+        self._listeners.on_entry(entry_of(ask))
         for row in self._calls.new_rows(ask):
-            self._on_row(row)
+            self._listeners.on_row(row)
         if self._calls.is_goodbye(ask):
             self.members.pop(ask.worker, None)
             self._calls.lose(ask.worker)
             self.scheduler.leave(ask.worker, ask.done)
-            return self._tell_members(now_s) + self._end(now_s)
+            return self._notify_shards(now_s) + self._end(now_s)
         self._calls.waiting[ask.worker] = ask
         return out + self._deals(now_s) + self._end(now_s)
 
     def _deals(self, now_s: float) -> Outbox:
         """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
         if self._expected or self.reshaper.moving:
-            return []  # the first deal is made when all that were started are here
+            return []  # the first deal is made when all workers that were started are here
         out: Outbox = []
         calls = self._calls
-        for worker, ask in calls.waiting.items():  # what cannot be answered yet, the scheduler remembers
+        for worker, ask in calls.waiting.items():  # what cannot be answered yet, the batch scheduler remembers
             deal = self.scheduler.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
             if deal is not None and calls.was_answered(ask):
                 out.append((worker, replace(deal, layout=self.reshaper.layout)))  # once more
@@ -325,19 +304,19 @@ class Coordinator:
                 calls.unsaid[worker] = deal
         calls.waiting.clear()
         calls.unsaid.update((deal.worker, deal) for deal in self.scheduler.due())
-        out += self._tell_members(now_s)
+        out += self._notify_shards(now_s)
         for worker, deal in list(calls.unsaid.items()):
             if deal.order == "finish":
                 calls.finishing[worker] = deal.sequence
-            elif not self._who.knows(worker) or (self._who.closing and deal.order == "train"):
+            elif not self._membership.knows(worker) or (self._membership.closing and deal.order == "train"):
                 continue
             out.append((worker, replace(calls.say(worker), layout=self.reshaper.layout)))
         return out
 
     def _end(self, now_s: float) -> Outbox:
-        """After the last ticket: ask the shards how it was; when they have said so and all workers have gone, end."""
+        """After the last ticket: ask the shards for their statistics. Once these are here and all workers gone, end."""
         if not self.scheduler.finished or self._expected or self.reshaper.moving:
-            return []  # and those that were started hear of it, however soon it comes
+            return []  # a worker that was started learns of the end, too
         if not self._ending:
             self._ending = True
             self._shards.ask(Inquire)
@@ -348,16 +327,16 @@ class Coordinator:
         return self._announce(now_s)
 
     def stop(self) -> None:
-        """The run ends now: a score is what was asked for."""
-        self._on_entry(Stopping())
+        """End the run now: a score has reached its target."""
+        self._listeners.on_entry(Stopping())
         self.scheduler.stop()
 
     def _noted(self, now_s: float, reply: Reply) -> Outbox:
         if not self._asked[reply.shard].answered(reply, now_s):
             return []
-        change = self._told.pop((reply.shard, reply.sequence), None)
+        change = self._announcing.pop((reply.shard, reply.sequence), None)
         if change is not None:
-            for worker in self._who.note(reply.shard, change):
+            for worker in self._membership.note(reply.shard, change):
                 self.scheduler.lose(worker)
         if (reply.shard, reply.sequence) in self._saving:
             self._saving.remove((reply.shard, reply.sequence))
@@ -368,33 +347,33 @@ class Coordinator:
         if isinstance(reply, Lent):
             self.reshaper.take(reply)
         if isinstance(reply, Noted):
-            self._on_entry(Noting(reply.shard, reply.sequence))
+            self._listeners.on_entry(Noting(reply.shard, reply.sequence))
             if change is None and not reply.what:
-                self._on_event(("saved", reply.shard))
+                self._listeners.on_event(("saved", reply.shard))
         return self._shards.sendable(now_s) + self._deals(now_s) + self._end(now_s)
 
     # ----------------------------------------- shards that come and go: see `server.coordinator.resharding`
 
     def _reshape(self, now_s: float) -> Outbox:
-        """Go on with what is wanted, as far as that is possible now."""
+        """Go on with the changes that are wanted, as far as that is possible now."""
         reshaper, layout = self.reshaper, self.reshaper.layout
         if not reshaper.busy:
             return []
-        told = reshaper.go_on(self._is_still, self._shards)
+        released = reshaper.go_on(self._is_still, self._shards)
         out = self._shards.sendable(now_s)
-        if told is not None:
+        if released is not None:
             out += self._new_epoch(now_s)
-            out += [(node, self.view) for node in told]  # should it be lost, they ask for it with their next beat
+            out += [(node, self.view) for node in released]  # if it is lost, they ask for it with their next beat
         if layout == reshaper.layout:
-            return out if told is None else out + self._reshape(now_s)
+            return out if released is None else out + self._reshape(now_s)
         if not reshaper.busy:
             self.scheduler.resume()
-        self._on_event(("reshaped", reshaper.layout))
+        self._listeners.on_event(("reshaped", reshaper.layout))
         return out + self._reshape(now_s) + self._deals(now_s)
 
     @property
     def _is_still(self) -> bool:
-        """Whether nobody has anything under way: no worker, and not the coordinator itself."""
+        """Whether no request is under way: of no worker, and none of the coordinator's own."""
         calls = self._calls.waiting or self._calls.unsaid
-        busy = self._expected or self._recruits or self._who.leaving or calls or self._ending
-        return self.scheduler.quiet and not busy and not self._shards.busy and self._who.is_settled
+        busy = self._expected or self._chains.starting or self._membership.leaving or calls or self._ending
+        return self.scheduler.quiet and not busy and not self._shards.busy and self._membership.is_settled

@@ -1,11 +1,11 @@
-"""`Evaluator`: gathers what all shards held when so many batches were decided, and has it scored. Without I/O.
+"""`Evaluator`: gathers the shards' weights of one moment of the run, and has them scored. Without I/O.
 
-    ──Show n──▶ every copy of every shard      ◀──Shown── the first copy of each, when it has come so far
+    ──Show n──▶ every copy of every shard      ◀──Shown── the head of each, when n batches are decided at it
     all shards show the same number ─▶ score ──Scored──▶ coordinator ──Heard──▶ Show n+1 ──▶ …
 
-Only when its score has been heard of are the shards told to let a snapshot go: should the evaluator die, the next one
-finds it. No worker and no shard waits for a score. Where shards show different numbers, since some were let go, the
-highest counts, and the others are asked for that one.
+Shards release a snapshot only when the coordinator has its score: if the evaluator dies, the next one finds the
+snapshot. No worker and no shard waits for a score. Where shards show different numbers, since some snapshots were
+released, the highest counts, and the evaluator asks the other shards for that one.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Evaluator:
         self._score, self._flat = score, torch.empty(numel, dtype=dtype)
         self._parts: dict[int, Shown] = {}
         self._row: Scored | None = None
-        """A score that the coordinator has not heard of."""
+        """A score that the coordinator has not confirmed."""
         self._epoch = self._layout = 0
         self._asks_at_s = 0.0
 
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; what is to be sent because of it. May take as long as a score."""
+        """Take a message; the answer is what is to be sent because of it. May take as long as a score."""
         match message:
             case View() if message.epoch >= self._epoch:
                 return self._see(now_s, message)
@@ -66,7 +66,7 @@ class Evaluator:
         return []
 
     def tick(self, now_s: float) -> Outbox:
-        """Ask, again and again, for what has not come; this also says that the evaluator lives."""
+        """Ask again for what has not come; this also shows that the evaluator lives."""
         if now_s < self._asks_at_s:
             return []
         return [(self.coordinator, Beat(self.node, 1, self._epoch)), *self._ask(now_s)]
@@ -85,7 +85,7 @@ class Evaluator:
         self.finished = self.finished or view.finished
         if view.epoch == self._epoch:
             return []
-        if view.layout != self._layout:  # what was shown is of ranges that other shards hold now
+        if view.layout != self._layout:  # the parts so far are of ranges that other shards hold now
             self._layout, self._parts = view.layout, {}
         self._epoch = view.epoch
         holders = view.spans or ((),) * len(view.chains)
@@ -97,7 +97,7 @@ class Evaluator:
         return self._ask(now_s)
 
     def _ask(self, now_s: float) -> Outbox:
-        """What is wanted now: that a score is heard of, or the next snapshot."""
+        """What is wanted now: a confirmation of the score, or the next snapshot."""
         self._asks_at_s = now_s + self.timing.retry_s
         if self._row is not None:
             return [(self.coordinator, self._row)]
@@ -115,7 +115,7 @@ class Evaluator:
             return []
         parts = list(self._parts.values())
         if sum(numel_of(part.spans) for part in parts) != self._flat.numel():
-            self._parts = {}  # of two layouts: the view that tells has not come yet, or what was kept is older than it
+            self._parts = {}  # of two layouts: the new view has not come yet, or a snapshot is older than it
             self.wanted += 1
             return []
         for part in parts:

@@ -1,4 +1,4 @@
-"""`FailureDetector`: who has been heard of when, and who has been silent for too long."""
+"""`FailureDetector`: when each node was last alive, and which nodes have been silent for too long."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from polytempo.server.timing import Timing
 
 
 class FailureDetector:
-    """The coordinator's ears. A copy, a worker, and one that is only starting have different patience.
+    """A copy, a worker and a node that is only starting may be silent for different times (`Timing`).
 
-    A node is heard of when it sends a message, or when the engine sees its process run: a worker may compute for hours.
+    A node is alive when it sends a message, or when the engine sees its process run: a worker may compute for hours.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -19,15 +19,15 @@ class FailureDetector:
         self._looked_s: float | None = None
 
     def heard(self, now_s: float, node: int) -> None:
-        """`node` has said something, or its process was seen to run."""
+        """`node` has sent a message, or its process was seen to run."""
         self._heard_s[node] = now_s
 
     def forget(self, node: int) -> None:
-        """`node` is gone."""
+        """`node` is lost, and watched no more."""
         self._heard_s.pop(node, None)
 
     def look(self, now_s: float, copies: Collection[int], workers: Iterable[int], starting: set[int]) -> list[int]:
-        """Those that have been silent for too long. Where we ourselves stood still, it was not they who were silent."""
+        """The nodes that have been silent for too long. Time in which this process stood still does not count."""
         timing = self._timing
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s

@@ -1,4 +1,4 @@
-"""What the coordinator raises when nothing can be saved any more."""
+"""The error with which the coordinator ends a run whose parameters are lost."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""`Membership`: who takes part, as the shards are told. Changes are numbered, and every shard notes each of them.
+"""`Membership`: which workers take part, as the shards learn it. Changes are numbered; every shard notes each of them.
 
     change 7 ──Members──▶ shard 0 ──Noted──▶ known 7
-             ──Members──▶ shard 1              known 6     ready: 6, for one shard may not have heard of change 7
+             ──Members──▶ shard 1              known 6     ready: 6, for shard 1 may not have change 7 yet
 
-A worker is dealt to when every shard knows it, and what a lost one held is dealt again when no shard takes it from it
-any more.
+A worker gets tickets when every shard knows it. The tickets of a lost worker are dealt again when no shard accepts a
+push of that life any more.
 
-**Where workers wait for each other** (`waits`) a newcomer is admitted only while nobody has a batch in hand. Otherwise
-one shard could count it in the present step and another in the next, and two such workers, each a step ahead of the
-other at one of two shards, would wait for each other for ever. So first the others finish what they have in hand
-(`closing`: nobody is dealt a new batch; who has nothing in hand rests), then all are told at once.
+**Where workers wait for each other** (`waits`) a new worker is admitted only while no worker has a batch in hand.
+Otherwise one shard could count it in the present step and another in the next, and two such workers, each a step ahead
+of the other at one of two shards, would wait for each other for ever. So first the others finish the batches that they
+have (`closing`: no worker gets a new batch; a worker without one rests), then one change admits all new workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 
 
 class Membership:
-    """`num_shards` shards, none of which knows anybody yet."""
+    """`num_shards` shards, none of which knows a worker yet."""
 
     def __init__(self, num_shards: int, *, waits: bool) -> None:
         self.members: dict[int, int] = {}
@@ -27,11 +27,11 @@ class Membership:
         self.known = [0] * num_shards
         """How many changes each shard has noted."""
         self.closing = False
-        """Whether newcomers wait until nobody has a batch in hand."""
+        """Whether new workers wait until no worker has a batch in hand."""
         self.leaving: dict[int, int] = {}
         """Lost workers -> the change that says so."""
         self._waits = waits
-        self._told: dict[int, int] = {}
+        self._announced: dict[int, int] = {}
         self._resting: tuple[int, ...] = ()
         self._admitted: dict[int, int] = {}
 
@@ -52,9 +52,9 @@ class Membership:
     def change(
         self, resting: Collection[int], in_hand: Callable[[], Collection[int]]
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]] | None:
-        """What the shards are to be told now: the members, and who of them rests; None if that is nothing new.
+        """The next change to announce: the members, and which of them rest; None if neither has changed.
 
-        `resting`: whoever has nothing to do. `in_hand()`: who has a batch in hand.
+        `resting`: the workers that have nothing to do. `in_hand()`: the workers that have a batch in hand.
         """
         rest = {worker for worker in resting if worker in self.members}
         if self._waits:
@@ -65,7 +65,7 @@ class Membership:
                 rest.update(worker for worker in self.members if worker not in busy or worker in new)
         ordered = tuple(sorted(rest))
         awaited = any(since > self.changes for since in self.leaving.values())
-        if self.members == self._told and ordered == self._resting and not awaited:
+        if self.members == self._announced and ordered == self._resting and not awaited:
             return None
         self.changes += 1
         self._admitted = {
@@ -73,11 +73,11 @@ class Membership:
             for worker in self.members
             if worker not in rest
         }
-        self._told, self._resting = dict(self.members), ordered
+        self._announced, self._resting = dict(self.members), ordered
         return tuple(sorted(self.members.items())), ordered
 
     def note(self, shard: int, change: int) -> list[int]:
-        """`shard` has noted `change`. Returns the lost workers of whom every shard knows now."""
+        """`shard` has noted `change`. Returns the workers that every shard now knows to be lost."""
         self.known[shard] = max(self.known[shard], change)  # answers may overtake each other
         ready = self.ready
         gone = [worker for worker, since in self.leaving.items() if since <= ready]
@@ -86,5 +86,5 @@ class Membership:
         return gone
 
     def _counts(self, worker: int) -> bool:
-        """Whether the shards were told that `worker`, in its present life, takes part."""
-        return self._told.get(worker) == self.members[worker] and worker not in self._resting
+        """Whether it is announced that `worker`, in its present life, takes part and does not rest."""
+        return self._announced.get(worker) == self.members[worker] and worker not in self._resting

@@ -1,16 +1,16 @@
-"""`Reshaper`: shards come and go while training goes on. The coordinator's part of it, without I/O.
+"""`Reshaper`: adds and drains shards while a run goes on. The coordinator's part of it, without I/O.
 
     pause      no new tickets; workers push what they hold, and wait       (`BatchScheduler.pause`; `quiet` ends it)
-    lend       shards show what others take over                           Lend ──▶ Lent
-    take       those others hold it, every copy of them                    Reshape ──▶ Noted
-    let go     now those that lent hold it no more                         Reshape ──▶ Noted
-    resume     a new view: layout, ranges, chains; whoever is dealt a ticket must know it, and fetches the weights
+    lend       givers show the elements that takers take over              Lend ──▶ Lent
+    take       takers hold them, in every copy                             Reshape ──▶ Noted
+    release    givers hold them no more                                    Reshape ──▶ Noted
+    resume     a new view: layout, ranges, chains; a worker that gets a ticket must know it, and pulls the weights
 
-While elements move, nobody asks the shards for anything else: no worker has a request under way, and the coordinator
-keeps news of members, snapshots and deals to itself. So what was lent is what is taken. At any moment each element is
-held by one shard at least, and pushed to by one at most. Every step is a request to a shard's log, so it is repeated
-until it is answered, applied once, and in every copy before it is answered: a copy may die at any moment. One change
-at a time: a shard gives or takes, never both.
+While elements move, the shards get no other request: no worker has one under way, and the coordinator keeps changes of
+members, snapshots and deals back. So takers take exactly what givers lend. At any moment at least one shard holds each
+element, and workers push it to at most one. Every step is a request to a shard's log, so it is repeated until it is
+answered, applied once, and in every copy before it is answered: a copy may die at any moment. One change at a time: a
+shard gives or takes, never both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from polytempo.server.shard.transfer import common, covers
 Build = Callable[[int, int, int], Request]
 """(worker, incarnation, sequence) -> a request with these."""
 Orders = list[tuple[int, Build]]
-"""(shard, what it is asked)."""
+"""(shard, the request that it gets)."""
 
 
 class Change(NamedTuple):
-    """One shard more, on `nodes`, or shard `drained` no more: then shards hold what `target` says."""
+    """A new shard on `nodes`, or the end of shard `drained`. `target`: the ranges of each shard afterwards."""
 
     target: tuple[Spans, ...]
     nodes: tuple[int, ...] = ()
@@ -41,13 +41,13 @@ class Change(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """The shards as the coordinator sees them, by number: its own lists, which change as shards come and go."""
+    """The coordinator's own lists about shards, by number. They change as shards are added and drained."""
 
     chains: list[tuple[int, ...]]
     """() for one that was drained."""
     asked: list[Requests]
     known: list[int]
-    """How many changes of membership each has taken in."""
+    """How many changes of membership each has noted."""
 
     @property
     def busy(self) -> bool:
@@ -77,109 +77,111 @@ class Shards(NamedTuple):
 
     def redirected(self, now_s: float) -> Outbox:
         """What is to be sent again because another copy is asked now."""
-        moved = [(self.chains[shard][0], asked) for shard, asked in self.live if asked.head != self.chains[shard][0]]
-        return [(head, request) for head, asked in moved for request in asked.ask(head, now_s)]
+        heads = [(self.chains[shard][0], asked) for shard, asked in self.live]
+        return [(head, request) for head, asked in heads if head != asked.head for request in asked.ask(head, now_s)]
 
 
 class Reshaper:
-    """What `Coordinator` knows of layouts: `spans[s]` is what shard s of `parameters` holds, () if it was drained."""
+    """Layouts: shard s holds the ranges `spans[s]` of `parameters`, () if it was drained."""
 
     def __init__(self, parameters: Sequence[Parameter] = (), spans: Sequence[Spans] = ()) -> None:
         self.parameters, self.spans = tuple(parameters), tuple(spans)
         self.layout = 0
         """How often `spans` has changed."""
-        self._wanted: deque[Change] = deque()
+        self._planned: deque[Change] = deque()
         self._absent: set[int] = set()
         self._change: Change | None = None
-        self._context: Iterator[Orders] = iter(())
+        self._steps: Iterator[Orders] = iter(())
         self._lent: list[Lent] = []
 
     # ------------------------------------------------------------------ what is wanted
 
     def add(self, nodes: Sequence[int]) -> None:
-        """One shard more is wanted, whose copies are on `nodes`; it begins when all of them have been heard of."""
+        """Plan a new shard, whose copies are on `nodes`. It begins when each of them has sent a message."""
         if not nodes:
             raise ValueError("a shard needs a node for its copy")
         self._check()
-        self._wanted.append(Change(with_shard_added(self.parameters, self.last), nodes=tuple(nodes)))
+        self._planned.append(Change(with_shard_added(self.parameters, self.last), nodes=tuple(nodes)))
         self._absent.update(nodes)
 
     def drain(self, shard: int) -> None:
-        """Shard `shard` is wanted no more."""
+        """Plan the end of shard `shard`."""
         self._check()
         last = self.last
         if not 0 <= shard < len(last) or not last[shard]:
             holders = [number for number, spans in enumerate(last) if spans]
-            raise ValueError(f"shard {shard} holds nothing that others could take over; those that do are {holders}")
-        self._wanted.append(Change(with_shard_drained(self.parameters, last, shard), drained=shard))
+            raise ValueError(f"shard {shard} holds nothing that others could take over; drain one of {holders}")
+        self._planned.append(Change(with_shard_drained(self.parameters, last, shard), drained=shard))
 
     def _check(self) -> None:
         if not self.spans:
-            raise ValueError("this coordinator was not told its shards' ranges; give parameters=… and spans=…")
+            raise ValueError("this coordinator does not know its shards' ranges; give parameters=… and spans=…")
         tables = [parameter.name for parameter in self.parameters if parameter.row_width]
         if tables:
             raise ValueError(f"tables with sparse gradients do not move, and {tables[0]} is one; use sparse=False")
 
     @property
     def last(self) -> tuple[Spans, ...]:
-        """What the shards will hold when all that is wanted is done."""
+        """The ranges of each shard after all planned changes."""
         present = self.spans if self._change is None else self._change.target
-        return self._wanted[-1].target if self._wanted else present
+        return self._planned[-1].target if self._planned else present
 
     def heard(self, node: int) -> None:
         """`node` lives."""
         self._absent.discard(node)
 
     def lose(self, node: int) -> int | None:
-        """`node` is gone. The shard that this leaves without any copy before it began; None if none."""
+        """`node` is lost. The planned shard that this leaves without any copy; None if there is none."""
         self._absent.discard(node)
-        for place, change in enumerate(self._wanted):
+        for place, change in enumerate(self._planned):
             if node in change.nodes:
                 left = tuple(other for other in change.nodes if other != node)
-                self._wanted[place] = change._replace(nodes=left)
+                self._planned[place] = change._replace(nodes=left)
                 return None if left else len(self.spans) + place
         return None
 
     @property
     def absent(self) -> frozenset[int]:
-        """Nodes of shards to come that have not been heard of."""
+        """Nodes of planned shards that have not sent a message."""
         return frozenset(self._absent)
 
     @property
     def busy(self) -> bool:
-        """Whether a change is wanted or under way."""
-        return bool(self._wanted) or self.moving
+        """Whether a change is planned or under way."""
+        return bool(self._planned) or self.moving
 
     @property
     def ready(self) -> bool:
-        """Whether the next change could begin, were it quiet."""
-        return bool(self._wanted) and not self.moving and self._absent.isdisjoint(self._wanted[0].nodes)
+        """Whether the next change can begin as soon as no request is under way."""
+        return bool(self._planned) and not self.moving and self._absent.isdisjoint(self._planned[0].nodes)
 
     @property
     def moving(self) -> bool:
-        """Whether a change is under way: then the shards hear of nothing else."""
+        """Whether a change is under way: then the shards get no other request."""
         return self._change is not None
 
     # ------------------------------------------------------------------ what is done
 
     def take(self, reply: Lent) -> None:
-        """A piece has come."""
+        """A giver's answer to `Lend` has come."""
         if self.moving:
             self._lent.append(reply)
 
     def go_on(self, is_still: bool, shards: Shards) -> tuple[int, ...] | None:
-        """Begin, go on, or end, as far as that is possible. None, or: the view has changed, and these must hear of it
-        though they are not in it any more."""
+        """Begin, go on, or end, as far as that is possible.
+
+        Returns None, or, if the view has changed, the nodes that must get it although they are not in it any more.
+        """
         if self.ready and is_still:
-            change = self._change = self._wanted.popleft()
-            self._context = self._orders(change)
+            change = self._change = self._planned.popleft()
+            self._steps = self._orders(change)
             if change.nodes:  # known by its chain before anything is asked of it
                 shards.chains.append(change.nodes)
                 shards.asked.append(shards.asked[0].beside(change.nodes[0]))
                 shards.known.append(min(shards.known))
             return ()
         while self._change is not None and not shards.busy:
-            orders = next(self._context, None)
+            orders = next(self._steps, None)
             if orders is None:
                 return self._end(self._change, shards)
             for shard, build in orders:
@@ -187,7 +189,7 @@ class Reshaper:
         return None
 
     def _end(self, change: Change, shards: Shards) -> tuple[int, ...]:
-        """The change is done: its layout is the present one."""
+        """The change is done: its layout is the present one. Returns the nodes of a shard that was drained."""
         self._change, self._lent = None, []
         self.spans, self.layout = change.target, self.layout + 1
         if change.drained < 0:
@@ -202,7 +204,7 @@ class Reshaper:
         takers = [shard for shard, spans in enumerate(after) if not covers(before[shard], spans)]
         givers = [shard for shard, spans in enumerate(before) if not covers(after[shard], spans)]
         if drained >= 0:
-            yield [(drained, Inquire)]  # it will not be there at the end
+            yield [(drained, Inquire)]  # its statistics: it does not exist at the end of the run
         pairs = [(giver, common(before[giver], after[taker])) for taker in takers for giver in givers]
         yield [(giver, partial(_lend, spans)) for giver, spans in pairs if spans]
         pieces = sorted(self._lent, key=lambda lent: (lent.shard, lent.spans))

@@ -1,4 +1,4 @@
-"""`Scores`: what the coordinator knows of scores. A run waits for none but the last, and for that at its end alone."""
+"""`Scores`: which scores the coordinator has. A run waits for the last one only, at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polytempo.server.message import Scored
 
 
 class Scores:
-    """The scores of the node `evaluator`; None: there is none."""
+    """The scores of the node `evaluator`; None: the run has no evaluator."""
 
     def __init__(self, evaluator: int | None, scheduler: BatchScheduler, deadline_s: float) -> None:
         self._evaluator, self._scheduler, self._deadline_s = evaluator, scheduler, deadline_s
@@ -20,11 +20,11 @@ class Scores:
         """Whether this score is new."""
         new = scored.number > self.highest
         self.highest = max(self.highest, scored.number)
-        self._since_s = None if new else self._since_s  # an evaluator that is slow gets on
+        self._since_s = None if new else self._since_s  # an evaluator that is slow makes progress
         return new
 
     def lacks_last(self, now_s: float) -> bool:
-        """Whether the score of the last batch has not come. To be asked when all else is over.
+        """Whether the score of the last batch has not come. Ask this when all else is over.
 
         Raises `TimedOut` where that has been so, and no other score has come, for longer than the deadline.
         """

@@ -1,9 +1,9 @@
-"""Which ticket is next for a worker: the order of dealing, without owners' troubles.
+"""Which ticket is next for a worker: the order in which tickets are dealt for the first time.
 
-freely    0 1 2 3 4 5 …           the next one to whoever asks
+freely    0 1 2 3 4 5 …           the next one to any worker that asks
 evenly    place 0:  0 3 6 …       W places, here 3; place i has the tickets step · W + i, in order
           place 1:  1 4 7 …
-          place 2:  2 5 8 …       whose place is empty: its tickets go to the others, marked `moved`
+          place 2:  2 5 8 …       the tickets of an empty place go to the others, marked `reassigned`
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 
 class Fresh(NamedTuple):
-    """A ticket that nobody has had. `moved`: the worker that it was meant for is lost."""
+    """A ticket that no worker has had. `reassigned`: the worker that it was meant for is lost."""
 
     number: int
-    moved: bool = False
+    reassigned: bool = False
 
 
 class Supply(Protocol):
@@ -27,7 +27,7 @@ class Supply(Protocol):
 
     @property
     def uneven(self) -> bool:
-        """Whether workers get unequal numbers of tickets although equal ones were promised."""
+        """Whether workers get unequal numbers of tickets although tickets are dealt evenly."""
 
     def join(self, worker: int) -> None:
         """`worker` takes part from now on."""
@@ -43,7 +43,7 @@ class Supply(Protocol):
 
 
 class Freely:
-    """The next ticket to whoever asks."""
+    """The next ticket to any worker that asks."""
 
     uneven = False
 
@@ -51,10 +51,10 @@ class Freely:
         self.frontier = 0
 
     def join(self, worker: int) -> None:
-        """Nobody has a place."""
+        """Changes nothing: workers have no places."""
 
     def lose(self, worker: int) -> None:
-        """Nobody has a place."""
+        """Changes nothing: workers have no places."""
 
     def take(self, worker: int, end: int) -> Fresh | None:
         """The next of all tickets."""
@@ -89,7 +89,7 @@ class Evenly:
         return bool(self._empty or self._spare)
 
     def join(self, worker: int) -> None:
-        """Takes its own place, or the first empty one; where none is empty, it is there for what others lose."""
+        """The worker takes its own place, or the first empty one; where none is empty, it is a spare worker."""
         if worker in self._place:
             return
         if not self._empty:
@@ -107,9 +107,9 @@ class Evenly:
             return
         self._empty.add(place)
         if self._spare:
-            heir = min(self._spare)
-            self._spare.remove(heir)
-            self.join(heir)
+            spare = min(self._spare)
+            self._spare.remove(spare)
+            self.join(spare)
 
     def take(self, worker: int, end: int) -> Fresh | None:
         """The lowest ticket of its place and the empty places."""
@@ -119,7 +119,7 @@ class Evenly:
             return None
         number = self._next[place]
         self._next[place] += len(self._next)
-        return Fresh(number, moved=place in self._empty)
+        return Fresh(number, reassigned=place in self._empty)
 
     def skip_to(self, frontier: int) -> list[int]:
         """Go on with the first whole step from `frontier` on."""

@@ -1,4 +1,4 @@
-"""`Calls`: workers' calls for work as the coordinator keeps them: which wait, and what was said to which."""
+"""`Calls`: the workers' calls for work: which wait for an answer, and how the others were answered."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Calls:
 
     def __init__(self) -> None:
         self.waiting: dict[int, Ask] = {}
-        """Calls that the scheduler has not heard of."""
+        """Calls that the batch scheduler does not have yet."""
         self.unsaid: dict[int, Deal] = {}
-        """Answers to workers that the shards do not all know yet."""
+        """Answers that wait until all shards know the worker."""
         self.finishing: dict[int, int] = {}
-        """Workers that were told to finish, with the number of the call that this answered."""
+        """Workers whose last answer was to finish, with the number of the call that this answered."""
         self._said: dict[int, tuple[int, int]] = {}
         self._heard_of: dict[int, tuple[int, int]] = {}
 
@@ -23,7 +23,7 @@ class Calls:
         self._heard_of[ask.worker] = ask.incarnation, 0
 
     def is_of_the_past(self, ask: Ask) -> bool:
-        """Whether that life of the worker, or a later one, has been heard of."""
+        """Whether that life of the worker, or a later one, has called before."""
         return ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]
 
     def new_rows(self, ask: Ask) -> tuple[bytes, ...]:
@@ -34,7 +34,7 @@ class Calls:
         return ask.rows
 
     def was_answered(self, ask: Ask) -> bool:
-        """Whether this very call was answered already."""
+        """Whether this call was answered already."""
         return self._said.get(ask.worker) == (ask.incarnation, ask.sequence)
 
     def say(self, worker: int) -> Deal:
@@ -44,9 +44,9 @@ class Calls:
         return deal
 
     def is_goodbye(self, ask: Ask) -> bool:
-        """Whether a worker that was told to finish has called again: it has what it wants, and goes."""
-        told = self.finishing.get(ask.worker)
-        return told is not None and ask.sequence > told
+        """Whether the worker calls again after its order to finish: with this call it goes."""
+        finished = self.finishing.get(ask.worker)
+        return finished is not None and ask.sequence > finished
 
     def lose(self, worker: int) -> None:
         """The worker waits for nothing more."""
@@ -55,5 +55,5 @@ class Calls:
 
     @property
     def unknown_tickets(self) -> set[int]:
-        """Tickets whose owners have not been told of them."""
+        """Tickets that were dealt in answers that still wait."""
         return {ticket.number for deal in self.unsaid.values() for ticket in deal.tickets}

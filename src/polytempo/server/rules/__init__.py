@@ -1,1 +1,1 @@
-"""When a shard applies gradients, and how far they move the weights."""
+"""Rules: when a shard applies gradients, and with which weight and learning rate."""

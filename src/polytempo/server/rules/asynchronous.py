@@ -12,7 +12,7 @@ def on_arrival(scale: Staleness = constant) -> Rule:
 
     That is for plain SGD; any optimizer makes a step with the learning rate s(τ) η on g.
 
-    Nobody waits for anybody. With λ workers of one speed the mean of τ is λ - 1.
+    No worker waits for another. With λ workers of one speed the mean of τ is λ - 1.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (Downpour's server). It has no
     s(τ); `inverse` makes it staleness-aware (Zhang et al., 2016).
@@ -27,6 +27,6 @@ def on_arrival(scale: Staleness = constant) -> Rule:
 
 
 def applied(arrival: Arrival, situation: Situation, scale: Staleness) -> list[Action]:
-    """An update by this one gradient, or none if it counts nothing."""
+    """An update by this one gradient, or none if its rate is 0."""
     action = weighed(arrival, situation, scale)
     return [action, Update(1.0)] if isinstance(action, Add) else [action]

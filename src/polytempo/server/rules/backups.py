@@ -1,4 +1,4 @@
-"""Backup workers by their number: a step waits for all members but so many."""
+"""Backup workers by their number: a step waits for all members but `backups` of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polytempo.server.rules.first_gradients import first
 
 
 def all_but(backups: int) -> Rule:
-    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) waits for everybody."""
+    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) waits for all members."""
     if backups < 0:
         raise ValueError(f"all_but needs backups >= 0 workers, got {backups}")
 

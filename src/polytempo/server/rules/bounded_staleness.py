@@ -1,4 +1,4 @@
-"""Bounded staleness (SSP): nobody may be more than so many steps ahead of the slowest."""
+"""Bounded staleness (SSP): no worker may be more than `bound` steps ahead of the slowest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from polytempo.server.rules.staleness import constant
 def within(bound: int, scale: Staleness = constant) -> Rule:
     """Pushes as `on_arrival`; a pull at clock c is answered once every member has pushed c - `bound` steps.
 
-    So who reads at clock c sees every gradient of the steps up to c - bound, and perhaps newer ones; between two pulls
-    a worker runs on. bound = 0: all wait for all, though each gradient is an update of its own.
+    So a worker that reads at clock c sees every gradient of the steps up to c - bound, and perhaps newer ones; between
+    two pulls a worker does not wait. bound = 0: all wait for all, though each gradient is an update of its own.
 
-    Clocks are compared from where a worker began: when it joins it stands where the slowest other member stands,
-    whatever number its first request has. So who joins, or comes back, holds nobody up for the steps that it missed.
+    Clocks are compared from where a worker began: when it joins, its clock is that of the slowest other member, with
+    any number in its first request. A worker that joins, or comes back, delays no other for the steps that it missed.
 
-    Workers that push every k-th step only need bound >= k - 1; else all wait for gradients that nobody sends.
+    Workers that push every k-th step only need bound >= k - 1; else all wait for gradients that no worker sends.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS
     2013, section 3. There the worker's cache may answer a read; here every pull comes to the shard.

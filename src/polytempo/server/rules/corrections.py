@@ -1,4 +1,4 @@
-"""What a shard does to a gradient before it counts: clipping, and compensation of its delay."""
+"""Corrections of a gradient before it is added: clipping, and compensation of its delay."""
 
 from __future__ import annotations
 

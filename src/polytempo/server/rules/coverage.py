@@ -1,4 +1,4 @@
-"""A step waits until every worker's share of it is done, whoever did which part."""
+"""A step waits until every worker's share of it is done, by itself or by helpers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import takewhile
 from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
 from polytempo.server.rules.bounded_staleness import within
-from polytempo.server.rules.synchronous_step import Waiting, in_samples, stepwise
+from polytempo.server.rules.synchronous_step import WaitingPushes, in_samples, stepwise
 
 IsPart = Callable[[Arrival], bool]
 
@@ -20,7 +20,7 @@ def covered(slices: int, bound: int = 0) -> Rule:
     the mean is over all of them. The shards know a batch by `slices` + 1 numbers (`flexrr.slices`):
 
     - a push without the last number of any batch is a *part*. It goes into the sum as it arrives, and is answered at
-      once, so it outlives its worker. It closes nothing, whoever sent it and for whomever it is.
+      once, so it outlives its worker. It closes no share, neither its sender's nor another worker's.
     - one with the last number, or without numbers, *closes* its worker's share. It waits as in `hardsync`. Its worker
       sends it when all other parts of the share have been answered.
 
@@ -28,8 +28,8 @@ def covered(slices: int, bound: int = 0) -> Rule:
     waits until all have closed all but the last `bound` steps before it: `within`. Then a gradient is the sum over its
     samples divided by those of the whole share. Memory: one more vector for each share that others help with.
 
-    A worker that leaves is not waited for, and what it has not closed comes again under the same numbers: the shards
-    drop the parts that they have.
+    A step does not wait for a worker that has left. A share that it has not closed comes again under the same numbers:
+    the shards drop the parts that they have.
 
     Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML" (FlexRR), 2016,
     section 3: a helper's work counts as the helped worker's. There each update is the sum over a share's items.
@@ -69,18 +69,18 @@ def _step_by_step(is_part: IsPart) -> Rule:
             state = {"steps": inner, "samples": samples + arrival.samples}
             return state, [Add(worker, float(arrival.samples)), Answer(worker)]
         inner, actions = steps.receive(inner, arrival, situation)
-        told = list[Action]()
+        answer = list[Action]()
         for action in actions:
             if isinstance(action, Update):
                 action, samples = Update(action.divisor + samples), 0
                 if not action.divisor:
-                    continue  # all of the step was there before
-            told.append(action)
-        return {"steps": inner, "samples": samples}, told
+                    continue  # all gradients of the step were applied before
+            answer.append(action)
+        return {"steps": inner, "samples": samples}, answer
 
     return Rule("", lambda: {"steps": steps.init(), "samples": 0}, receive)
 
 
-def _of_one_clock(waiting: Waiting) -> Waiting:
+def _of_one_clock(waiting: WaitingPushes) -> WaitingPushes:
     """The worker's oldest pushes, up to the first one with another clock."""
     return tuple(takewhile(lambda push: push[0] == waiting[0][0], waiting))

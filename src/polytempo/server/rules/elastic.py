@@ -1,4 +1,4 @@
-"""Elastic averaging: the server's parameters and each worker's are drawn towards each other."""
+"""Elastic averaging: the server's parameters and each worker's move towards each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic averaging whose strength is shared among the workers."""
+"""Elastic averaging whose strength is divided among the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardsync: a step waits for everybody."""
+"""Hardsync: a step waits for every member."""
 
 from __future__ import annotations
 

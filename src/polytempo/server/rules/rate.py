@@ -1,4 +1,4 @@
-"""How far an update of the server moves the weights: the job's learning rate, shared among the workers or not."""
+"""The factor on the job's learning rate for an update of the server, by the number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""n-softsync: an update with every c = ⌊λ/n⌋ gradients, whoever they are from."""
+"""n-softsync: an update with every c = ⌊λ/n⌋ gradients, of any workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
     twice, a slow one not at all. n = λ is `on_arrival`, and so is n above the number of members: c is at least 1. Mean
     staleness (λ - 1)/c if every worker is always busy.
 
-    Nobody waits: a push is answered once it is in the sum. When the last member leaves, what is in the sum becomes an
-    update, and when λ changes the sum is divided by what is in it: nothing acknowledged is lost or counts double. But
-    while workers stay, up to c - 1 gradients wait in the sum for the next one: also when the model is scored, and at
-    the end of a run.
+    No worker waits: a push is answered once it is in the sum. When the last member leaves, the sum becomes an update,
+    and when λ changes the sum is divided by the number of its gradients: no acknowledged gradient is lost or counts
+    twice. But while workers stay, up to c - 1 gradients wait in the sum for the next one: also when the model is
+    scored, and at the end of a run.
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning",
     2015, section 3 (Rudra's protocols); s(τ) inside the sum: Zhang et al., 2016, section 3.

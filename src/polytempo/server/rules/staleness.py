@@ -53,7 +53,7 @@ def exponential(rate: float) -> Staleness:
 
 
 def cutoff(limit: int) -> Staleness:
-    """1 up to τ = `limit`, and 0 beyond: the rules drop what counts nothing, and its worker hears of it."""
+    """1 up to τ = `limit`, and 0 beyond: rules drop a gradient of rate 0, and the answer to its worker says so."""
     if limit < 0:
         raise ValueError(f"cutoff needs limit >= 0 updates, got {limit}")
 
@@ -64,15 +64,15 @@ def cutoff(limit: int) -> Staleness:
 
 
 def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | Drop:
-    """What becomes of a gradient that has arrived: added with the rate of its τ, or dropped if that is 0.
+    """The action for a gradient that has arrived: add it with the rate of its τ, or drop it if that is 0.
 
-    Dropped and not added as nothing: an update at a rate of 0 would still move momentum and Adam's moments.
+    It is dropped and not added with rate 0, since such an update would still change momentum and Adam's moments.
     """
     rate = scale(situation.version - arrival.basis)
     return Add(arrival.worker, rate=rate) if rate else Drop(arrival.worker, "stale")
 
 
 def _named(scale: Staleness, name: str) -> Staleness:
-    """So that a rule's name shows it."""
+    """`scale` with a name, which a rule's name shows."""
     scale.__name__ = name
     return scale

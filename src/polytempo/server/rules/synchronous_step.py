@@ -1,4 +1,4 @@
-"""What the synchronous rules share: when enough gradients wait, the step is over and they become one update.
+"""The common part of synchronous rules: when enough gradients wait, the step ends and they become one update.
 
     worker 0 ──push──▶ waits ─┐
     worker 1 ──push──────────▶├─ enough ─▶ Add 0, Add 1, Add 2, Update, Answer 0, Answer 1, Answer 2
@@ -13,22 +13,22 @@ from collections.abc import Callable, Sequence
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
 
-Waiting = Sequence[tuple[int, int]]
-"""Of one worker the (clock, samples) of its pushes that wait, oldest first."""
+WaitingPushes = Sequence[tuple[int, int]]
+"""The (clock, samples) of one worker's pushes that wait, oldest first."""
 
 _NOTHING = -1
-"""Stands for the samples of a push that was dropped because its batch is in the weights already: its worker has done
-its part of the step, though nothing is to be added. At another shard the same push may count."""
+"""The samples of a push that was dropped because its batch is in the weights already: its worker has done its part
+of the step, though its gradient is not added. At another shard the same push may count."""
 
-Weights = Callable[[Sequence[int]], Sequence[float]]
+SampleWeights = Callable[[Sequence[int]], Sequence[float]]
 """The samples of each of a step's gradients -> how much each counts in their mean."""
 
-Enough = Callable[[dict[int, Waiting], int], bool]
-"""(what waits of each worker that has pushed, the number of workers that the step counts) -> is it over?"""
+Enough = Callable[[dict[int, WaitingPushes], int], bool]
+"""(each worker's pushes that wait, the number of workers that the step counts) -> whether the step is over."""
 
 
-def oldest(waiting: Waiting) -> Waiting:
-    """Of a worker's pushes one belongs to the step."""
+def oldest(waiting: WaitingPushes) -> WaitingPushes:
+    """The oldest of a worker's pushes: one belongs to each step."""
     return waiting[:1]
 
 
@@ -42,26 +42,26 @@ def by_samples(samples: Sequence[int]) -> Sequence[float]:
 
 
 def in_samples(samples: Sequence[int]) -> Sequence[float]:
-    """The same, where the sum has gradients of samples that were counted before."""
+    """Each gradient counts its number of samples, where the sum already has gradients that were counted so."""
     return [float(count) for count in samples]
 
 
 def stepwise(
     name: str,
     enough: Enough,
-    belonging: Callable[[Waiting], Waiting] = oldest,
-    weights: Weights = by_samples,
+    belonging: Callable[[WaitingPushes], WaitingPushes] = oldest,
+    weights: SampleWeights = by_samples,
 ) -> Rule:
     """A rule that ends a step when its gradients are `enough`: θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ, mᵢ = the samples behind gᵢ.
 
-    A push is answered after the update that it is in, and so is a pull behind it. A worker that pushes again before
+    A push is answered after the update that includes it, and so is a pull behind it. A worker that pushes again before
     that is ahead by a step: that push waits for the next one. A worker that joins while a step is under way (some
-    gradient waits) counts from the next one; its pull is answered when that begins, so its first gradient is not stale.
+    gradient waits) counts from the next one; its pull is answered when that begins, so its first gradient is fresh.
     """
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, members = arrival.worker, situation.members
-        waiting: dict[int, Waiting] = dict(state["waiting"])
+        waiting: dict[int, WaitingPushes] = dict(state["waiting"])
         newcomers = tuple(state["newcomers"])
         if arrival.kind == "pull":
             return state, [] if worker in waiting or worker in newcomers else [Answer(worker)]
@@ -89,7 +89,7 @@ def stepwise(
     return Rule(name, lambda: {"waiting": {}, "newcomers": ()}, receive)
 
 
-def _update(step: dict[int, Waiting], weights: Weights) -> list[Action]:
+def _update(step: dict[int, WaitingPushes], weights: SampleWeights) -> list[Action]:
     """The weighted mean of the step's gradients; nothing if there are none."""
     pushed = [(worker, samples) for worker, pushes in step.items() for _, samples in pushes if samples != _NOTHING]
     counts = weights([samples for _, samples in pushed])

@@ -1,4 +1,4 @@
-"""Whether a push may come before the rule: nothing that cannot be used, and nothing that would poison the weights."""
+"""Checks of a push before the rule sees it: its shapes, version and rates, and no NaN or infinity in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.server.shard.optimizer import Optimizer
 from polytempo.server.shard.state import Waiting
 from polytempo.server.shard.tables import Tables
 
-Look = Callable[[Tensor, tuple[float, ...]], int]
+Examine = Callable[[Tensor, tuple[float, ...]], int]
 """`(gradient, learning rates)` -> the index of the first element that is NaN or infinite, -1 if there is none."""
 
 
@@ -28,7 +28,7 @@ class Admission:
         spans: Spans,
         weights: Tensor,
         optimizer: Optimizer,
-        look: Look,
+        examine: Examine,
         *,
         tables: Tables | None = None,
         pushes: Pushes | None = None,
@@ -36,13 +36,13 @@ class Admission:
         self._tables, self._pushes = tables, pushes
         self._parameters, self._spans = parameters, spans
         self._shape, self._dtype = tuple(weights.shape), weights.dtype
-        self._optimizer, self._look = optimizer, look
+        self._optimizer, self._examine = optimizer, examine
         self._good_lrs: tuple[float, ...] | None = None
 
     def admit(self, push: Push, version: int, queues: Mapping[int, Sequence[Waiting]]) -> tuple[Push, str]:
         """`push` with its gradient decoded where it came encoded, and why it is refused; "" if it is not.
 
-        `queues`: the pushes that wait still, whose gradients are not to be written over.
+        `queues`: the pushes that still wait, whose gradients must not be written over.
         """
         if self._pushes is not None:
             kept = [waiting.gradient for queue in queues.values() for waiting in queue]
@@ -53,8 +53,8 @@ class Admission:
         return push, self.fault(push, version)
 
     def gradient_of(self, push: Push) -> Tensor:
-        """What `push` carries, decoded into new memory. Raises Undecodable."""
-        return push.gradient if self._pushes is None else self._pushes.seen(push.gradient)
+        """The gradient of `push`, decoded into new memory. Raises Undecodable."""
+        return push.gradient if self._pushes is None else self._pushes.copy(push.gradient)
 
     def fault(self, push: Push, version: int) -> str:
         """Why `push` is refused by a shard whose weights are of `version`; "" if it is not."""
@@ -76,7 +76,7 @@ class Admission:
             if lacks or not all(map(math.isfinite, push.lrs)):
                 return f"{who}: {lacks or f'learning rates {push.lrs} are not all finite'}"
             self._good_lrs = push.lrs
-        bad = self._look(gradient, push.lrs)
+        bad = self._examine(gradient, push.lrs)
         if bad < 0:
             return ""
         where = describe(self._parameters, flat_index(self._spans, bad))

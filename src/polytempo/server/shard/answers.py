@@ -1,10 +1,10 @@
-"""`Table`: what a shard has been asked and has answered, so that nothing is done twice.
+"""`AnswerTable`: the requests to a shard and its answers, so that no request is performed twice.
 
     sequence   … 4   5   6 │ 7         last = 6
                  └ repeated ┘ └ new      8 and more: ahead, something before it is still on its way
 
-A worker has at most `WINDOW` requests on their way, so the answers to its last `WINDOW` are enough: an older request
-that comes again is an echo of the network, and its answer has arrived.
+A worker has at most `WINDOW` requests under way, so the answers to its last `WINDOW` are enough: an older request that
+comes again was repeated by the network, and its answer has arrived.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ import msgspec
 from polytempo.server.message import COORDINATOR, Noted, Pulled, Pushed, Reply, Request, Stranger
 
 WINDOW = 8
-"""So many of a worker's answers are kept."""
+"""How many of a worker's answers are kept."""
 
 
-class Look(NamedTuple):
-    """What a request is to a shard. "repeated": `replies` are the answer, if there is one yet; "stranger": why not."""
+class RequestStatus(NamedTuple):
+    """How a request stands to those before it.
+
+    "repeated": `replies` has the answer, if there is one yet. "stranger": `replies` has the refusal.
+    """
 
     kind: Literal["new", "repeated", "ahead", "stranger"]
     replies: tuple[Reply, ...] = ()
 
 
-_NEW, _AHEAD, _NO_ANSWER = Look("new"), Look("ahead"), Look("repeated")
+_NEW, _AHEAD, _NO_ANSWER = RequestStatus("new"), RequestStatus("ahead"), RequestStatus("repeated")
 
 
 class Known(msgspec.Struct, array_like=True):
-    """One worker: which of its lives, its last request, and the last answers by their request's sequence."""
+    """A worker's life, its last request, and the last answers by the sequence of their requests."""
 
     incarnation: int
     last: int = 0
     answers: dict[int, Pushed | Pulled | Noted] = {}
 
 
-class Table:
-    """Memory: `WINDOW` answers for each member. The coordinator is always known; a later life of it begins anew."""
+class AnswerTable:
+    """Memory: `WINDOW` answers for each member. The coordinator is always known; each life of it begins anew."""
 
     def __init__(self, shard: int, known: dict[int, Known] | None = None) -> None:
         self._shard = shard
         self.known = {} if known is None else known
-        """Worker -> what is known of it."""
+        """Worker -> its life, last request and answers."""
 
     def admit(self, worker: int, incarnation: int) -> None:
         """From now on `worker` is known, in its life `incarnation`, and has asked nothing yet."""
@@ -54,8 +57,8 @@ class Table:
         """`worker` is a stranger from now on."""
         self.known.pop(worker, None)
 
-    def look(self, request: Request) -> Look:
-        """What `request` is; changes nothing."""
+    def status_of(self, request: Request) -> RequestStatus:
+        """Whether `request` is new, repeated, ahead of its turn, or of a stranger. Changes nothing."""
         known = self.known.get(request.worker)
         if known is not None and known.incarnation == request.incarnation:
             if request.sequence == known.last + 1:
@@ -63,13 +66,13 @@ class Table:
             if request.sequence > known.last:
                 return _AHEAD
             answer = known.answers.get(request.sequence)
-            return _NO_ANSWER if answer is None else Look("repeated", (answer,))
+            return _NO_ANSWER if answer is None else RequestStatus("repeated", (answer,))
         if request.worker == COORDINATOR and (known is None or request.incarnation > known.incarnation):
             return _NEW if request.sequence == 1 else _AHEAD
-        return Look("stranger", (self._stranger(request, known),))
+        return RequestStatus("stranger", (self._stranger(request, known),))
 
     def take(self, request: Request) -> None:
-        """`request` is new, and has been taken in."""
+        """Note that `request`, which is new, was applied."""
         known = self.known.get(request.worker)
         if known is None or known.incarnation != request.incarnation:
             known = self.known[request.worker] = Known(request.incarnation, 0, {})
@@ -84,7 +87,7 @@ class Table:
             known.answers[reply.sequence] = reply
 
     def settle(self, worker: int, sequences: Iterable[int]) -> None:
-        """What these answers lent has come back, so they cannot be given again, and need not be."""
+        """Forget these answers: the worker has read the tensors that they lend, which may change from now on."""
         answers = self.known[worker].answers
         for sequence in sequences:
             answers.pop(sequence, None)

@@ -1,4 +1,4 @@
-"""`Buffers`: memory that is lent out and not written until it has come back.
+"""`Buffers`: memory that is lent, and not written until all its holders have released it.
 
        hold ─▶ ┌────────┐
 take ─▶ held 1 │ tensor │ release ─▶ held 0: free, the next `take` gets it
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Empty = Callable[[int, torch.dtype], Tensor]
-"""`(numel, dtype) -> tensor`: new memory, of an arena perhaps. What it has given is never given back."""
+"""`(numel, dtype) -> tensor`: new memory, perhaps of an arena. Memory is never returned."""
 
 
 def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
@@ -22,7 +22,7 @@ def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Buffers:
-    """Tensors of one length by number, each with a count of those that hold it."""
+    """Tensors of one length by number, each with a count of its holders."""
 
     def __init__(self, numel: int, dtype: torch.dtype, empty: Empty) -> None:
         self._numel, self._dtype, self._empty = numel, dtype, empty
@@ -31,7 +31,7 @@ class Buffers:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """A buffer that nobody holds, held once from now on; new memory only where there is none."""
+        """A buffer without a holder, held once from now on; new memory only where there is none."""
         if self._free:
             number = self._free.pop()
             self.holders[number] = 1
@@ -41,17 +41,17 @@ class Buffers:
         return len(self.tensors) - 1
 
     def hold(self, number: int) -> None:
-        """One more holds it."""
+        """Buffer `number` has one holder more."""
         self.holders[number] += 1
 
     def release(self, number: int) -> None:
-        """One less holds it."""
+        """Buffer `number` has one holder less; without any it is free."""
         self.holders[number] -= 1
         if not self.holders[number]:
             self._free.append(number)
 
     def adopt(self, tensors: Iterable[Tensor], spare: Iterable[Tensor]) -> None:
-        """Begin with these, which whoever needs them must `hold`, and with memory that is free."""
+        """Begin with `tensors`, which have no holders until `hold` is called, and with free memory."""
         self.tensors = list(tensors)
         self.holders = [0] * len(self.tensors)
         for tensor in spare:

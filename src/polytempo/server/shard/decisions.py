@@ -1,4 +1,4 @@
-"""`Decisions`: what became of the gradients that were pushed to a shard: tickets, batches, staleness, and how many."""
+"""`Decisions`: what became of the gradients that were pushed to a shard, by ticket, and their staleness."""
 
 from __future__ import annotations
 
@@ -19,59 +19,64 @@ class Decisions:
     `numbers_per_batch`: by how many ticket numbers one batch is known; it is decided with the last of them.
     """
 
-    def __init__(self, numbers_per_batch: int, applied: Sequence[Range] = (), let_go: Sequence[Range] = ()) -> None:
+    def __init__(
+        self, numbers_per_batch: int, applied: Sequence[Range] = (), dropped_tickets: Sequence[Range] = ()
+    ) -> None:
         self._numbers = numbers_per_batch
-        self.applied, self.let_go = Ranges(applied), Ranges(let_go)
-        """In the weights or the sum; and dropped, so not to be dealt again."""
-        self._lets_go = bool(let_go)  # where nothing was dropped, nothing need be looked up
-        both = Ranges((*applied, *let_go))
+        self.applied, self.dropped_tickets = Ranges(applied), Ranges(dropped_tickets)
+        """Tickets whose gradients are in the weights or the sum; and tickets that were dropped, so not dealt again."""
+        self._has_dropped = bool(dropped_tickets)  # where nothing was dropped, nothing need be looked up
+        both = Ranges((*applied, *dropped_tickets))
         self.batches = sum((last + 1) // self._numbers - first // self._numbers for first, last in both.tuples)
         """How many batches are decided."""
         self.batches_before = self.batches
-        """The same before the last entry of the log; whoever takes an entry sets it."""
+        """The same before the last entry of the log; the shard sets it when it takes an entry."""
         self.staleness: Counter[int] = Counter()
         """Of the gradients that were used."""
         self.dropped = self.refused = 0
 
     def use(self, tickets: Sequence[int], staleness: int) -> None:
-        """A gradient of these is in the weights or the sum from now on."""
+        """A gradient of these tickets is in the weights or the sum from now on."""
         self.staleness[staleness] += 1
-        self._add(tickets, self.applied, self.let_go)
+        self._add(tickets, self.applied, self.dropped_tickets)
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """A gradient of these is not used."""
+        """A gradient of these tickets was dropped."""
         self.dropped += 1
-        self._lets_go = True
-        self._add(tickets, self.let_go, self.applied)
+        self._has_dropped = True
+        self._add(tickets, self.dropped_tickets, self.applied)
 
-    def had(self, push: Push) -> tuple[Verdict, str]:
-        """Why the push is not used, or refused, because of what was used already; "" if nothing of it was."""
-        had = [ticket for ticket in push.tickets if ticket in self.applied]
-        if not had:
+    def earlier_use(self, push: Push) -> tuple[Verdict, str]:
+        """Whether the push is dropped or refused since its tickets are applied, and why; "" if none of them is."""
+        applied = [ticket for ticket in push.tickets if ticket in self.applied]
+        if not applied:
             return "refused", ""
-        if len(had) == len(push.tickets):
+        if len(applied) == len(push.tickets):
             return "dropped", "had already"
-        return "refused", f"worker {push.worker}: tickets {had} are applied, the others of {push.tickets} are not"
+        return "refused", f"worker {push.worker}: tickets {applied} are applied, the others of {push.tickets} are not"
 
-    def turn_away(self, verdict: Verdict) -> None:
-        """A push was not even looked at by the rule."""
+    def count_unseen(self, verdict: Verdict) -> None:
+        """Count a push that the rule does not see."""
         self.dropped += verdict == "dropped"
         self.refused += verdict == "refused"
 
-    def recall(self, staleness: Mapping[int, int], dropped: int, refused: int) -> None:
+    def restore_counts(self, staleness: Mapping[int, int], dropped: int, refused: int) -> None:
         """Go on from these counts."""
         self.staleness.update(staleness)
         self.dropped, self.refused = dropped, refused
 
     @property
     def tuples(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """What was used, and what was dropped."""
-        return self.applied.tuples, self.let_go.tuples
+        """The tickets that were applied, and those that were dropped."""
+        return self.applied.tuples, self.dropped_tickets.tuples
 
     def statistics(self, shard: int, request: Request, *, version: int, index: int, repeated: int) -> Statistics:
         """The answer to `Inquire`."""
         return Statistics(
-            *(shard, request.worker, request.incarnation, request.sequence),
+            shard=shard,
+            worker=request.worker,
+            incarnation=request.incarnation,
+            sequence=request.sequence,
             version=version,
             index=index,
             staleness=dict(sorted(self.staleness.items())),
@@ -83,5 +88,5 @@ class Decisions:
 
     def _add(self, tickets: Sequence[int], into: Ranges, other: Ranges) -> None:
         for ticket in tickets:
-            known = into.add(ticket) or (self._lets_go and ticket in other)
+            known = into.add(ticket) or (self._has_dropped and ticket in other)
             self.batches += not known and ticket % self._numbers == self._numbers - 1

@@ -1,4 +1,4 @@
-"""`Disk`: the few things that snapshots ask of a file system, so that a simulated one can fail at each of them."""
+"""`Disk`: the file operations that snapshots use, so that a simulated disk can fail at each of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Writer(Protocol):
     """A file that is being written, from its first byte on."""
 
     def write(self, content: Content) -> None:
-        """All of `content` behind what is there. OSError where the disk is full."""
+        """Append all of `content`. OSError where the disk is full."""
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Flush: when this returns, the written bytes are on the disk."""
 
     def __enter__(self) -> Self: ...
 
@@ -30,28 +30,28 @@ class Writer(Protocol):
 
 
 class Disk(Protocol):
-    """Files in folders. Whatever cannot be done raises OSError."""
+    """Files in folders. An operation that fails raises OSError."""
 
     def create(self, path: Path) -> Writer:
-        """A new, empty file; its folder is made if there is none, and what had the name is gone."""
+        """Make a new, empty file, and its folder if there is none. A file of that name is replaced."""
 
     def read(self, path: Path, most_bytes: int) -> bytes:
-        """The file's content, but no more than its first `most_bytes`."""
+        """The file's content, or its first `most_bytes` if it is longer."""
 
     def size(self, path: Path) -> int:
         """The file's length in bytes."""
 
     def rename(self, old: Path, new: Path) -> None:
-        """`new` is from now on what `old` was; at no time is there no `new`, if there was one."""
+        """Give the file `old` the name `new`. A file `new` is replaced in one step."""
 
     def remove(self, path: Path) -> None:
-        """The file is gone."""
+        """Remove the file."""
 
     def names(self, folder: Path) -> list[str]:
-        """What the folder holds, sorted; nothing where there is none."""
+        """The names in the folder, sorted; [] where there is no folder."""
 
     def sync_folder(self, folder: Path) -> None:
-        """The folder's names are on the disk when this returns."""
+        """Flush: when this returns, the folder's names are on the disk."""
 
 
 class LocalDisk:

@@ -1,12 +1,12 @@
-"""`history`: what met one shard, from the records of all its copies.
+"""`history`: the log of one shard, from the records of all its copies.
 
-    node 4, the first head     1 2 3 4 5 6'          killed before it had handed on entry 6'
+    node 4, the first head     1 2 3 4 5 6'          killed before it had sent entry 6' to the next copy
     node 5, the next copy      1 2 3 4 5 6 7 8       promoted; it had another request as entry 6
     node 9, started later              5 6 7 8 9     joined with the state after entry 4
     history                    1 2 3 4 5 6 7 8 9
 
-Where two copies say different things, the one whose request was acknowledged stood behind the other. Chains grow at
-their end only, and nodes are numbered as they are started, so it is the one with the higher number.
+Where the entries of two copies differ, the acknowledged one is that of the copy further down the chain. Chains grow at
+their end only, and nodes are numbered as they are started, so it is the copy with the higher number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polytempo.server.record import Entry, Record
 
 
 class History(NamedTuple):
-    """The entries of a log after the first `begin`. `whole`: it is known to the end, as far as the records tell."""
+    """The entries of a log after the first `begin`. `whole`: no gap and no torn line hides its end."""
 
     begin: int
     entries: list[Entry]

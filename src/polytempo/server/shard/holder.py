@@ -1,4 +1,4 @@
-"""`Holder`: makes what a shard needs that holds certain elements: their weights, and the checks of pushes to them."""
+"""`Holder`: makes the weights and the checks of pushes for a shard that holds certain elements."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from polytempo.server.step_rates import Factor
 
 
 class HeldElements(NamedTuple):
-    """What a shard held at some entry of its log."""
+    """The elements of a shard as they were after some entry of its log."""
 
     spans: Spans
     values: Tensor
-    """What `spans` name of all parameters, tables included, shape (numel,)."""
+    """The elements of `spans`, tables included, shape (numel,)."""
     running: Tensor | None
     """The running statistics of norms."""
     release: Callable[[], None]
-    """It may be written over again."""
+    """Call it when `values` may be written over."""
 
 
 def _nothing_bad(gradient: Tensor, lrs: tuple[float, ...]) -> int:
-    """A look that lets NaN and infinities pass."""
+    """Lets NaN and infinities pass."""
     return -1
 
 
@@ -49,7 +49,7 @@ def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables:
     return values
 
 
-def held_now(
+def held_elements(
     weights: Weights, tables: Tables | None, parameters: Sequence[Parameter], spans: Spans, running: Tensor | None
 ) -> HeldElements:
     """All that a shard with `spans` of `parameters` holds now, to stay as it is until it is released."""
@@ -80,8 +80,11 @@ class Holder:
         pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
         weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis, shown=shown)
         return weights, Admission(
-            *(self._parameters, spans, values, optimizer),
-            _nothing_bad if self._service.allow_nan else weights.look,
+            parameters=self._parameters,
+            spans=spans,
+            weights=values,
+            optimizer=optimizer,
+            examine=_nothing_bad if self._service.allow_nan else weights.examine,
             tables=self._tables,
             pushes=pushes,
         )

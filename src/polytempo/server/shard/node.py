@@ -3,13 +3,12 @@
     worker ──Push──▶ head ──Replicate 7──▶ next copy ──▶ … ──▶ tail
            ◀─Pushed─      ◀─Replicated 7─            ◀─…
 
-The head decides the order: every request becomes an entry of the log and is applied there at once. Its replies are held
-until the last copy has the entry. So what a worker hears is in every copy, and with two copies the death of either
-loses nothing that was acknowledged.
+The head decides the order: every request becomes an entry of the log, and the head applies it at once. It keeps the
+replies until the last copy has the entry. So an acknowledged request is in every copy, and with two copies it survives
+the loss of either.
 
-Who is in the chain is decided by the coordinator alone, in views numbered by epoch. A copy takes entries only from its
-predecessor in the view that it knows, and only of that epoch: a head that was deposed cannot have anything
-acknowledged any more.
+The coordinator alone decides which nodes are in the chain, in views numbered by epoch. A copy takes entries only from
+its predecessor in the view that it knows, and only of that epoch: a head that was deposed gets no entry acknowledged.
 
 Source: R. van Renesse and F. B. Schneider, "Chain replication for supporting high throughput and availability", 2004;
 we let the head answer, not the tail, for our reads are entries of the log as well.
@@ -46,16 +45,16 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 
 _BLANK = -1
-"""What a copy without a state confirms."""
+"""The index that a copy without a state confirms."""
 _WINDOW = 16
-"""So many entries are sent again at once; the others follow when these have been confirmed."""
+"""How many entries are sent again at once; the others follow when these are confirmed."""
 
 
 class Node:
     """The copy of `shard` on node `node`. `blank`: it has no state yet and waits for its predecessor's.
 
-    `on_entry(index, entry)` hears of every entry as it is applied (a recorder); `on_save(number, shard)` writes a
-    snapshot, on the head alone.
+    `on_entry(index, entry)` gets every entry as it is applied (a recorder); `on_save(number, shard)` writes a snapshot,
+    on the head alone.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class Node:
         self.epoch = 0
         self.chain: tuple[int, ...] = ()
         self.index = shard.index
-        """Entries applied; of a shard that was loaded from a snapshot those before it, too."""
+        """How many entries are applied, with those before a snapshot that the shard was loaded from."""
         self.committed = shard.index
-        """Entries that this copy and all behind it have applied."""
+        """How many entries this copy and all behind it have applied."""
         self.blank = blank
         self.finished = False
         self._on_entry = on_entry or (lambda index, entry: None)
@@ -92,7 +91,7 @@ class Node:
         self._unsaid: set[tuple[int, int, int]] = set()
         """The requests whose replies are held."""
         self._silent_until = 0
-        """After a promotion nothing is repeated before this entry is committed: others' replies may not be safe yet."""
+        """After a promotion no answer is repeated before this entry is committed: it may not be replicated yet."""
         self._due: Save | None = None
         """A snapshot that was ordered and is not due yet."""
         self._beat_at_s = 0.0
@@ -123,7 +122,7 @@ class Node:
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; what is to be sent because of it."""
+        """Take a message; the answer is what is to be sent because of it."""
         match message:
             case Push() | Pull() | Members() | Save() | Inquire() | Lend() | Reshape():
                 return self._request(now_s, message) if self.is_head else []
@@ -136,12 +135,14 @@ class Node:
             case View():
                 return self._see(now_s, message)
             case Fenced() if message.epoch > self.epoch:
-                self._beat_at_s = now_s  # whoever says by which view it acts is told of the newest
+                self._beat_at_s = (
+                    now_s  # the beat names this node's epoch; the coordinator answers with the newest view
+                )
                 return self.tick(now_s)
         return []
 
     def tick(self, now_s: float) -> Outbox:
-        """What time asks for: to say that this node lives, and to send again what was not confirmed."""
+        """Send a beat when it is due, and send again what was not confirmed."""
         out: Outbox = []
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.timing.beat_s
@@ -170,16 +171,16 @@ class Node:
     # ------------------------------------------------------------------ entries
 
     def _request(self, now_s: float, request: Entry) -> Outbox:
-        look = self.shard.look(request)
-        if look.kind == "new":
+        status = self.shard.status_of(request)
+        if status.kind == "new":
             return self._append(now_s, request)
         key = (request.worker, request.incarnation, request.sequence)
-        if look.kind == "ahead" or key in self._unsaid or self.committed < self._silent_until:
+        if status.kind == "ahead" or key in self._unsaid or self.committed < self._silent_until:
             return []
-        return self._addressed(look.replies)
+        return self._addressed(status.replies)
 
     def _append(self, now_s: float, entry: Entry) -> Outbox:
-        """A new entry: apply it here, and hand it on."""
+        """A new entry: apply it here, and send it to the next copy."""
         replies = self._apply(entry)
         if self._successor is None:
             self.committed = self.index
@@ -196,7 +197,7 @@ class Node:
         self._on_entry(self.index, entry)
         if isinstance(entry, Save):
             self._due = entry
-        if self._due is not None and self.shard.decided.batches >= self._due.at:
+        if self._due is not None and self.shard.decisions.batches >= self._due.at:
             due, self._due = self._due, None
             if self.is_head:
                 self._on_save(due.number, self.shard)
@@ -243,7 +244,7 @@ class Node:
     def _confirmed(self, now_s: float, source: int, message: Replicated) -> Outbox:
         if message.epoch != self.epoch or source != self._successor:
             return []
-        if message.index == _BLANK and self._install is None:  # who was to hand it the state has died before
+        if message.index == _BLANK and self._install is None:  # the copy that was to send it the state has died
             self._meet_successor(())
             return self._feed(now_s, self.timing.retry_s)
         if message.index <= self.committed and self._install is None:
@@ -269,7 +270,7 @@ class Node:
         self.committed = index
 
     def _confirm(self) -> Outbox:
-        """Tell the copy before how far this one and those behind it are."""
+        """Confirm to the predecessor the entries that this copy and those behind it have."""
         predecessor = self._predecessor
         if predecessor is None or self.blank:
             return []
@@ -306,7 +307,7 @@ class Node:
         before, self.epoch = self.chain, view.epoch
         self.chain = view.chains[self.shard.number] if self.shard.number < len(view.chains) else ()
         if self.node not in self.chain:
-            if self.node in before:  # deposed: whatever was not confirmed is nobody's business any more
+            if self.node in before:  # deposed: its unconfirmed entries are void
                 self.finished = True
                 self._log.clear()
                 self._held.clear()
@@ -320,7 +321,7 @@ class Node:
         return out + self._alone() if self._successor is None else out
 
     def _meet_successor(self, before: tuple[int, ...]) -> None:
-        """The next copy lacks only what it has not confirmed, if it stood behind this one before; else everything."""
+        """A copy that stood behind this one before lacks only unconfirmed entries; a new one lacks the whole state."""
         successor = self._successor
         if successor is None or self.blank:
             self._install = None
@@ -334,7 +335,7 @@ class Node:
             self._log.clear()
 
     def _alone(self) -> Outbox:
-        """Nobody is behind this copy any more: all that it has is safe as far as it can be."""
+        """No copy is behind this one any more: all its entries are committed."""
         self._log.clear()
         self._install = None
         self.committed = self.index

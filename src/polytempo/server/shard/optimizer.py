@@ -32,7 +32,7 @@ _TINY = 1e-300
 
 
 class Term(NamedTuple):
-    """A gradient and what it is multiplied by in the sum."""
+    """A gradient and its factor in the sum."""
 
     gradient: Tensor
     factor: Factor
@@ -80,7 +80,7 @@ class Optimizer:
         self.rule, self.native, self.segments = rule, native, segments
         self._groups = sorted({segment.group for segment in segments})
         self._whole = None if len(self._groups) > 1 else [(slice(None), self._groups[0] if self._groups else 0)]
-        """All of it, where there is but one parameter group."""
+        """The whole vector, where there is one parameter group."""
         self._own = None if rule.lr is None else (rule.lr,) * (self._groups[-1] + 1 if self._groups else 1)
         self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
 
@@ -213,7 +213,7 @@ def _add_(total: Tensor, gradient: Tensor, factor: float, *, fresh: bool) -> Non
 
 
 def _sum_of(terms: Sequence[tuple[Tensor, float]], divisor: float, like: Tensor) -> Tensor:
-    """Σ factor · gradient / divisor: a gradient itself where that is the same, so nobody may write to it."""
+    """Σ factor · gradient / divisor. Read-only: it is a gradient itself where that is the same."""
     if not terms:
         return torch.zeros_like(like)
     gradient, factor = terms[0]

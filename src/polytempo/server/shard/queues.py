@@ -1,4 +1,4 @@
-"""`Queues`: what of each worker waits at a shard for its answer, oldest first."""
+"""`Queues`: for each worker the pushes and pulls that wait at a shard for an answer, oldest first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Queues:
         self.waiting = {} if waiting is None else waiting
 
     def add(self, worker: int, one: Waiting) -> None:
-        """It waits from now on."""
+        """`one` waits at the end of `worker`'s queue."""
         self.waiting.setdefault(worker, []).append(one)
 
     def oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
@@ -35,6 +35,6 @@ class Queues:
             yield queue.pop(0)
 
     def leave(self, worker: int) -> list[int]:
-        """Nothing of the worker waits any more: the buffers that were held for it."""
-        gone = self.waiting.pop(worker, ())
-        return [number for one in gone for number in (one.read, one.difference) if number >= 0]
+        """Remove the worker's queue; the answer is the buffers that were held for it."""
+        removed = self.waiting.pop(worker, ())
+        return [number for one in removed for number in (one.read, one.difference) if number >= 0]

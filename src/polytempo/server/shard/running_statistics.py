@@ -1,4 +1,4 @@
-"""`RunningStatistics`: the running statistics of a model's norms at a shard. Every shard has all of them.
+"""`RunningStatistics`: the running statistics of a model's norm layers at a shard. Every shard has all of them.
 
 push    ── statistics of the worker, as its batches have left them ──▶ b₁, b₂, … of the c gradients of an update
 update  b ← (1 - p) b + p (b₁ + … + b_c) / c        p = min(1, c / λ), λ the workers
@@ -22,10 +22,10 @@ class RunningStatistics:
     def __init__(self, present: Tensor | None, total: Tensor | None = None, count: int = 0) -> None:
         self.present = present
         self.total, self.count = total, count
-        """The sum over the gradients that are summed, and how many these are."""
+        """The sum of the statistics that came with the gradients in the sum, and how many these are."""
 
     def fault(self, push: Push, *, allow_nan: bool = False) -> str:
-        """Why what came with a push is refused; "" if it is not."""
+        """Why the statistics of a push are refused; "" if they are not."""
         if push.running is None and self.present is None:
             return ""
         given, who = push.running, f"worker {push.worker}, clock {push.clock}"
@@ -38,13 +38,13 @@ class RunningStatistics:
         return f"{who}: element {bad} of the running statistics of norms is {float(given[bad])}"
 
     def add(self, given: Tensor | None) -> None:
-        """The gradient that these came with was added to the sum."""
+        """The gradient with the statistics `given` was added to the sum."""
         if given is not None:
             self.total = given if self.total is None else self.total + given
             self.count += 1
 
     def update(self, workers: int) -> None:
-        """The sum of gradients was used."""
+        """The sum of gradients was used for an update."""
         if self.present is None or self.total is None:
             return
         mean, part = self.total / self.count, min(1.0, self.count / max(1, workers))

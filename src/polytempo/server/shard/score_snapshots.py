@@ -1,12 +1,12 @@
-"""Snapshots for scores: what a copy of a shard held when so many batches were decided. No worker waits for a score.
+"""Snapshots for scores: the elements of a shard when some number of batches was decided. No worker waits for a score.
 
 shard's log  … push of batch 95 ─▶ 96 batches are decided: the weights are held, and the next update writes elsewhere …
-evaluator    ──Show 96──▶ every copy       ◀──Shown 96── the first copy        scores it, while all others train on
-             ──Show 97──▶ every copy       96 has been read, and is let go     … ◀──Shown 192──
+evaluator    ──Show 96──▶ every copy       ◀──Shown 96── the first copy        scores it, while training goes on
+             ──Show 97──▶ every copy       96 has been read, and is released   … ◀──Shown 192──
 
-All copies of a shard hold the same snapshots, for they are taken at the same entries. One is shown only when the last
-copy has that entry, too: what is scored has been, whoever dies. An evaluator that is slower than training misses
-some; a copy keeps the newest `MOST` that were not shown yet, and in any case the last.
+All copies of a shard hold the same snapshots, for they are taken at the same entries. The head shows one only when the
+last copy has that entry, too: no loss of a process can undo what is scored. An evaluator that is slower than training
+misses some; a copy keeps the newest `MOST` that were not shown yet, and in any case the last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 
 MOST = 3
-"""So many snapshots that were not shown yet are kept."""
+"""How many snapshots are kept that were not shown yet."""
 _STEPS_BETWEEN_SCORES = 4
 
 
@@ -65,27 +65,27 @@ class ScoreSnapshots:
         self._shown = -1
         """The highest that was shown, which may still be read."""
         self.now_s = 0.0
-        """When the present message came."""
+        """The time at which the present message came."""
         self.begin()
 
     def begin(self) -> None:
-        """The shard's state has come from elsewhere: if it stands at a point, it is the snapshot of that."""
-        number = self._shard.decided.batches
+        """The shard has got its state from another copy: if that is of a score point, keep it as that snapshot."""
+        number = self._shard.decisions.batches
         if self._points.stands(number) and all(one.number != number for one in self._kept):
             self._keep(number)
 
     def on_entry(self, index: int, entry: Entry) -> None:
         """The shard has applied entry `index`."""
-        if isinstance(entry, Reshape):  # what was held of another layout does not go with what others hold now
+        if isinstance(entry, Reshape):  # snapshots of another layout do not fit those of the other shards
             self._let_go([one for one in self._kept if one.number > self._shown])
             self.begin()
             return
-        number = self._points.crossed(self._shard.decided.batches_before, self._shard.decided.batches)
+        number = self._points.crossed(self._shard.decisions.batches_before, self._shard.decisions.batches)
         if number is not None:
             self._keep(number)
 
     def seen(self, number: int) -> None:
-        """Whatever comes before `number` has been read."""
+        """The evaluator has read all snapshots before `number`."""
         self._let_go([one for one in self._kept if one.number < number])
 
     def due(self, number: int, committed: int) -> Shown | None:
@@ -115,16 +115,16 @@ class Showing:
     def __init__(self, node: Node, snapshots: ScoreSnapshots) -> None:
         self.node, self._snapshots = node, snapshots
         self._asked: tuple[int, int] | None = None
-        """(evaluator, number) of what was asked for last and not shown yet."""
+        """(evaluator, number) of the last `Show` that has no answer yet."""
 
     @property
     def finished(self) -> bool:
-        """As the node says."""
+        """Whether the node has finished."""
         return self.node.finished
 
     @finished.setter
     def finished(self, value: bool) -> None:
-        """End it."""
+        """End the node."""
         self.node.finished = value
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -140,11 +140,11 @@ class Showing:
         return out + self._due()
 
     def tick(self, now_s: float) -> Outbox:
-        """What the node does as time passes."""
+        """The node's tick, and a snapshot that is due."""
         return self.node.tick(now_s) + self._due()
 
     def wait_s(self, now_s: float) -> float:
-        """As long as the node waits."""
+        """The node's waiting time."""
         return self.node.wait_s(now_s)
 
     def flops(self, message: Message) -> float:

@@ -1,8 +1,8 @@
 """`Shard`: one part of the parameters, as a deterministic state machine.
 
-    entry ──▶ table: new? ──▶ checks ──▶ rule.receive ──▶ actions ──▶ weights, optimizer, sum
-                 │               │                           │
-                 └ repeated      └ refused                   └ Answer ──▶ replies
+    entry ──▶ answers: new? ──▶ checks ──▶ rule.receive ──▶ actions ──▶ weights, optimizer, sum
+                 │                 │                           │
+                 └ repeated        └ refused                   └ Answer ──▶ replies
 
 The same entries in the same order give the same bits and the same replies, in every copy and in every repetition:
 there is no clock, no randomness, and no sum in any other order than the entries'.
@@ -36,20 +36,22 @@ from polytempo.server.message import (
     Reshape,
     Statistics,
 )
-from polytempo.server.shard.answers import Look, Table
+from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.buffers import Empty, plain_empty
 from polytempo.server.shard.decisions import Decisions, Verdict
-from polytempo.server.shard.holder import HeldElements, Holder, held_now
+from polytempo.server.shard.holder import HeldElements, Holder, held_elements
 from polytempo.server.shard.optimizer import Moments, can_be_native
 from polytempo.server.shard.queues import Queues
+from polytempo.server.shard.replies import pulled, pushed, refused
+from polytempo.server.shard.roster import Roster
 from polytempo.server.shard.running_statistics import RunningStatistics
 from polytempo.server.shard.state import State, Waiting, decode, encode, renumbered, waiting_for
-from polytempo.server.shard.tables import held
-from polytempo.server.shard.transfer import Likeness, covers, lent, likeness_of, moved
+from polytempo.server.shard.tables import separate_tables
+from polytempo.server.shard.transfer import Likeness, covers, lend, likeness_of, take_over
 
 
 class Shard:
-    """Shard `number` of the parameters: what `spans` name of their flat vector, which begins as `weights`.
+    """Shard `number` of the parameters: the ranges `spans` of their flat vector, whose first values are `weights`.
 
     `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
     place). `native`: the optimizer by the kernel or by torch ops (`server.shard.optimizer`); by default the kernel
@@ -77,20 +79,18 @@ class Shard:
         self.index = 0
         """Entries applied."""
         self.repeated = 0
-        """Requests that came again, as this copy saw it; no part of the state."""
+        """Requests that came again to this copy; no part of the state."""
         all_parameters, all_spans = parameters, spans
-        self._tables, parameters, spans, weights = held(parameters, spans, weights, service)
+        self._tables, parameters, spans, weights = separate_tables(parameters, spans, weights, service)
         self._holder = Holder(parameters, service, empty, native=self.native, tables=self._tables)
         self._spans, self._empty = spans, empty
         self._all_spans, self._all_parameters = all_spans, all_parameters
         self._weights, self._admission = self._holder.hold(spans, weights)
         self._rule = service.rule.init()
-        self._members: dict[int, int] = {}
-        self._workers: tuple[int, ...] = ()
-        self._resting: frozenset[int] = frozenset()
-        self._table = Table(number)
+        self._roster = Roster()
+        self._answers = AnswerTable(number)
         self._queues = Queues(service.rule.name)
-        self.decided = Decisions(service.numbers_per_batch)
+        self.decisions = Decisions(service.numbers_per_batch)
         self._running = RunningStatistics(running)
 
     @property
@@ -109,47 +109,47 @@ class Shard:
 
     # ------------------------------------------------------------------ entries
 
-    def look(self, request: Request) -> Look:
-        """Whether `request` is new, and the answer if it is not. Only what is new belongs into the log."""
-        look = self._table.look(request)
-        if look.kind == "new" and request.worker in self._resting:
-            return Look("ahead")  # it rests, so the change that says otherwise is still on its way
-        if look.kind == "repeated":
+    def status_of(self, request: Request) -> RequestStatus:
+        """Whether `request` is new, and the answer if it is not. Only a new request becomes an entry of the log."""
+        status = self._answers.status_of(request)
+        if status.kind == "new" and request.worker in self._roster.resting:
+            return RequestStatus("ahead")  # its worker rests, and the change that ends the rest is still on its way
+        if status.kind == "repeated":
             self.repeated += 1
             if isinstance(request, Inquire):
-                return Look("repeated", (self._statistics(request),))
+                return RequestStatus("repeated", (self._statistics(request),))
             if isinstance(request, Lend) and covers(self._spans, request.spans):
-                return Look("repeated", (self._lent(request),))
-        return look
+                return RequestStatus("repeated", (self._lent(request),))
+        return status
 
     def apply(self, entry: Entry) -> list[Reply]:
-        """Take an entry of the log; the replies, to this request and to any that waited for it."""
+        """Take an entry of the log; the answer is the replies to it and to any request that waited for it."""
         self.index += 1
-        self.decided.batches_before = self.decided.batches
-        look = self._table.look(entry)
-        if look.kind != "new":
-            return list(look.replies)
-        self._table.take(entry)
-        if entry.worker in self._weights.leases:  # it asks again, so it has read what it was lent
-            self._table.settle(entry.worker, self._weights.settle(entry.worker))
+        self.decisions.batches_before = self.decisions.batches
+        status = self._answers.status_of(entry)
+        if status.kind != "new":
+            return list(status.replies)
+        self._answers.take(entry)
+        if entry.worker in self._weights.leases:  # it asks again, so it has read what was lent to it
+            self._answers.settle(entry.worker, self._weights.settle(entry.worker))
         replies: list[Reply] = []
         if isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
             self._queues.add(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
-            self._hear(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
+            self._consult(Arrival("pull", entry.worker, entry.clock, entry.basis), replies)
         elif isinstance(entry, Inquire):
             replies.append(self._statistics(entry))
         elif isinstance(entry, Lend):
             replies.append(self._lent(entry))
         else:
             if isinstance(entry, Members):
-                self._meet(dict(entry.members), frozenset(entry.resting), replies)
+                self._change_roster(entry, replies)
             elif isinstance(entry, Reshape):
                 self._reshape(entry)
             what = "reshaped" if isinstance(entry, Reshape) else ""
             noted = Noted(self.number, entry.worker, entry.incarnation, entry.sequence, what)
-            self._table.answer(noted)
+            self._answers.answer(noted)
             replies.append(noted)
         self._weights.keep_sum()
         if self._tables is not None:
@@ -161,7 +161,7 @@ class Shard:
         push, reason = self._admission.admit(push, self.version, self._queues.waiting)
         reason = reason or self._running.fault(push, allow_nan=self.service.allow_nan)
         if not reason:
-            verdict, reason = self.decided.had(push)
+            verdict, reason = self.decisions.earlier_use(push)
         waiting = waiting_for(push)
         if not reason and self._holder.needs_basis:
             waiting.read = self._weights.read_by(push.worker, push.basis)
@@ -170,80 +170,64 @@ class Shard:
         if reason:
             self._refuse(push, verdict, reason, replies)
             if verdict == "dropped":
-                self._hear(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
+                self._consult(Arrival("had", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
             return
         self._queues.add(push.worker, waiting)
-        self._hear(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
+        self._consult(Arrival("push", push.worker, push.clock, push.basis, push.samples, push.tickets), replies)
 
     def _refuse(self, push: Push, verdict: Verdict, reason: str, replies: list[Reply]) -> None:
-        self.decided.turn_away(verdict)
-        reply = Pushed(
-            *(self.number, push.worker, push.incarnation, push.sequence),
-            *(self.version, self.version - push.basis, verdict, reason),
-        )
-        self._table.answer(reply)
+        self.decisions.count_unseen(verdict)
+        reply = refused(self.number, push, self.version, verdict, reason)
+        self._answers.answer(reply)
         replies.append(reply)
 
-    def _meet(self, members: dict[int, int], resting: frozenset[int], replies: list[Reply]) -> None:
-        """First those go who are no members any more, or rest, then the others come, each for itself."""
-        before = self._members
-        for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
-            self._members = {w: life for w, life in self._members.items() if w != worker}
-            self._leave(worker)
-            self._hear_left(worker, replies)
-        for worker in self._workers:
-            if worker in resting:
-                self._hear_left(worker, replies)
-        for worker in [worker for worker in sorted(members) if worker not in self._members]:
-            self._members = dict(sorted({**self._members, worker: members[worker]}.items()))
-            self._table.admit(worker, members[worker])
-        for worker in [worker for worker in self._members if worker not in resting and worker not in self._workers]:
-            self._workers = tuple(sorted((*self._workers, worker)))
-            self._hear(Arrival("joined", worker), replies)
-        self._resting = resting
-
-    def _hear_left(self, worker: int, replies: list[Reply]) -> None:
-        """The rule counts `worker` no more, if it did."""
-        if worker in self._workers:
-            self._workers = tuple(other for other in self._workers if other != worker)
-            self._hear(Arrival("left", worker), replies)
+    def _change_roster(self, entry: Members, replies: list[Reply]) -> None:
+        for change, worker in self._roster.change(dict(entry.members), entry.resting):
+            match change:
+                case "removed":
+                    self._leave(worker)
+                case "added":
+                    self._answers.admit(worker, self._roster.members[worker])
+                case "counted":
+                    self._consult(Arrival("joined", worker), replies)
+                case "uncounted":
+                    self._consult(Arrival("left", worker), replies)
 
     def _leave(self, worker: int) -> None:
         for number in self._queues.leave(worker):
             self._weights.buffers.release(number)
         self._weights.leave(worker)
-        self._table.forget(worker)
+        self._answers.forget(worker)
 
     def _statistics(self, request: Inquire) -> Statistics:
-        return self.decided.statistics(
+        return self.decisions.statistics(
             self.number, request, version=self.version, index=self.index, repeated=self.repeated
         )
 
     def _lent(self, request: Lend) -> Lent:
-        like = Likeness(self._rule, self._members, self._workers, *self.decided.tuples)
-        return lent(request, self.number, self._weights, self._spans, like, self._running.present)
+        like = Likeness(self._rule, self._roster.members, self._roster.counted, *self.decisions.tuples)
+        return lend(request, self.number, self._weights, self._spans, like, self._running.present)
 
     def _reshape(self, entry: Reshape) -> None:
-        """Hold other elements. Nobody has anything under way, and what was lent has been read."""
+        """Hold other elements. No request is under way, and no lent tensor is still being read."""
         for worker in list(self._weights.leases):
-            self._table.settle(worker, self._weights.settle(worker))
-        if not self._spans:  # a new shard knows what those know whose elements it takes over; nobody has asked it yet
+            self._answers.settle(worker, self._weights.settle(worker))
+        if not self._spans:  # a new shard takes over the state of the givers, too; no worker has asked it yet
             like = likeness_of(entry.pieces[0])
-            self._rule, self._members, self._workers = like.rule, like.members, like.workers
-            self._resting = frozenset(self._members) - frozenset(self._workers)
-            self.decided = Decisions(self.service.numbers_per_batch, like.tickets, like.let_go)
+            self._rule, self._roster = like.rule, Roster(like.members, like.workers)
+            self.decisions = Decisions(self.service.numbers_per_batch, like.tickets, like.dropped_tickets)
             self._running = RunningStatistics(entry.pieces[0].running)
-            for worker, incarnation in self._members.items():
-                self._table.admit(worker, incarnation)
-        values, rest = moved(self._weights, self._spans, entry.spans, entry.pieces, self._holder.multiplied)
+            for worker, incarnation in like.members.items():
+                self._answers.admit(worker, incarnation)
+        values, rest = take_over(self._weights, self._spans, entry.spans, entry.pieces, self._holder.multiplied)
         self._spans = self._all_spans = entry.spans
         self._weights, self._admission = self._holder.hold(entry.spans, values)
         rest.put_(self._weights)
 
     # ------------------------------------------------------------------ the rule and its actions
 
-    def _hear(self, arrival: Arrival, replies: list[Reply]) -> None:
-        situation = Situation(self.version, self._workers)
+    def _consult(self, arrival: Arrival, replies: list[Reply]) -> None:
+        situation = Situation(self.version, self._roster.counted)
         self._rule, actions = self.service.rule.receive(self._rule, arrival, situation)
         for action in actions:
             self._perform(action, replies)
@@ -258,16 +242,16 @@ class Shard:
         elif isinstance(action, Mix):
             self._mix(action)
         else:
-            self._decided(self._queues.oldest(action)[0], "dropped", action.reason)
+            self._decide(self._queues.oldest(action)[0], "dropped", action.reason)
 
-    def _decided(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
+    def _decide(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
         waiting.rows, waiting.running = (), None
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
-            self.decided.use(waiting.tickets, waiting.staleness)
+            self.decisions.use(waiting.tickets, waiting.staleness)
         else:
-            self.decided.drop(waiting.tickets)
+            self.decisions.drop(waiting.tickets)
         if waiting.read >= 0:
             self._weights.buffers.release(waiting.read)
             waiting.read = -1
@@ -283,11 +267,11 @@ class Shard:
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
         self._weights.add(gradient, multiples, action.part_of)
         self._running.add(waiting.running)
-        self._decided(waiting, "applied")
+        self._decide(waiting, "applied")
 
     def _update(self, action: Update) -> None:
         rates, divisors = self._weights.update(action.divisor, action.including)
-        self._running.update(len(self._workers))
+        self._running.update(len(self._roster.counted))
         if self._tables is not None:
             self._tables.update(divisors, rates, self._weights.steps, self.version)
 
@@ -296,49 +280,38 @@ class Shard:
             raise RuntimeError(f"{self.service.rule.name} averages parameters, and rows of tables are gradients")
         waiting, theirs = self._queues.oldest(action)
         self._running.mix(waiting.running, action.alpha)
-        self._decided(waiting, "applied")
+        self._decide(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
 
     def _answer(self, worker: int, replies: list[Reply]) -> None:
         for waiting in self._queues.answerable(worker):
             answer = self._pulled(worker, waiting) if waiting.kind == "pull" else self._pushed(worker, waiting)
-            self._table.answer(answer)
+            self._answers.answer(answer)
             replies.append(answer)
 
     def _pushed(self, worker: int, waiting: Waiting) -> Pushed:
         difference = None
         if waiting.difference >= 0:
             difference = self._weights.lend(worker, waiting.sequence, waiting.difference)
-        return Pushed(
-            *(self.number, worker, waiting.incarnation, waiting.sequence, self.version),
-            *(waiting.staleness, waiting.verdict, waiting.reason, difference),
-        )
+        return pushed(self.number, worker, waiting, self.version, difference)
 
     def _pulled(self, worker: int, waiting: Waiting) -> Pulled:
         values = self._weights.lend_present(worker, waiting.sequence)
         rows = () if self._tables is None else self._tables.changed_after(waiting.basis)
-        return Pulled(
-            self.number,
-            worker,
-            waiting.incarnation,
-            waiting.sequence,
-            self.version,
-            values,
-            rows,
-            self._running.present,
-        )
+        running = self._running.present
+        return pulled(self.number, worker, waiting, self.version, values, rows=rows, running=running)
 
     def hold(self) -> HeldElements:
-        """All that this shard holds now, to stay as it is until it is released.
+        """The elements of this shard as they are now. They stay so until they are released.
 
-        No copy and no pass over memory, but for tables, whose rows change in place.
+        Cost: no copy and no pass over memory, except for tables, whose rows change in place.
         """
-        return held_now(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
+        return held_elements(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
 
     # ------------------------------------------------------------------ the whole state
 
     def dump(self) -> tuple[bytes, tuple[Tensor, ...]]:
-        """The whole state, gradients that wait and what is lent included, in memory of its own."""
+        """The whole state in memory of its own, with the gradients that wait and the tensors that are lent."""
         weights = self._weights
         numbers, leases, reads, waiting = renumbered(
             weights.current, weights.leases, weights.reads, self._queues.waiting
@@ -348,23 +321,23 @@ class Shard:
             first=weights.moments.first,
             second=weights.moments.second,
             total=weights.total if weights.summed else None,
-            aside=dict(weights.aside),
+            partial_sums=dict(weights.partial_sums),
             version=self.version,
             steps=weights.steps,
             index=self.index,
             rule=self._rule,
-            members=self._members,
-            workers=self._workers,
-            known=self._table.known,
+            members=self._roster.members,
+            workers=self._roster.counted,
+            known=self._answers.known,
             waiting=waiting,
             leases=leases,
             reads=reads,
             rates=weights.rates,
-            tickets=self.decided.applied.tuples,
-            let_go=self.decided.let_go.tuples,
-            staleness=dict(self.decided.staleness),
-            dropped=self.decided.dropped,
-            refused=self.decided.refused,
+            tickets=self.decisions.applied.tuples,
+            dropped_tickets=self.decisions.dropped_tickets.tuples,
+            staleness=dict(self.decisions.staleness),
+            dropped=self.decisions.dropped,
+            refused=self.decisions.refused,
             tables=[] if self._tables is None else self._tables.dump(),
             running=self._running.present,
             running_total=self._running.total,
@@ -373,7 +346,7 @@ class Shard:
         return encode(state)
 
     def load(self, data: bytes, tensors: Sequence[Tensor]) -> None:
-        """Become the shard that `dump` was called on. Memory that this one has is used again."""
+        """Become the shard that `dump` was called on. The memory of this one is used again."""
         weights = self._weights
         spare = weights.spare()
 
@@ -384,15 +357,14 @@ class Shard:
         state = decode(data, tensors, weights.numel, weights.dtype, own)
         if self._tables is not None:
             self._tables.load(state.tables)
-        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.aside, spare)
+        weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.partial_sums, spare)
         weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
         weights.leases, weights.reads = state.leases, state.reads
-        for number in state.held():
+        for number in state.held_buffers():
             weights.buffers.hold(number)
         self.index, self._rule, self._queues = state.index, state.rule, Queues(self.service.rule.name, state.waiting)
-        self._members, self._workers = state.members, state.workers
-        self._resting = frozenset(state.members) - frozenset(state.workers)
-        self._table = Table(self.number, state.known)
-        self.decided = Decisions(self.service.numbers_per_batch, state.tickets, state.let_go)
+        self._roster = Roster(state.members, state.workers)
+        self._answers = AnswerTable(self.number, state.known)
+        self.decisions = Decisions(self.service.numbers_per_batch, state.tickets, state.dropped_tickets)
         self._running = RunningStatistics(state.running, state.running_total, state.running_count)
-        self.decided.recall(state.staleness, state.dropped, state.refused)
+        self.decisions.restore_counts(state.staleness, state.dropped, state.refused)

@@ -1,4 +1,4 @@
-"""Snapshots of shards on disk: each shard writes its own part, and nothing is believed that is not whole.
+"""Snapshots of shards on disk: each shard writes its own part, and only whole parts are read.
 
     folder/
       snapshot-00000012-shard-0.safetensors     the shard's tensors, and its state as one of bytes
@@ -6,13 +6,13 @@
       snapshot-00000012-shard-1.…               complete on its own; snapshot 12 is whole when every shard's part is
       snapshot-00000013-shard-0.….partial       being written; a crash leaves it, the shard's next write removes it
 
-A part counts from the moment at which its manifest has its name; until then the earlier ones are untouched. Nothing is
-parsed before its size and hash are checked, and nothing is unpickled.
+A part counts from the moment at which its manifest has its name; until then the earlier ones are untouched. Size and
+hash are checked before anything is parsed; no pickle is read.
 
 Each shard keeps its newest two parts, so the coordinator orders snapshot n + 1 only when all shards have reported n:
 then two shards never differ by more than one, and a number that all of them have is always left. One copy of a shard
-writes. A restart from snapshot n calls `discard_beyond(n)` first: parts of n + 1 that some shards have are of a context
-that is given up, and must not be taken for parts of the n + 1 to come.
+writes. A restart from snapshot n calls `discard_beyond(n)` first: parts of n + 1 that some shards have belong to the
+attempt that is given up, and must not be taken for parts of the n + 1 to come.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_MANIFEST_BYTES = 4096
 _PART = re.compile(r"snapshot-(\d{8,})-shard-(\d+)\.(safetensors|json)(\.partial)?")
 _STATE = "state"
 FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-"""What comes of reading what no program of ours has written, though its hashes are right."""
+"""Errors of reading a file with right hashes that no program of ours has written."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -58,11 +58,11 @@ _DTYPES = {
 
 
 class SnapshotError(PolytempoError):
-    """A snapshot cannot be written, or what is on the disk is not what was written."""
+    """A snapshot cannot be written, or its files are damaged."""
 
 
 class SnapshotPart(NamedTuple):
-    """What one shard saves: what `Shard.dump` gives, and `Shard.load` takes."""
+    """The state of one shard, as `Shard.dump` returns and `Shard.load` takes it."""
 
     state: bytes
     tensors: tuple[Tensor, ...]
@@ -97,7 +97,7 @@ def write(
         raise SnapshotError(
             f"cannot write {file}: {error}; free space there or choose another folder. Earlier snapshots are untouched."
         ) from error
-    with suppress(OSError):  # what is too old and cannot be removed does no harm; the next write tries again
+    with suppress(OSError):  # an old part that cannot be removed does no harm; the next write tries again
         _prune(disk, folder, number, shard)
 
 
@@ -123,8 +123,8 @@ def read(folder: Path, number: int, shard: int, disk: Disk | None = None) -> Sna
 
 
 @contextmanager
-def believed(folder: Path, number: int, shard: int) -> Iterator[None]:
-    """What goes wrong inside, where a part's content is put to use, becomes a SnapshotError that names the file."""
+def snapshot_errors(folder: Path, number: int, shard: int) -> Iterator[None]:
+    """Inside, where a part's content is used, an error becomes a SnapshotError that names the file."""
     try:
         yield
     except (*FORGED, RuntimeError) as error:
@@ -217,7 +217,7 @@ def _put(disk: Disk, path: Path, contents: Iterator[bytes | memoryview]) -> tupl
 
 
 def _prune(disk: Disk, folder: Path, number: int, shard: int) -> None:
-    """A part loses its manifest before its tensors, so that what is half removed is not taken for a part."""
+    """Remove old parts, each manifest before its tensors, so that half a part is never taken for one."""
     parts = _parts(disk, folder, shard)
     complete = sorted({other for name, other in parts if name.endswith(".json") and other <= number}, reverse=True)
     oldest_kept = complete[:KEPT][-1]
@@ -256,7 +256,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _encoded(number: int, shard: int, num_bytes: int, sha256: str) -> bytes:
-    """The manifest as the one JSON text that stands for it, its own sha256 last."""
+    """The manifest as JSON with one spelling for each content, its own sha256 last."""
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION, "number": number, "shard": shard}
     body |= {"num_bytes": num_bytes, "sha256": sha256}
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()

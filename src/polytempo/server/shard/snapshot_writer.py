@@ -1,4 +1,4 @@
-"""`Snapshots`: a shard's snapshots, written by a thread while the shard goes on answering."""
+"""`SnapshotWriter`: writes a shard's snapshots by a thread, while the shard goes on answering."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from polytempo.server.shard.snapshot import SnapshotError, check_finite, write
 
 
 class WrittenSnapshot(NamedTuple):
-    """What became of snapshot `number`; `error` is "" where it is on the disk."""
+    """The outcome of writing snapshot `number`; `error` is "" where it is on the disk."""
 
     number: int
     error: str = ""
     not_finite: NotFinite | None = None
-    """Where it was left out for a value that is NaN or infinite."""
+    """The error where it was left out for a value that is NaN or infinite."""
 
 
 @final
-class Snapshots:
-    """One shard's writer. At most one snapshot is under way; the process that asks never waits for the disk.
+class SnapshotWriter:
+    """One shard's writer. At most one snapshot is under way; the calling process never waits for the disk.
 
-        if snapshots.begin(12, *shard.dump()): …      # later, now and then:
-        saved = snapshots.poll()                      # None, WrittenSnapshot(12), or with an error
+        if writer.begin(12, *shard.dump()): …         # later, now and then:
+        saved = writer.poll()                         # None, WrittenSnapshot(12), or with an error
 
-    A snapshot that is begun while another is under way is refused (False): the coordinator asks again when it has heard
-    of the first. The thread dies with the process; what it leaves is a partial file, never half a snapshot.
+    A snapshot that is begun while another is under way is refused (False): the coordinator asks again after the first
+    is reported. The thread ends with the process; it may leave a partial file, never half a snapshot.
     """
 
     def __init__(self, folder: Path, shard: int, disk: Disk | None = None) -> None:
@@ -50,7 +50,7 @@ class Snapshots:
         return True
 
     def poll(self) -> WrittenSnapshot | None:
-        """What became of the snapshot that was begun, once; None while it is under way, or none was begun."""
+        """The outcome of the snapshot that was begun, once; None while it is under way, or none was begun."""
         if self._thread is None or self._thread.is_alive():
             return None
         return self._take()

@@ -45,7 +45,7 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
 
 
 def waiting_for(push: Push) -> Waiting:
-    """What is kept of a push until it is answered."""
+    """The queue's entry for a push, kept until the push is answered."""
     return Waiting(
         "push",
         push.incarnation,
@@ -60,15 +60,15 @@ def waiting_for(push: Push) -> Waiting:
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
-    """Everything that the next entry's effect depends on. Numbers of buffers are places in `buffers`."""
+    """Everything on which the effect of the next entry depends. Numbers of buffers are places in `buffers`."""
 
     buffers: list[Tensor]
-    """All that are held; the first are the present weights."""
+    """All buffers that are held; the first has the present weights."""
     first: Tensor | None
     second: Tensor | None
     total: Tensor | None
     """The sum of gradients, where something is in it."""
-    aside: dict[int, Tensor]
+    partial_sums: dict[int, Tensor]
     """Batch -> the sum of its parts that are there."""
     version: int
     steps: int
@@ -87,7 +87,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Of what is in the sum."""
     tickets: tuple[tuple[int, int], ...]
     """Applied, as ranges [first, last]."""
-    let_go: tuple[tuple[int, int], ...]
+    dropped_tickets: tuple[tuple[int, int], ...]
     """Dropped by the rule: not in the weights, and not to be dealt again."""
     staleness: dict[int, int]
     dropped: int
@@ -98,7 +98,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     running_total: Tensor | None = None
     running_count: int = 0
 
-    def held(self) -> list[int]:
+    def held_buffers(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""
         lent = [number for leases in self.leases.values() for _, number in leases]
         read = [number for _, number in self.reads.values()]
@@ -108,11 +108,13 @@ class State(msgspec.Struct, array_like=True, eq=False):
 
 Leases = dict[int, list[tuple[int, int]]]
 Reads = dict[int, tuple[int, int]]
-Queues = dict[int, list[Waiting]]
+WaitingByWorker = dict[int, list[Waiting]]
 
 
-def renumbered(current: int, leases: Leases, reads: Reads, waiting: Queues) -> tuple[list[int], Leases, Reads, Queues]:
-    """The buffers that are held, the present weights first, and who holds them, by place in that list."""
+def renumbered(
+    current: int, leases: Leases, reads: Reads, waiting: WaitingByWorker
+) -> tuple[list[int], Leases, Reads, WaitingByWorker]:
+    """The buffers that are held, the present weights first, and their holders, by place in that list."""
     numbers: dict[int, int] = {}
 
     def place(number: int) -> int:
@@ -131,32 +133,36 @@ def renumbered(current: int, leases: Leases, reads: Reads, waiting: Queues) -> t
 
 class _Envelope(msgspec.Struct, array_like=True):
     num_kept: int
-    """So many of the tensors, the first ones, are the shard's own flat vectors; the others gradients, and rows."""
+    """How many of the tensors, the first ones, are the shard's own flat vectors; the others are gradients and rows."""
     state: bytes
 
 
 def encode(state: State) -> tuple[bytes, tuple[Tensor, ...]]:
-    """`state` as bytes, and copies of its tensors. Cost: each tensor is copied once, by whomever it is held."""
+    """`state` as bytes, and copies of its tensors. Cost: each tensor is copied once, however many hold it."""
     tensors: list[Tensor] = []
     places: dict[int, int] = {}
 
     def place(value: object) -> int:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value).__name__} is nothing that a shard's state can hold")
+            raise TypeError(f"a shard's state cannot hold a {type(value).__name__}")
         if id(value) not in places:
             places[id(value)] = len(tensors)
             tensors.append(value)
         return places[id(value)]
 
     encoded = msgspec.msgpack.encode(state, enc_hook=place)
-    kept = len(state.buffers) + sum(t is not None for t in (state.first, state.second, state.total)) + len(state.aside)
+    kept = (
+        len(state.buffers)
+        + sum(t is not None for t in (state.first, state.second, state.total))
+        + len(state.partial_sums)
+    )
     return msgspec.msgpack.encode(_Envelope(kept, encoded)), tuple(tensor.clone() for tensor in tensors)
 
 
 def decode(
     data: bytes, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype, own: Callable[[Tensor], Tensor]
 ) -> State:
-    """The state that `encode` made bytes of; `own(tensor)` is a copy of it in the shard's memory.
+    """The state that `encode` made bytes of; `own(tensor)` is a copy of a tensor in the shard's memory.
 
     Errors: ValueError where the bytes are of something else, or the tensors not of `numel` elements of `dtype`.
     """

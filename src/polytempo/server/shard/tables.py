@@ -1,9 +1,9 @@
-"""`Tables`: a shard's pieces of tables. Only rows that gradients touch are pushed, changed and pulled.
+"""`Tables`: a shard's pieces of tables. Workers push and pull only rows that gradients touch.
 
     push ──rows 3, 8──▶ sum by rows ── update ──▶ values[3], values[8]; changed[3] = changed[8] = version
     pull ◀──rows 3, 8── whose `changed` is after the version that the worker has
 
-Everything here is small copies: nothing of a table is lent.
+All rows travel as small copies: no part of a table is lent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polytempo.server.pieces import Pieces, TablePiece, cut, split, without_tabl
 from polytempo.server.step_rates import Factor, Multiples, of_group
 
 _MOST_RECENT = 64
-"""So many updates' rows are remembered, so that a pull need not look through the whole table."""
+"""For how many updates their rows are listed, so that a pull need not search the whole table."""
 
 
 class TableState(msgspec.Struct, array_like=True, eq=False):
@@ -36,7 +36,7 @@ class TableState(msgspec.Struct, array_like=True, eq=False):
     summed: tuple[Tensor, Tensor] | None
 
 
-Term = tuple[Tensor, Tensor, float]
+RowsTerm = tuple[Tensor, Tensor, float]
 """Rows (n,), ascending and without repeats; values (n, width); what these are multiplied by in a sum."""
 
 
@@ -55,7 +55,7 @@ def takes_rows(rule: UpdateRule) -> None:
 
 
 def serves_rows(service: Service) -> None:
-    """Raise ValueError where a shard with tables could not do what `service` asks of it."""
+    """Raise ValueError where `service` asks for something that a shard with tables cannot do."""
     if service.optimizer is not None:
         takes_rows(service.optimizer)
     if service.reassigns is not None:
@@ -73,7 +73,7 @@ def serves_rows(service: Service) -> None:
 # ---------------------------------------------------------------------------------------------------------------- sums
 
 
-def summed(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+def summed(terms: Sequence[RowsTerm]) -> tuple[Tensor, Tensor]:
     """Σ factor · values by rows: rows (n,) ascending and without repeats, values (n, width). At least one term.
 
     A row's sum is in the order of the terms, each of which names a row at most once. One term with factor 1 comes back
@@ -92,8 +92,8 @@ def summed(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-class HeldRows(NamedTuple):
-    """What a shard holds, taken apart: its tables, if it has any, and the dense rest with the layout of that."""
+class SeparatedTables(NamedTuple):
+    """A shard's tables, if it has any, and the dense rest with its layout."""
 
     tables: Tables | None
     parameters: tuple[Parameter, ...]
@@ -101,15 +101,22 @@ class HeldRows(NamedTuple):
     weights: Tensor
 
 
-def held(parameters: tuple[Parameter, ...], spans: Spans, weights: Tensor, service: Service) -> HeldRows:
-    """`weights`, what `spans` name of all parameters, taken apart. ValueError where `service` cannot go with tables."""
+def separate_tables(
+    parameters: tuple[Parameter, ...], spans: Spans, weights: Tensor, service: Service
+) -> SeparatedTables:
+    """Separate `weights`, the elements of `spans`, into tables and the rest. ValueError where `service` allows none."""
     found = split(parameters, spans)
     if not found.pieces:
-        return HeldRows(None, parameters, spans, weights)
+        return SeparatedTables(None, parameters, spans, weights)
     serves_rows(service)
     dense, values = cut(weights, parameters, spans)
     tables = Tables(found.pieces, values, service)
-    return HeldRows(tables, without_tables(parameters), found.dense, torch.cat(dense) if dense else weights[:0])
+    return SeparatedTables(
+        tables=tables,
+        parameters=without_tables(parameters),
+        spans=found.dense,
+        weights=torch.cat(dense) if dense else weights[:0],
+    )
 
 
 class Tables:
@@ -125,7 +132,7 @@ class Tables:
         self._last_group = max(piece.group for piece in pieces)
 
     def fault(self, push: Push) -> str:
-        """Why what `push` says of tables is refused; "" if it is not. Cost: one read of its rows."""
+        """Why the rows of `push` are refused; "" if they are not. Cost: one read of them."""
         who = f"worker {push.worker}"
         if self._rule.lr is None and len(push.lrs) <= self._last_group:
             return f"{who}: no learning rate for parameter group {self._last_group}: lrs are {push.lrs}"
@@ -159,7 +166,7 @@ class Tables:
         return gradient
 
     def keep_sum(self) -> None:
-        """What was added and has not been used goes into memory of its own: rows are only lent."""
+        """Copy the rows that were added and not used yet into memory of the shard: rows are only lent."""
         for table in self._tables:
             table.keep_sum()
 
@@ -221,10 +228,10 @@ class _Table:
         self.values = values.clone()
         self.squares = torch.full_like(self.values, rule.initial) if rule.kind == "adagrad" else None
         self.changed = torch.zeros(piece.num_rows, dtype=torch.int64)
-        self.terms: list[Term] = []
-        self._kept: Term | None = None
+        self.terms: list[RowsTerm] = []
+        self._kept: RowsTerm | None = None
         self._recent: list[tuple[int, Tensor]] = []
-        """(version, its rows) of the last updates. Only a quicker way to what `changed` says too."""
+        """(version, its rows) of the last updates: a shorter way to the rows that `changed` also names."""
         self._recent_after = 0
         """Every update after this version is in `_recent`."""
 

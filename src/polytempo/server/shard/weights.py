@@ -1,4 +1,4 @@
-"""`Weights`: a shard's tensors. What is lent stays as it is; an update writes to a buffer that nobody holds.
+"""`Weights`: a shard's tensors. A lent buffer stays as it is; an update writes to a buffer without a holder.
 
 buffer 0   lent to worker 1 ─────────────▶ worker 1 asks again: free
 buffer 1   the weights ── update ──▶ lent to worker 0 …
@@ -18,8 +18,8 @@ from polytempo.server.shard.optimizer import Moments, Optimizer, Term, first_unf
 from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
 
 
-class _Foreseen(NamedTuple):
-    """An update by one gradient, made while that was looked at. It holds `out`."""
+class _SpeculativeUpdate(NamedTuple):
+    """An update by one gradient, made while that was examined. It holds `out`."""
 
     gradient: Tensor
     scale: float
@@ -31,8 +31,8 @@ class _Foreseen(NamedTuple):
 class Weights:
     """The present weights, older ones that are lent, the optimizer's moments, and the sum of gradients so far.
 
-    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `shown`: what encodes
-    the weights for those who pull; then nothing is lent to them.
+    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `shown`: encodes the
+    weights for workers that pull; then no buffer is lent to them.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class Weights:
         self.buffers.tensors[self.current].copy_(values)
         self.moments = init(optimizer.rule, self.numel, self.dtype, empty)
         self.total: Tensor | None = None
-        """Memory for the sum; something is in it where `summed`."""
+        """Memory for the sum; it has a sum where `summed`."""
         self.summed = False
-        self.aside: dict[int, Tensor] = {}
+        self.partial_sums: dict[int, Tensor] = {}
         """Batch -> the sum of the parts of its gradient that are there, until an update includes it."""
         self._idle: list[Tensor] = []
-        """Memory of such sums."""
+        """Free memory for such sums."""
         self.leases: dict[int, list[tuple[int, int]]] = {}
         """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
         """Worker -> (version, buffer) of the weights that it read last."""
         self.rates = StepRates()
-        """Of the gradients in the sum."""
+        """The rates of the gradients in the sum."""
         self.optimizer = optimizer
         self._empty, self._keeps_reads = empty, keeps_reads
         self._shown = shown
         self._terms: list[Term] = []
-        self._foresees = optimizer.descends
+        self._speculates = optimizer.descends
         self._total_factor: Factor = 1.0
-        """What `total` is to be multiplied by, as a larger rate has come since."""
+        """The factor by which `total` is to be multiplied, since a larger rate has come."""
         self._scale: float | None = None
-        """Of the last update, if it was by one gradient alone."""
+        """The factor of the last update, if it was by one gradient alone."""
         self._rate = 1.0
-        """What the learning rates of the gradient that came last were multiplied by."""
-        self._foreseen: _Foreseen | None = None
+        """The factor on the learning rates of the last gradient."""
+        self._speculative: _SpeculativeUpdate | None = None
 
     @property
     def present(self) -> Tensor:
@@ -87,7 +87,7 @@ class Weights:
     # ------------------------------------------------------------------ lending
 
     def lend_present(self, worker: int, sequence: int) -> Tensor:
-        """The present weights for `worker`, with the answer to its request `sequence`; or a message that says them."""
+        """The present weights for `worker`, or a message of them, with the answer to its request `sequence`."""
         if self._keeps_reads:
             self.buffers.hold(self.current)
             if worker in self.reads:
@@ -105,7 +105,7 @@ class Weights:
         return self.buffers.tensors[number]
 
     def settle(self, worker: int) -> list[int]:
-        """`worker` has made another request, so it has read what it was lent: the sequences of those answers."""
+        """`worker` asks again, so it has read the lent tensors. Returns the sequences of those answers."""
         leases = self.leases.pop(worker)
         for _, number in leases:
             if number >= 0:
@@ -113,7 +113,7 @@ class Weights:
         return [sequence for sequence, _ in leases]
 
     def leave(self, worker: int) -> None:
-        """`worker` will read nothing more."""
+        """`worker` reads no more."""
         if worker in self.leases:
             self.settle(worker)
         if worker in self.reads:
@@ -130,30 +130,30 @@ class Weights:
 
     # ------------------------------------------------------------------ changing
 
-    def look(self, gradient: Tensor, lrs: tuple[float, ...]) -> int:
+    def examine(self, gradient: Tensor, lrs: tuple[float, ...]) -> int:
         """The index of the gradient's first element that is NaN or infinite; -1 if there is none.
 
-        Where the last update was by one gradient alone, another is to be expected: it is made on the way, into a free
-        buffer, and `update` finds it done. Reading a large gradient costs as much as updating from it. No bit depends
-        on it; who is proved wrong, as where staleness changes the rate, does so no more.
+        Where the last update was by one gradient alone, the next one probably is, too: it is made on the way, into a
+        free buffer, and `update` accepts it. Reading a large gradient costs as much as updating from it. No bit depends
+        on it; after one wrong guess, as where staleness changes the rate, no more are made.
         """
-        self._forget()
-        if self._scale is None or not self._foresees or not gradient.is_contiguous():
+        self._cancel()
+        if self._scale is None or not self._speculates or not gradient.is_contiguous():
             return first_unfinite(gradient, self.optimizer.native)
         out, rates = self.buffers.take(), self.optimizer.rates(lrs, self._rate)
         bad = self.optimizer.descend_(self.present, self.buffers.tensors[out], gradient, self._scale, rates)
-        self._foreseen = _Foreseen(gradient, self._scale, rates, self.version, out)
+        self._speculative = _SpeculativeUpdate(gradient, self._scale, rates, self.version, out)
         if bad >= 0:
-            self._forget()
+            self._cancel()
         return bad
 
-    def _forget(self) -> None:
-        if self._foreseen is not None:
-            self.buffers.release(self._foreseen.out)
-            self._foreseen = None
+    def _cancel(self) -> None:
+        if self._speculative is not None:
+            self.buffers.release(self._speculative.out)
+            self._speculative = None
 
     def weigh(self, action: Add, lrs: tuple[float, ...]) -> Multiples:
-        """What the next gradient is to be added with; `lrs` came with it. The sum before it is multiplied here.
+        """The factors with which the next gradient is added; `lrs` came with it. The sum before it is multiplied here.
 
         A part of a batch stays as it is: the gradient that completes the batch has the rates of all of it.
         """
@@ -167,7 +167,7 @@ class Weights:
         return multiples
 
     def add(self, gradient: Tensor, multiples: Multiples, part_of: int | None = None) -> None:
-        """Add to the sum, as soon as it is updated from or kept: until then the gradient must stay.
+        """Add to the sum. This happens at the next update or `keep_sum`: until then the gradient must stay.
 
         `part_of`: add to the sum of that batch's parts instead, at once.
         """
@@ -175,14 +175,14 @@ class Weights:
         if part_of is None:
             self._terms.append(term)
             return
-        fresh = part_of not in self.aside
+        fresh = part_of not in self.partial_sums
         if fresh:
-            self.aside[part_of] = self._idle.pop() if self._idle else self._empty(self.numel, self.dtype)
-        self.optimizer.add_(self.aside[part_of], term, fresh=fresh)
+            self.partial_sums[part_of] = self._idle.pop() if self._idle else self._empty(self.numel, self.dtype)
+        self.optimizer.add_(self.partial_sums[part_of], term, fresh=fresh)
 
     def keep_sum(self) -> None:
-        """What was added and has not been used goes into memory of its own: gradients are only lent."""
-        self._forget()
+        """Copy the gradients that were added and not used yet into memory of the shard: gradients are only lent."""
+        self._cancel()
         if not self._terms:
             return
         if self.total is None:
@@ -197,16 +197,16 @@ class Weights:
     def update(self, divisor: float, including: int | None = None) -> tuple[tuple[float, ...], Factor]:
         """A step of the optimizer with the sum, parts of the batch `including` in it, over `divisor`; then it is 0.
 
-        The answer is the step's learning rates, and what its gradient is the sum over (`StepRates.step`).
+        Returns the step's learning rates, and the divisor by which the sum is a gradient (`StepRates.step`).
         """
-        parts = None if including is None else self.aside.pop(including, None)
+        parts = None if including is None else self.partial_sums.pop(including, None)
         terms = self._terms if parts is None else [*self._terms, Term(parts, 1.0)]
         if self.summed:
             assert self.total is not None, "something is in it"
             terms = [Term(self.total, self._total_factor), *terms]
         self.steps += 1
         rates, divisors = self.rates.step(divisor)
-        out = self._done_already(terms, divisors, rates)
+        out = self._accept_speculative(terms, divisors, rates)
         if out < 0:
             out = self._writable()
             self.optimizer.step_(
@@ -216,12 +216,12 @@ class Weights:
         self.rates = StepRates(rates)
         if parts is not None:
             self._idle.append(parts)
-        self._moved(out)
+        self._replace_present(out)
         return rates, divisors
 
-    def _done_already(self, terms: list[Term], divisor: Factor, rates: tuple[float, ...]) -> int:
-        """The buffer with what was foreseen, if it is this update; else -1."""
-        seen, self._foreseen = self._foreseen, None
+    def _accept_speculative(self, terms: list[Term], divisor: Factor, rates: tuple[float, ...]) -> int:
+        """The buffer with the speculative update, if it is this update; else -1."""
+        seen, self._speculative = self._speculative, None
         self._scale = None
         if len(terms) == 1 and not self.summed:
             factor = terms[0].factor
@@ -234,7 +234,7 @@ class Weights:
         if ours and terms[0].gradient is seen.gradient:
             return seen.out
         self.buffers.release(seen.out)
-        self._foresees = False
+        self._speculates = False
         return -1
 
     def mix(self, theirs: Tensor, alpha: float) -> int:
@@ -243,24 +243,24 @@ class Weights:
         difference = self.buffers.tensors[number]
         difference.copy_(theirs).sub_(self.present).mul_(alpha)
         self.buffers.tensors[out].copy_(self.present).add_(difference)
-        self._moved(out)
+        self._replace_present(out)
         return number
 
     def _writable(self) -> int:
-        """The present weights' own buffer if only the shard holds it, else one that nobody holds."""
+        """The present weights' own buffer if only the shard holds it, else one without a holder."""
         return self.current if self.buffers.holders[self.current] == 1 else self.buffers.take()
 
-    def _moved(self, out: int) -> None:
+    def _replace_present(self, out: int) -> None:
         if out != self.current:
             self.buffers.release(self.current)
             self.current = out
         self.version += 1
 
-    # ------------------------------------------------------------------ coming back
+    # ------------------------------------------------------------------ restoring
 
     def spare(self) -> list[Tensor]:
-        """All memory that this has taken from `empty`."""
-        sums = (self.total, *self.aside.values(), *self._idle)
+        """All memory taken from `empty`."""
+        sums = (self.total, *self.partial_sums.values(), *self._idle)
         return [*self.buffers.tensors, *(t for t in (*self.moments, *sums) if t is not None)]
 
     def restore(
@@ -268,16 +268,16 @@ class Weights:
         held: list[Tensor],
         moments: Moments,
         total: Tensor | None,
-        aside: dict[int, Tensor],
+        partial_sums: dict[int, Tensor],
         spare: list[Tensor],
     ) -> None:
-        """Begin with these tensors, `held[0]` the present weights; `spare` is free memory. Leases come after it."""
+        """Begin with these tensors; `held[0]` has the present weights, `spare` is free memory. Set the leases after."""
         self.buffers = Buffers(self.numel, self.dtype, self._empty)
         self.buffers.adopt(held, spare)
         self.current = 0
         self.buffers.hold(self.current)
         self.moments, self.total, self.summed = moments, total, total is not None
-        self._terms, self._foreseen, self._total_factor = [], None, 1.0
-        self.aside, self._idle = aside, []
+        self._terms, self._speculative, self._total_factor = [], None, 1.0
+        self.partial_sums, self._idle = partial_sums, []
         if self._shown is not None:
             self._shown.forget()

@@ -1,4 +1,4 @@
-"""A push or a pull that goes on while the worker computes, as a part of its transform's state."""
+"""A push or a pull under way while the worker computes, as a part of its transform's state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Turned(Work[tuple[Any]]):
-    """Something begun, whose answer becomes `(turned(answer),)`: the tuple that `Late` takes its part of."""
+class ConvertedWork(Work[tuple[Any]]):
+    """Work under way whose answer becomes `(convert(answer),)`: `Late` takes its value out of a tuple."""
 
-    turned: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
 
     def __await__(self) -> Generator[Op[Any], Any, tuple[Any]]:
         answer = yield Work(self.handle)
-        return (self.turned(answer),)
+        return (self.convert(answer),)
 
 
-async def begin(port: Port, op: Op[T], turned: Callable[[T], Any]) -> Late:
-    """Begin `op`; `settled` waits for it and gives `turned` of its answer, as the state that is to be saved."""
-    return Late(Turned((await port.start(op)).handle, turned), 0)
+async def begin(port: Port, op: Op[T], convert: Callable[[T], Any]) -> Late:
+    """Begin `op`; `settled` waits for it and returns `convert` of its answer, as the state that is to be saved."""
+    return Late(ConvertedWork((await port.start(op)).handle, convert), 0)

@@ -6,27 +6,28 @@ pull()     ─▶ one Pull for each shard ─▶ … ─▶ the parts, copied to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from polytempo.core.codec import Codec
 from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.encoding import Encoder, Opened
-from polytempo.server.layout import Parameter, Spans, part, place_
+from polytempo.server.layout import Spans, part, place_
 from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
 from polytempo.server.pieces import split, without_tables
 from polytempo.server.requests import Requests
+from polytempo.server.shard.buffers import plain_empty
 from polytempo.server.timing import Timing
 from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.next_push import NextPush
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
+from polytempo.server.worker.vector_format import VectorFormat
 
 
 class Refused(PolytempoError):
-    """A shard would not have what this worker sent: not a number in it, a wrong shape, or a worker that has left."""
+    """A shard refused a request of this worker: a NaN, a wrong shape, or a worker that is no member."""
 
 
 class Pending:
@@ -46,15 +47,14 @@ class Pending:
 
 
 class Client:
-    """Worker `worker` in its life number `incarnation`, before the shards of `shards`, held by the nodes of `chains`.
+    """Worker `worker` in its life `incarnation`. Shard s holds the ranges `shards[s]`, on the nodes `chains[s]`.
 
-    `versions[s]` is the version of shard s that the worker's parameters come from. Everything that is sent comes out of
-    `outbox`; everything that arrives goes into `receive`. `parameters` are needed where some of them are tables: these
-    are no part of the flat vectors, but travel by touched rows, in by `accrue` and out by `pulled_rows`. `outgoing`
-    lends what is pushed from memory that the shards read in place. `codec` encodes it instead, and the shards encode
-    by `pull_codec` what is pulled: both as in `Service`, and both need `parameters`.
+    `versions[s]` is the version of shard s that the worker's parameters come from. Every message to send comes out of
+    `outbox`; every message that arrives goes into `receive`. Tables are no part of the flat vectors: they travel by
+    touched rows, in by `accrue` and out by `pulled_rows`. `memory` lends what is pushed and holds what is pulled where
+    the shards read it in place; None: memory of this process.
 
-    What the codec holds back is this life's: whoever comes back with the next incarnation owes nothing.
+    The residual of a codec belongs to one life: a worker that comes back begins without one.
     """
 
     def __init__(
@@ -65,79 +65,73 @@ class Client:
         chains: Sequence[Sequence[int]],
         coordinator: int,
         timing: Timing | None = None,
+        form: VectorFormat | None = None,
         *,
-        empty: Callable[[int, torch.dtype], Tensor] | None = None,
-        outgoing: LentGradients | None = None,
-        dtype: torch.dtype = torch.float32,
-        parameters: Sequence[Parameter] = (),
-        codec: Codec | None = None,
-        pull_codec: Codec | None = None,
+        memory: LentGradients | None = None,
     ) -> None:
         self.worker, self.incarnation, self.coordinator = worker, incarnation, coordinator
         self.timing = timing or Timing()
-        found = [split(parameters, spans) for spans in shards]
-        self.shards = tuple(each.dense for each in found)
-        """Of each shard the ranges of the flat vector, in which there are no tables."""
-        pieces = [each.pieces for each in found]
-        self._touched = TouchedRows(pieces) if any(pieces) else None
+        form = form or VectorFormat()
         self.epoch = 0
         self.members: tuple[tuple[int, int], ...] = ()
         self.finished = False
-        """Whether the run is over, as the coordinator says."""
+        """Whether the coordinator has ended the run."""
         self.versions = [0] * len(shards)
         self.dropped = 0
         """How many pushes to single shards were not used."""
-        numel = sum(span.numel for spans in self.shards for span in spans)
-        self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
-        self._outgoing = outgoing
-        self._empty = empty or (lambda count, kind: torch.empty(count, dtype=kind))
-        self._pulled = self._empty(numel, dtype)
-        dense = without_tables(parameters)
-        self._encoder = None if codec is None else Encoder(codec, dense, self.shards, dtype, worker, incarnation)
-        self._opened = None if pull_codec is None else Opened(pull_codec, dense, self.shards, dtype)
-        heads = [chain[0] if chain else coordinator for chain in chains]  # one without a copy is gone, and never asked
+        self._memory = memory
+        self._begin_exchange(form, shards)
+        heads = [chain[0] if chain else coordinator for chain in chains]  # a drained shard is never asked
         self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
         self.layout = 0
         """The layout (`View.layout`) that `shards` is of."""
         self.running: Callable[[], Tensor | None] = lambda: None
-        """The running statistics of the worker's norms as they are now, float64: what travels with a push."""
+        """The present running statistics of the worker's norm layers, float64: they travel with a push."""
         self._pulled_running: Tensor | None = None
         self._live: Sequence[int] = range(len(shards))
         """The shards that hold something."""
         self._coming: View | None = None
-        """A view of another layout, taken over as soon as nothing is under way."""
+        """A view of another layout, which takes effect as soon as no request is under way."""
         self._pending: dict[tuple[int, int], Pending] = {}
-        self._tickets: list[int] = []
-        self._batches: list[int] = []
-        self._samples = 0
-        self._lrs: list[tuple[float, ...]] = [()]
-        """Of each of the gradients that the next push is of, or of those of the last push, if there is none."""
+        self._next_push = NextPush()
         self._pushed_batches: dict[Pending, tuple[int, ...]] = {}
         self._done: list[int] = []
+
+    def _begin_exchange(self, form: VectorFormat, shards: Sequence[Spans]) -> None:
+        """What pushes and pulls need: memory, tables, codecs."""
+        found = [split(form.parameters, spans) for spans in shards]
+        self.shards = tuple(each.dense for each in found)
+        """Of each shard the ranges of the flat vector, in which there are no tables."""
+        pieces = [each.pieces for each in found]
+        self._touched = TouchedRows(pieces) if any(pieces) else None
+        self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
+        numel = sum(span.numel for spans in self.shards for span in spans)
+        self._pulled = (plain_empty if self._memory is None else self._memory.empty)(numel, form.dtype)
+        dense, ranges = without_tables(form.parameters), self.shards
+        self._encoder = self._opened = None
+        if form.codec is not None:
+            self._encoder = Encoder(form.codec, dense, ranges, form.dtype, self.worker, self.incarnation)
+        if form.pull_codec is not None:
+            self._opened = Opened(form.pull_codec, dense, ranges, form.dtype)
 
     # ------------------------------------------------------------------ what the worker wants
 
     def begin(
         self, tickets: Sequence[int], lrs: Sequence[float], samples: int, *, done: Sequence[int] | None = None
     ) -> None:
-        """The next gradient is of these batches, to be used with these learning rates; the next push carries them.
+        """The next gradient is of these batches and used with these learning rates; the next push carries them.
 
         A push of several gradients carries their sum and the mean of their rates: under a schedule that changes within
         it each counts alike, and all together count what they should.
 
         `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches.
         """
-        if not self._tickets:
-            self._lrs = []
-        self._lrs.append(tuple(lrs))
-        self._tickets += tickets
-        self._batches += tickets if done is None else done
-        self._samples += samples
+        self._next_push.add(tickets, lrs, samples, tickets if done is None else done)
 
     def accrue(self, gradient: TableRows) -> None:
         """Some rows of a table's gradient, ascending, each once: the next push carries the sum of all such."""
         if self._touched is None:
-            raise ValueError(f"there are no tables, so nobody would get the rows of table {gradient.table}")
+            raise ValueError(f"there are no tables, so no shard takes the rows of table {gradient.table}")
         self._touched.accrue(gradient)
 
     def pulled_rows(self) -> list[TableRows]:
@@ -156,20 +150,25 @@ class Client:
         """
         pending = Pending(f"push of step {clock}", set(self._live))
         messages = None if self._encoder is None else self._encoder.encode(flat)
-        if self._outgoing is not None and messages is None:
-            flat = self._outgoing.lend(flat, pending)
-        tickets, count = tuple(self._tickets), samples or self._samples
-        batches, lrs, running = tuple(self._batches), _mean(self._lrs), self.running()
-        self._lrs = [lrs]
-        self._tickets, self._batches, self._samples = [], [], 0
-        rows = self._no_rows
+        if self._memory is not None and messages is None:
+            flat = self._memory.lend(flat, pending)
+        facts, running, rows = self._next_push.take(samples), self.running(), self._no_rows
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
         for shard in self._live:
-            mine = part(flat, self.shards[shard]) if messages is None else messages[shard]
-            facts = (clock, self.versions[shard], count, lrs, tickets, mine, rows[shard], running)
-            self._add(shard, partial(_push, facts), pending)
-        self._pushed_batches[pending] = batches
+            build = partial(
+                Push,
+                clock=clock,
+                basis=self.versions[shard],
+                samples=facts.samples,
+                lrs=facts.lrs,
+                tickets=facts.tickets,
+                gradient=part(flat, self.shards[shard]) if messages is None else messages[shard],
+                rows=rows[shard],
+                running=running,
+            )
+            self._add(shard, build, pending)
+        self._pushed_batches[pending] = facts.batches
         return pending
 
     def pull(self, clock: int) -> Pending:
@@ -177,7 +176,7 @@ class Client:
         pending = Pending(f"pull after step {clock}", set(self._live))
         for shard in self._live:
             basis = -1 if self._touched is None else self._touched.bases[shard]
-            self._add(shard, partial(_pull, clock, basis), pending)
+            self._add(shard, partial(Pull, clock=clock, basis=basis), pending)
         pending.value = self._pulled
         return pending
 
@@ -189,16 +188,16 @@ class Client:
     @property
     def held(self) -> int:
         """How many tickets' gradients have not been pushed yet."""
-        return len(self._tickets)
+        return len(self._next_push.tickets)
 
     def flops(self, *, pushes: bool) -> float:
-        """What a push, or else a pull, costs this worker in operations: what its codec asks for."""
+        """The cost of a push, or else of a pull, for this worker: the operations of its codec."""
         coded = self._encoder if pushes else self._opened
         return 0.0 if coded is None else coded.flops
 
-    def owed(self) -> Tensor | None:
-        """What the codec holds back of each element, flat; None without a codec."""
-        return None if self._encoder is None else self._encoder.owed()
+    def residual(self) -> Tensor | None:
+        """The codec's residual of each element, flat; None without a codec."""
+        return None if self._encoder is None else self._encoder.residual()
 
     @property
     def idle(self) -> bool:
@@ -208,7 +207,7 @@ class Client:
     # ------------------------------------------------------------------ the machine
 
     def outbox(self, now_s: float) -> Outbox:
-        """What is to be sent for the first time."""
+        """The messages that are sent for the first time now."""
         return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -223,7 +222,7 @@ class Client:
     def tick(self, now_s: float, *, all_read: bool = True) -> Outbox:
         """Send again what is late, and ask the coordinator whether the shards have moved. Raises `TimedOut`.
 
-        Not where mail lies unread (`all_read`): the worker may have computed for hours since the answer came.
+        It does not raise while mail is unread (`all_read`): the worker may have computed for hours since it came.
         """
         out: Outbox = []
         for shard, asked in enumerate(self._asked):
@@ -267,11 +266,11 @@ class Client:
         pending.waits_for.discard(reply.shard)
         if pending.done:
             self._done += self._pushed_batches.pop(pending, ())
-            if self._outgoing is not None:
-                self._outgoing.take_back(pending)
+            if self._memory is not None:
+                self._memory.take_back(pending)
 
     def _refused(self, reply: Stranger, pending: Pending | None, now_s: float) -> None:
-        """A head that was deposed and has not heard of it knows no new workers: the first refusals are not believed."""
+        """Ignore refusals at first: a head that was deposed and does not know it yet knows no new workers."""
         waited_s = self._asked[reply.shard].waited_s(now_s)
         if pending is not None and reply.incarnation == self.incarnation and waited_s > self.timing.lost_s:
             raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")
@@ -295,14 +294,18 @@ class Client:
             self.epoch = view.epoch
             if view.layout > self.layout:
                 self._coming = view
-            for asked, chain in zip(self._asked, view.chains, strict=False):  # one that is only coming is not asked yet
+            for asked, chain in zip(
+                self._asked, view.chains, strict=False
+            ):  # a new shard is not asked before its layout takes effect
                 if chain and chain[0] != asked.head:
                     out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
         return out
 
     def _reshape(self, view: View) -> None:
-        """Shards have come or gone: pull before you push. Nobody has anything under way then, but it may seem so to
-        one that was taken for lost; it goes on when all is answered, or ends."""
+        """Shards were added or drained: the next request must be a pull. No request is under way.
+
+        A worker that was given up by mistake may still have some: it goes on when all are answered, or ends.
+        """
         self._coming = None
         self.layout, self.shards = view.layout, view.spans
         self._live = [shard for shard, spans in enumerate(view.spans) if spans]
@@ -310,26 +313,7 @@ class Client:
             if coded is not None:
                 coded.move(view.spans)
         for chain in view.chains[len(self._asked) : len(view.spans)]:
-            head = chain[0] if chain else self.coordinator  # it has come and gone, and is never asked
+            head = chain[0] if chain else self.coordinator  # a shard that was drained is never asked
             self._asked.append(Requests(self.worker, self.incarnation, head, self.timing))
             self.versions.append(0)
         self._no_rows = ((),) * len(view.spans)
-
-
-def _mean(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of each column; to the bit where all rows are alike."""
-    first = several[0]
-    if all(one == first for one in several):
-        return first
-    return tuple(math.fsum(column) / len(several) for column in zip(*several, strict=True))
-
-
-_PushFacts = tuple[int, int, int, tuple[float, ...], tuple[int, ...], Tensor, tuple[Rows, ...], Tensor | None]
-
-
-def _push(facts: _PushFacts, worker: int, life: int, sequence: int) -> Push:
-    return Push(worker, life, sequence, *facts)
-
-
-def _pull(clock: int, basis: int, worker: int, life: int, sequence: int) -> Pull:
-    return Pull(worker, life, sequence, clock, basis)

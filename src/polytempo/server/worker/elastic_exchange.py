@@ -1,14 +1,14 @@
-"""Elastic averaging, the worker's half: it and the server's center are drawn towards each other."""
+"""Elastic averaging, the worker's half: its parameters and the server's center move towards each other."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Port, State, Steps, Transform
 
 
 class Exchanging(NamedTuple):
-    """Steps so far."""
+    """The state of `exchange`: how many steps it has seen."""
 
     step: int
 
@@ -32,8 +32,12 @@ def exchange(every: int) -> Transform:
         if step % every:
             return bundle, Exchanging(step)
         difference = await port.push(bundle.flat, step)
-        if difference is None:  # the shards had had it already
+        if difference is None:  # the shards had applied this push before
             return bundle, Exchanging(step)
         return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        there = Exchange("push", steps=Steps().every(every), server="push")
+        return Cost((there, there._replace(by="its answer", server="pull")))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)

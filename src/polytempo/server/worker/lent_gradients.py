@@ -1,4 +1,4 @@
-"""`LentGradients`: gradients in memory that the shards can read, for as long as their pushes are under way.
+"""`LentGradients`: keeps gradients in memory that the shards can read while their pushes are under way.
 
 gradient ──copy──▶ buffer ──lent──▶ shards          a buffer is free again when every shard has answered
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from polytempo.server.layout import Span, place_
-
-Empty = Callable[[int, torch.dtype], Tensor]
+from polytempo.server.shard.buffers import Empty
 
 
 class LentGradients:
@@ -22,7 +20,7 @@ class LentGradients:
     """
 
     def __init__(self, empty: Empty, is_readable: Callable[[Tensor], bool]) -> None:
-        self._empty, self._is_readable = empty, is_readable
+        self.empty, self._is_readable = empty, is_readable
         self._free: list[Tensor] = []
         self._lent: dict[object, Tensor] = {}
 
@@ -30,9 +28,9 @@ class LentGradients:
         """`flat`, or its copy, to be read by shards until `take_back(push)`."""
         if not flat.numel() or self._is_readable(flat):
             return flat
-        buffer = self._free.pop() if self._free else self._empty(flat.numel(), flat.dtype)
+        buffer = self._free.pop() if self._free else self.empty(flat.numel(), flat.dtype)
         if buffer.shape != flat.shape or buffer.dtype != flat.dtype:
-            buffer = self._empty(flat.numel(), flat.dtype)
+            buffer = self.empty(flat.numel(), flat.dtype)
         place_(buffer, (Span(0, flat.numel()),), flat)
         self._lent[push] = buffer
         return buffer

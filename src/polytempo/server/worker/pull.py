@@ -1,4 +1,4 @@
-"""Where a worker's parameters come from: the server's, every m steps."""
+"""A worker pulls the server's parameters, every m steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Late, Port, State, Steps, Transform
 from polytempo.core.state import settled
 from polytempo.server.worker.background_exchange import begin
 
 
 class Pulling(NamedTuple):
-    """Steps so far, and the parameters that were asked for in the step before (None: none were)."""
+    """Steps so far, and the pull that the step before began (None: it began none)."""
 
     step: int
     due: Late | Bundle | None
@@ -21,11 +21,11 @@ class Pulling(NamedTuple):
 def pull(every: int = 1, *, overlap: bool = False) -> Transform:
     """Continue from the server's parameters after steps m, 2m, 3m, … (m = `every`, Downpour's n_fetch).
 
-    With `overlap` they are only asked for then, and used after the step that follows, which their way hides behind.
-    What the worker changed by itself meanwhile is forgotten; the server knows it from what was pushed. The parameters
-    before the first step are the affair of the worker's program.
+    With `overlap` the pull only begins then, and its parameters are used after the step that follows: the message
+    travels meanwhile. The worker's own changes of that step are dropped; the server has them by the push. The worker's
+    program sets the parameters before the first step.
 
-    The bundle that it answers is lent by the server: it is for reading. With `overlap` it is the worker's own copy.
+    The bundle in the answer is lent by the server and read-only. With `overlap` it is the worker's own copy.
     """
     if every < 1:
         raise ValueError(f"pull needs a period of at least 1 step, got every={every}")
@@ -47,4 +47,7 @@ def pull(every: int = 1, *, overlap: bool = False) -> Transform:
 
         return arrived or bundle, Pulling(step, await begin(port, port.pull(step), own))
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((Exchange("pull", steps=Steps().every(every), server="pull"),))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)

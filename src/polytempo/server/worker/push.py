@@ -1,16 +1,16 @@
-"""What becomes of a worker's gradients: they are summed, and pushed every n steps."""
+"""A worker pushes the sum of its gradients, every n steps."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Late, Port, State, Steps, Transform
 from polytempo.core.state import settled
 from polytempo.server.worker.background_exchange import begin
 
 
 class Pushing(NamedTuple):
-    """Steps so far, the sum that has not been pushed, and what is on its way, oldest first (None: nothing)."""
+    """Steps so far, the sum that has not been pushed, and the pushes under way, oldest first (None: no push)."""
 
     step: int
     accrued: Bundle | None
@@ -26,7 +26,7 @@ def push(every: int = 1, *, overlap: bool = False, steps_locally: bool = False) 
         ... with overlap     -      -      -      -    g1+g2    -
 
     A push is only begun here, so that a pull of the same step follows it at once: both together are one round trip.
-    Whoever pulls every step has waited for the push already.
+    A worker that pulls every step thus waits for the push, too.
 
     `steps_locally`: the gradient also goes to the worker's own optimizer, unchanged, and what is pushed is a copy.
     Otherwise the worker's optimizer takes no step.
@@ -53,7 +53,10 @@ def push(every: int = 1, *, overlap: bool = False, steps_locally: bool = False) 
         late = await begin(port, port.push(sum_so_far.flat, step), lambda _: None)
         return answer, Pushing(step, None, (*under_way[1:], late))
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((Exchange("push", steps=Steps().every(every), server="push"),))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
 
 
 def _plus(accrued: Bundle | None, bundle: Bundle, copies: bool) -> Bundle:

@@ -1,4 +1,4 @@
-"""`TouchedRows`: a worker's rows of tables, those that wait to be pushed and those that have been pulled."""
+"""`TouchedRows`: the rows of tables that a worker will push, and those that it has pulled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polytempo.server.message import Rows
 from polytempo.server.pieces import Pieces
-from polytempo.server.shard.tables import Term, summed
+from polytempo.server.shard.tables import RowsTerm, summed
 
 _MOST_APART = 32
-"""So many steps' gradients are kept apart before they are summed."""
+"""How many steps' gradients are kept apart before they are summed."""
 
 
 class TableRows(NamedTuple):
@@ -26,13 +26,14 @@ class TableRows(NamedTuple):
 
 
 class TouchedRows:
-    """Before shards that hold `shards[s]`. Gradients go in by `accrue` and out by `take`, pulled rows the other way."""
+    """Shard s holds the pieces `shards[s]`. Gradients enter by `accrue` and leave by `take`; pulled rows enter by
+    `arrive` and leave by `taken`."""
 
     def __init__(self, shards: Sequence[Pieces]) -> None:
         self._shards = shards
         self.bases = [-1] * len(shards)
         """The version of each shard's rows that has arrived; -1: none yet."""
-        self._accrued: dict[int, list[Term]] = {}
+        self._accrued: dict[int, list[RowsTerm]] = {}
         self._arrived: list[TableRows] = []
 
     def accrue(self, gradient: TableRows) -> None:
@@ -43,7 +44,7 @@ class TouchedRows:
             terms[:] = [(*summed(terms), 1.0)]
 
     def take(self) -> list[tuple[Rows, ...]]:
-        """What is to be pushed to each shard: everything accrued, which from then on is 0."""
+        """The rows to push to each shard: the sum of all accrued gradients, which then begins again at 0."""
         sums = {table: summed(terms) for table, terms in self._accrued.items()}
         self._accrued = {}
         return [self._part(sums, pieces) for pieces in self._shards]
@@ -60,13 +61,13 @@ class TouchedRows:
         return tuple(found)
 
     def arrive(self, shard: int, version: int, rows: Sequence[Rows]) -> None:
-        """A pull's answer: what has changed in `shard` up to `version`."""
+        """A pull's answer: the rows that have changed in `shard` up to `version`."""
         self.bases[shard] = version
         for one in rows:
             piece = self._shards[shard][one.piece]
             self._arrived.append(TableRows(piece.table, one.rows + piece.first, one.values))
 
     def taken(self) -> list[TableRows]:
-        """What has arrived since the last call, oldest first: values to put in place."""
+        """The rows that have arrived since the last call, oldest first: values to put in place."""
         arrived, self._arrived = self._arrived, []
         return arrived

@@ -1,4 +1,4 @@
-"""`WorkClient`: how a worker comes by its work. One call at a time is open, and it is repeated until it is answered.
+"""`WorkClient`: asks the coordinator for work. One call at a time is open, and it is repeated until it is answered.
 
 ask ──Ask 7──▶ coordinator          posted before the present batch is computed, so that waiting for the answer
 deal ◀─Deal 7─                      costs nothing
@@ -18,7 +18,7 @@ _MOST_LETTERS = 1024
 
 
 class WorkClient:
-    """The calls for work of `client`'s worker. Its mail is what `through` leaves: all that is not the client's."""
+    """The calls for work of `client`'s worker. It takes the mail that is not for the client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -26,7 +26,7 @@ class WorkClient:
         self._open: Ask | None = None
         self._early: Deal | None = None
         self.letters: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_LETTERS)
-        """(sender, message) of what came while the answer was waited for, and is not for this."""
+        """(sender, message) of mail that came while this waited for an answer, and is for others."""
 
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
         """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics."""
@@ -39,7 +39,8 @@ class WorkClient:
     async def deal(self, port: Port) -> Deal | None:
         """The answer to the open call; None if the run is over. Raises `TimedOut` where none comes for too long.
 
-        An answer for shards that this worker does not know yet counts as lost; it asks for the view, and calls again.
+        An answer of a layout that this worker does not know yet is dropped; the worker asks for the view, and calls
+        again.
         """
         assert self._open is not None
         client, timing = self._client, self._client.timing
@@ -61,7 +62,7 @@ class WorkClient:
         return None
 
     def hear(self, source: int, message: Parcel) -> None:
-        """Sort a message from the mailbox, which somebody else may have taken: an answer, or a letter for others."""
+        """Sort a message of the mailbox, whichever part of the program took it: an answer, or a letter for others."""
         if not isinstance(message, Deal):
             self.letters.append((source, message))
         elif self._is_answer(message):

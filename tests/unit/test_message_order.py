@@ -1,4 +1,4 @@
-"""Gates of a replay: each machine takes in what its record says, in that order, whatever the order of arrival."""
+"""The order of messages in a replay: each machine takes what its record says, whatever the order of arrival."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from polytempo.cli.replay import counted, parse_stop
-from polytempo.replay.message_order import CUE, Life, MessageOrder, ReplayProgress, Stop, as_recorded, difference_of
+from polytempo.replay.entries import as_recorded, difference_of
+from polytempo.replay.message_order import CUE, Life, MessageOrder, ReplayProgress, Stop
 from polytempo.server.message import (
     COORDINATOR,
     Ask,
@@ -40,7 +41,7 @@ def pull(worker: int, sequence: int) -> Pull:
 
 
 class Noticing:
-    """A door that notes who came in, and answers nothing."""
+    """A machine that notes who came in, and answers nothing."""
 
     def __init__(self) -> None:
         self.entered: list[Message | Entry] = []
@@ -60,45 +61,45 @@ class Noticing:
         return []
 
 
-def play(stop: Stop | None = None, entries: Counter[Life] | None = None) -> ReplayProgress:
+def progress(stop: Stop | None = None, entries: Counter[Life] | None = None) -> ReplayProgress:
     return ReplayProgress(LIVES, entries or Counter(), workers=2, stop=stop)
 
 
 def test_what_comes_early_is_held_until_its_turn() -> None:
     members = Members(COORDINATOR, 1, 1, ((0, 1), (1, 1)))
     first, second, third = pull(0, 1), push(1, 1), push(0, 2)
-    door = Noticing()
-    gate = MessageOrder("shard 0", [entry_of(m) for m in (members, first, second, third)], door, play())
-    assert gate.waits_for == "shard 0, entry 1 of 4: request 1 of the coordinator (members)"
+    machine = Noticing()
+    order = MessageOrder("shard 0", [entry_of(m) for m in (members, first, second, third)], machine, progress())
+    assert order.waits_for == "shard 0, entry 1 of 4: request 1 of the coordinator (members)"
     entered = []
     for message in (third, second, members, first):
-        gate.receive(0.0, 0, message)
-        entered.append(len(door.entered))
+        order.receive(0.0, 0, message)
+        entered.append(len(machine.entered))
     assert entered == [0, 0, 1, 4]
-    assert door.entered == [members, first, *door.entered[2:]]
-    assert [(m.worker, m.sequence) for m in door.entered[2:] if isinstance(m, Push)] == [(1, 1), (0, 2)]
-    assert gate.waits_for == ""
+    assert machine.entered == [members, first, *machine.entered[2:]]
+    assert [(m.worker, m.sequence) for m in machine.entered[2:] if isinstance(m, Push)] == [(1, 1), (0, 2)]
+    assert order.waits_for == ""
 
 
 def test_what_is_in_no_record_passes_by_and_what_is_not_in_this_one_never_enters() -> None:
-    door = Noticing()
-    gate = MessageOrder("shard 0", [entry_of(pull(0, 1))], door, play())
-    gate.receive(0.0, 5, CUE)
-    gate.receive(0.0, 0, push(1, 1, life=2))
-    assert (door.passed_by, door.entered) == ([CUE], [])
+    machine = Noticing()
+    order = MessageOrder("shard 0", [entry_of(pull(0, 1))], machine, progress())
+    order.receive(0.0, 5, CUE)
+    order.receive(0.0, 0, push(1, 1, life=2))
+    assert (machine.passed_by, machine.entered) == ([CUE], [])
 
 
 def test_the_coordinator_takes_in_losses_in_between() -> None:
     ask = Ask(1, 1, 1, ())
-    door = Noticing()
-    gate = MessageOrder("the coordinator", [Lost(0), entry_of(ask), Noting(0, 3), Lost(1)], door, play())
-    gate.tick(0.0)
-    assert (door.entered, door.missed) == ([Lost(0)], [entry_of(ask)])
-    gate.receive(0.0, 9, Noted(0, COORDINATOR, 1, 3))
-    gate.receive(0.0, 9, Statistics(0, COORDINATOR, 1, 4, 0, 0, {}, 0, 0, 0, ()))
-    gate.receive(0.0, 1, ask)
-    assert [type(m).__name__ for m in door.entered] == ["Lost", "Ask", "Noted", "Lost"]
-    assert len(door.passed_by) == 1
+    machine = Noticing()
+    order = MessageOrder("the coordinator", [Lost(0), entry_of(ask), Noting(0, 3), Lost(1)], machine, progress())
+    order.tick(0.0)
+    assert (machine.entered, machine.missed) == ([Lost(0)], [entry_of(ask)])
+    order.receive(0.0, 9, Noted(0, COORDINATOR, 1, 3))
+    order.receive(0.0, 9, Statistics(0, COORDINATOR, 1, 4, 0, 0, {}, 0, 0, 0, ()))
+    order.receive(0.0, 1, ask)
+    assert [type(m).__name__ for m in machine.entered] == ["Lost", "Ask", "Noted", "Lost"]
+    assert len(machine.passed_by) == 1
 
 
 def test_what_depends_on_the_arrival_of_answers_is_taken_from_the_record() -> None:
@@ -117,7 +118,7 @@ def test_answers_go_to_who_plays_that_life() -> None:
     stranger_to_us = Pulled(0, 1, 7, 1, 0, torch.ones(1))
     view = View(1, (), ())
     out = [(1, deal), (1, pushed), (0, pulled), (8, noted), (1, stranger_to_us), (0, view), (8, view)]
-    shared = play()
+    shared = progress()
     sent = shared.addressed(out)
     assert sent == [(2, deal), (2, pushed), (0, pulled), (8, noted), (8, view)]
     assert shared.dealt[1, 2] == [4]
@@ -125,10 +126,10 @@ def test_answers_go_to_who_plays_that_life() -> None:
 
 
 def test_a_life_is_told_when_all_that_it_did_is_done() -> None:
-    shared = play(entries=Counter({(1, 1): 2}))
-    gate = MessageOrder("shard 0", [entry_of(push(1, 1)), entry_of(push(1, 2))], Noticing(), shared)
-    assert gate.receive(0.0, 1, push(1, 1)) == []
-    assert gate.receive(0.0, 1, push(1, 2)) == [(1, CUE)]
+    shared = progress(entries=Counter({(1, 1): 2}))
+    order = MessageOrder("shard 0", [entry_of(push(1, 1)), entry_of(push(1, 2))], Noticing(), shared)
+    assert order.receive(0.0, 1, push(1, 1)) == []
+    assert order.receive(0.0, 1, push(1, 2)) == [(1, CUE)]
 
 
 @pytest.mark.parametrize(
@@ -142,34 +143,34 @@ def test_a_life_is_told_when_all_that_it_did_is_done() -> None:
     ],
 )
 def test_where_a_replay_stops(stop: Stop, taken: int) -> None:
-    shared = play(stop)
+    shared = progress(stop)
     pushes = [push(0, 1, tickets=(0,)), push(0, 2, tickets=(3,)), push(0, 3, tickets=(1,)), push(0, 4, tickets=(2,))]
 
     class Pushed1(Noticing):
         def enter(self, now_s: float, entry: Entry, message: Message | None) -> Outbox:
             assert isinstance(entry, PushEntry)
             super().enter(now_s, entry, message)
-            shared.has_pushed(entry, version=len(self.entered))
+            shared.note_push(entry, version=len(self.entered))
             return []
 
-    gate = MessageOrder("shard 0", [entry_of(p) for p in pushes], Pushed1(), shared)
+    order = MessageOrder("shard 0", [entry_of(p) for p in pushes], Pushed1(), shared)
     for each in pushes:
-        gate.receive(0.0, 0, each)
-    assert gate.passed == taken
+        order.receive(0.0, 0, each)
+    assert order.passed == taken
     assert shared.stopped == (stop != Stop("step", 3))
 
 
 def test_the_first_difference_is_named_and_ends_the_replay() -> None:
     recorded = entry_of(push(0, 1), version=3)
-    shared = play()
+    shared = progress()
     shared.differs("shard 0, entry 1", difference_of(recorded, entry_of(push(0, 1), version=4)))
     shared.differs("shard 0, entry 2", "anything")
     assert shared.difference == (
         "shard 0, entry 1: push of worker 0 (life 1, tickets [0]): version recorded as 3, replayed as 4"
     )
-    gate = MessageOrder("shard 0", [recorded], Noticing(), shared)
-    gate.receive(0.0, 0, push(0, 1))
-    assert gate.passed == 0
+    order = MessageOrder("shard 0", [recorded], Noticing(), shared)
+    order.receive(0.0, 0, push(0, 1))
+    assert order.passed == 0
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_the_first_difference_is_named_and_ends_the_replay() -> None:
 )
 def test_a_resumed_record_has_no_place_to_stop_before_its_begin(stop: Stop, begins: str | None) -> None:
     """Two workers; the snapshot has the tickets 0 … 66, so 33 whole steps and a half."""
-    resumed = play(stop)
+    resumed = progress(stop)
     resumed.pushed.add(0, 66)
     if begins is None:
         resumed.check_stop(66)
@@ -196,7 +197,7 @@ def test_a_resumed_record_has_no_place_to_stop_before_its_begin(stop: Stop, begi
 
 @pytest.mark.parametrize("stop", [Stop("step", 1), Stop("ticket", 0), Stop("version", 1), None])
 def test_a_record_from_the_run_s_begin_has_every_stop(stop: Stop | None) -> None:
-    play(stop).check_stop(0)
+    progress(stop).check_stop(0)
 
 
 @pytest.mark.parametrize(

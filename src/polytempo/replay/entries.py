@@ -1,0 +1,77 @@
+"""Entries of a record and the messages that they stand for: keys, words, differences."""
+
+from __future__ import annotations
+
+from msgspec.structs import asdict, replace
+
+from polytempo.server.message import COORDINATOR, Ask, Message, Noted, Push, Request
+from polytempo.server.record import (
+    Asking,
+    Enrolling,
+    Entry,
+    Inquiring,
+    Lost,
+    Noting,
+    PullEntry,
+    PushEntry,
+    Saving,
+    Stopping,
+)
+
+Key = tuple[str | int, int, int]
+"""What a message and its entry have in common."""
+
+
+def key_of_message(message: Message) -> Key | None:
+    """The key of a message; None for messages that are in no record."""
+    if isinstance(message, Request | Ask):
+        return message.worker, 0 if message.worker == COORDINATOR else message.incarnation, message.sequence
+    return ("noted", message.shard, message.sequence) if isinstance(message, Noted) else None
+
+
+def key_of_entry(entry: Entry) -> Key | None:
+    """The key of an entry; None for an entry without a message."""
+    match entry:
+        case PushEntry() | PullEntry() | Asking():
+            return entry.worker, entry.incarnation, entry.sequence
+        case Noting():
+            return "noted", entry.shard, entry.sequence
+        case Enrolling() | Inquiring() | Saving() if entry.sequence:
+            return COORDINATOR, 0, entry.sequence
+    return None
+
+
+def as_recorded(entry: Entry, message: Message) -> Message:
+    """The message with those fields as recorded that depend on when answers arrived (see `message_order`)."""
+    if isinstance(entry, PushEntry) and isinstance(message, Push):
+        return replace(message, basis=entry.basis)
+    if isinstance(entry, Asking) and isinstance(message, Ask):
+        return replace(message, done=entry.done)
+    return message
+
+
+def words(entry: Entry) -> str:
+    """An entry in words."""
+    match entry:
+        case PushEntry():
+            return f"push of worker {entry.worker} (life {entry.incarnation}, tickets {list(entry.tickets)})"
+        case PullEntry():
+            return f"pull of worker {entry.worker} (life {entry.incarnation}, step {entry.clock})"
+        case Asking():
+            return f"call number {entry.sequence} for work by worker {entry.worker} (life {entry.incarnation})"
+        case Lost():
+            return f"loss of node {entry.node}"
+        case Stopping():
+            return "the end of the run, for a score was good enough"
+        case Noting():
+            return f"shard {entry.shard}'s answer to request {entry.sequence} of the coordinator"
+    return f"request {entry.sequence} of the coordinator ({type(entry).__struct_config__.tag})"
+
+
+def difference_of(recorded: Entry, replayed: Entry) -> str:
+    """Which fields differ, with both values."""
+    if type(recorded) is not type(replayed):
+        return f"recorded as {words(recorded)}, replayed as {words(replayed)}"
+    other = asdict(replayed)
+    fields = [f"{k} recorded as {v}, replayed as {other[k]}" for k, v in asdict(recorded).items() if v != other[k]]
+    return f"{words(recorded)}: {'; '.join(fields)}"

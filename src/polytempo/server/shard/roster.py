@@ -1,0 +1,48 @@
+"""`Roster`: the workers that a shard serves, and those of them that its rule counts.
+
+members   0 1 2 3         known to the shard, each in one of its lives
+counted   0 1   3         the rule waits for these
+resting       2           has no work for now; to the rule it is as a worker that has left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal
+
+Change = Literal["removed", "added", "counted", "uncounted"]
+
+
+class Roster:
+    """`members`: worker -> its life. `counted`: the workers that the rule counts, ascending."""
+
+    def __init__(self, members: Mapping[int, int] | None = None, counted: tuple[int, ...] = ()) -> None:
+        self.members = dict(members or {})
+        self.counted = counted
+        self.resting = frozenset(self.members) - frozenset(counted)
+
+    def change(self, members: Mapping[int, int], resting: Collection[int]) -> Iterator[tuple[Change, int]]:
+        """Make the roster that of `members`, of which `resting` rest; one (change, worker) after each single change.
+
+        First the workers go that are members no more, or rest, then the others come.
+        """
+        before = self.members
+        for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
+            self.members = {other: life for other, life in self.members.items() if other != worker}
+            yield "removed", worker
+            yield from self._uncount(worker)
+        for worker in self.counted:
+            if worker in resting:
+                yield from self._uncount(worker)
+        for worker in [worker for worker in sorted(members) if worker not in self.members]:
+            self.members = dict(sorted({**self.members, worker: members[worker]}.items()))
+            yield "added", worker
+        for worker in [worker for worker in self.members if worker not in resting and worker not in self.counted]:
+            self.counted = tuple(sorted((*self.counted, worker)))
+            yield "counted", worker
+        self.resting = frozenset(resting)
+
+    def _uncount(self, worker: int) -> Iterator[tuple[Change, int]]:
+        if worker in self.counted:
+            self.counted = tuple(other for other in self.counted if other != worker)
+            yield "uncounted", worker

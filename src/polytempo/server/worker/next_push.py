@@ -1,0 +1,51 @@
+"""`NextPush`: the tickets, batches, samples and learning rates of the gradients that a worker's next push sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class PushFacts(NamedTuple):
+    """What a push says of its gradient. `batches`: those that are done once all shards have acknowledged it."""
+
+    tickets: tuple[int, ...]
+    batches: tuple[int, ...]
+    samples: int
+    lrs: tuple[float, ...]
+
+
+class NextPush:
+    """Facts of the gradients since the last push. `tickets`: their tickets."""
+
+    def __init__(self) -> None:
+        self.tickets: list[int] = []
+        self._batches: list[int] = []
+        self._samples = 0
+        self._lrs: list[tuple[float, ...]] = [()]
+        """The rates of each of the gradients, or those of the last push, if there is none."""
+
+    def add(self, tickets: Sequence[int], lrs: Sequence[float], samples: int, batches: Sequence[int]) -> None:
+        """One more gradient."""
+        if not self.tickets:
+            self._lrs = []
+        self._lrs.append(tuple(lrs))
+        self.tickets += tickets
+        self._batches += batches
+        self._samples += samples
+
+    def take(self, samples: int) -> PushFacts:
+        """The facts of a push of all gradients so far. `samples`: their number, 0 for that of `add`."""
+        lrs = _mean(self._lrs)
+        facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs)
+        self.tickets, self._batches, self._samples, self._lrs = [], [], 0, [lrs]
+        return facts
+
+
+def _mean(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of each column; to the bit where all rows are alike."""
+    first = several[0]
+    if all(one == first for one in several):
+        return first
+    return tuple(math.fsum(column) / len(several) for column in zip(*several, strict=True))
