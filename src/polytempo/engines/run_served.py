@@ -221,7 +221,7 @@ class Launcher:
         for role in self._supervisor.running:
             if role.node not in stopped:
                 self._heard_s[role.node] = now_s
-                self._coordinator.failure_detector.heard(now_s, role.node)
+                self._coordinator.failure_detector.note_alive(now_s, role.node)
 
     def _waited_for(self, process: Process) -> str:
         """What a process that ended for want of others waited for, as far as it is known here."""
