@@ -30,8 +30,6 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 
-pygments_dark_style = "one-dark"
-
 html_theme = "furo"
 html_title = "Polytempo"
 html_static_path = ["static"]

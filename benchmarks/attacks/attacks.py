@@ -38,15 +38,8 @@ from polytempo.server import message as messages
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.training.checkpoint import (
-    CheckpointError,
-    CheckpointPart,
-    commit,
-    latest,
-    read_manifest,
-    read_part,
-    write_part,
-)
+from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint_folders import CheckpointError, latest
 from polytempo.wire.frames import VERSION, FrameLimits, Malformed, decode, encode
 
 LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)

@@ -22,6 +22,7 @@ import polytempo
 
 HEADINGS = ("Cost", "Errors", "Memory", "Source", "Raises", "Returns")
 CODE = re.compile(r"(``.+?``|`[^`]+`|\*\*[^*]+\*\*)", flags=re.DOTALL)
+DRAWN = re.compile(r"[─│┌└├▶◀▼▲]")
 GENERATED_DOC = ("Alias for field number", "Return self", "Initialize self", "Create and return a new object")
 
 
@@ -29,7 +30,7 @@ def generate(app: Sphinx) -> None:
     """Write a page for `polytempo` and one for each public module of it."""
     modules = [name for name in polytempo.__all__ if _has_names(getattr(polytempo, name))]
     names = [name for name in polytempo.__all__ if not isinstance(getattr(polytempo, name), ModuleType)]
-    documented: dict[int, str] = {}
+    documented: dict[tuple[int, str], str] = {}
     write("generated/api/polytempo", _page(polytempo, names, documented))
     for name in modules:
         module = import_module(f"polytempo.{name}")
@@ -55,22 +56,24 @@ def _summary(module: ModuleType) -> str:
     return (module.__doc__ or "").strip().splitlines()[0]
 
 
-def _page(module: ModuleType, names: list[str], documented: dict[int, str]) -> str:
+def _page(module: ModuleType, names: list[str], documented: dict[tuple[int, str], str]) -> str:
     """The page of `module` with `names`; those that another page has are linked to."""
     here, elsewhere = [], []
     for name in names:
         value = getattr(module, name)
         if isinstance(value, ModuleType):
             continue
-        if id(value) in documented:
-            elsewhere.append(documented[id(value)])
+        key = (id(value), "" if inspect.isclass(value) or inspect.isroutine(value) else name)
+        if key in documented:
+            elsewhere.append(documented[key])
         else:
-            documented[id(value)] = f"{module.__name__}.{name}"
+            documented[key] = f"{module.__name__}.{name}"
             here.append(_entry(module.__name__, name, value))
     also = ", ".join(f"{{py:obj}}`{name}`" for name in elsewhere)
     body = "\n".join(here)
+    said = "\n".join(restructured(inspect.getdoc(module).splitlines() if module.__doc__ else []))
     return (
-        f"# {module.__name__}\n\n{(module.__doc__ or '').strip()}\n\n"
+        f"# {module.__name__}\n\n````{{eval-rst}}\n{said}\n````\n\n"
         + (f"Also here: {also}.\n\n" if also else "")
         + f"````{{eval-rst}}\n.. py:module:: {module.__name__}\n\n{body}\n````\n"
     )
@@ -112,8 +115,10 @@ def restructured(lines: list[str]) -> list[str]:
 
 
 def _paragraph(block: list[str]) -> list[str]:
-    """One paragraph: its indented lines are code, unless they belong to an item of a list."""
+    """One paragraph: its indented lines are code, unless they belong to a list item; so are drawings and calls."""
     out: list[str] = []
+    if DRAWN.search("\n".join(block)) or (block[0].endswith("(") and block[-1].strip() == ")"):
+        return ["::", "", *(f"    {line}" for line in block)]
     for indented, lines in groupby(block, lambda line: line.startswith("    ") and not _in_list(block)):
         text = list(lines)
         out += ["", "::", "", *text, ""] if indented else _escaped("\n".join(text)).splitlines()

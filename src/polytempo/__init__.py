@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from polytempo.native.arena import shared_empty
     from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.catalogue import parse_strategy
+    from polytempo.spec.explanation import explain
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
@@ -95,6 +96,7 @@ _HOMES = {
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
+    "polytempo.spec.explanation": ("explain",),
     "polytempo.training.attach": ("attach", "no_sync"),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
@@ -140,6 +142,7 @@ __all__ = [
     "core",
     "data",
     "engines",
+    "explain",
     "init",
     "jobs",
     "launch",

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 import polytempo as pt
 from laws.catalogue import ROWS, Row, label
 from polytempo.engines import run_page as shown
-from polytempo.training.checkpoint import latest
+from polytempo.training.checkpoint_folders import latest
 
 WORKERS = 3
 WATCHED_ROWS = ROWS

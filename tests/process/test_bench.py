@@ -18,7 +18,7 @@ from polytempo.bench import collectives, limit, memory, mpi, mpi_rank, tables, t
 from polytempo.bench.machine import SCHEMA
 from polytempo.bench.operations import OPERATIONS
 from polytempo.bench.pictures import write_picture
-from polytempo.cli.bench import parse_size
+from polytempo.cli.bench_values import parse_size
 
 pytestmark = pytest.mark.process
 
@@ -172,7 +172,7 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "KiB", "4 KiBit", "-4", "4XB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write sizes like 4096, 4KiB"):
+    with pytest.raises(ValueError, match="must be sizes separated by commas, such as 4096, 4KiB"):
         parse_size(text)
 
 

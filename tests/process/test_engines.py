@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,18 +80,20 @@ def job_in(folder: Path, text: str) -> pt.Job:
 def opened(setup: EngineSetup, job: pt.Job, *, ranks: int = 1, logs: Path | None = None) -> Iterator[Engine]:
     """An engine for ranks that train `job`."""
     spec = RunSpec.of(job, pt.strategies.sync_sgd(), ranks, RunOptions(steps=2))
-    kept: list[Rendezvous] = []
+    meeting = None if isinstance(setup, Local) else Rendezvous.held("127.0.0.1")
 
     def work(role: Role) -> Result:
         job.data(None)
         return role.node
 
     def setting() -> dict[str, str]:
-        kept.append(Rendezvous("127.0.0.1"))
-        return {"rendezvous": kept[-1].url}
+        assert meeting is not None
+        return {"rendezvous": meeting.url}
 
     with setup.open(Launch(work, spec, setting, ranks, ranks, 1, logs)) as engine:
         yield engine
+    if meeting is not None:
+        meeting.close()
 
 
 def awaited(engine: Engine) -> Process:
@@ -149,7 +153,13 @@ def test_one_is_stopped_alone_and_then_all(setup: EngineSetup, tmp_path: Path) -
 # --- runs by an engine to which nothing travels but JSON
 
 
+def num_threads() -> int:
+    """Of this process: one that is left over would be in the way of later forks."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def test_a_collective_run_has_the_bits_of_the_forked_one() -> None:
+    before = num_threads()
     by_fork, by_name = (
         pt.run(DIGITS, pt.strategies.local_sgd(period=4), workers=2, steps=12, threads=1, engine=engine)
         for engine in (pt.engines.local(), pt.engines.subprocess())
@@ -157,12 +167,14 @@ def test_a_collective_run_has_the_bits_of_the_forked_one() -> None:
     assert by_name.parameters_sha256 == by_fork.parameters_sha256
     assert by_name.trace_hash == by_fork.trace_hash
     assert (by_name.loss, by_name.workers, by_name.steps) == (by_fork.loss, 2, 12)
+    assert num_threads() == before
 
 
 def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path: Path) -> None:
     """One worker, so that there is one order; what goes to the server goes over encrypted TCP."""
+    before = num_threads()
     by_fork, by_name = (
-        pt.run(DIGITS, pt.strategies.async_sgd(shards=2), workers=1, epochs=1, threads=1, out=out, engine=engine)
+        pt.run(DIGITS, pt.strategies.async_sgd(), workers=1, epochs=1, threads=1, out=out, engine=engine)
         for engine, out in [(pt.engines.local(), tmp_path / "fork"), (pt.engines.subprocess(), tmp_path / "name")]
     )
     assert by_name.parameters_sha256 == by_fork.parameters_sha256
@@ -170,7 +182,7 @@ def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path
     files = [{str(path.relative_to(out)) for path in out.rglob("*")} for out in tmp_path.iterdir()]
     assert files[0] == files[1]
     again = pt.run(
-        *(DIGITS, pt.strategies.async_sgd(shards=2), 1),
+        *(DIGITS, pt.strategies.async_sgd(), 1),
         epochs=2,
         threads=1,
         out=tmp_path / "name",
@@ -178,6 +190,7 @@ def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path
         engine=pt.engines.subprocess(),
     )
     assert again.epochs == 2
+    assert num_threads() == before
 
 
 class Killing(Launcher):
@@ -214,6 +227,14 @@ def test_a_job_without_a_name_is_refused_before_anything_is_started(tmp_path: Pa
         with pytest.raises(ValueError, match="job mine is made of functions that this process alone has"):
             pt.run(made, strategy, workers=2, steps=1, out=tmp_path / "run", engine=pt.engines.subprocess())
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["ray", Subprocess])
+def test_what_is_no_engine_is_refused(engine: Any) -> None:
+    with pytest.raises(ValueError, match=r"an engine is an object such as pt\.engines\.subprocess\(\), got "):
+        pt.run(DIGITS, pt.strategies.sync_sgd(), 2, engine=engine)
+    with pytest.raises(ValueError, match="an engine is an object"):
+        pt.compare(DIGITS, [pt.strategies.sync_sgd()], 2, engine=engine)
 
 
 def test_a_function_has_no_name_either() -> None:

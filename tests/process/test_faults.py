@@ -24,7 +24,7 @@ from polytempo.engines.failures import WorkerDied
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.training import checkpoint, snapshot
-from polytempo.training.checkpoint import latest
+from polytempo.training.checkpoint_folders import latest
 from process.crew import squared
 
 pytestmark = pytest.mark.process

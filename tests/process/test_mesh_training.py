@@ -14,10 +14,11 @@ from torch.optim import SGD
 
 import polytempo as pt
 from halves import MESH, STRATEGIES, half, half_job, loss, samples
+from polytempo import WorkerDied
 from polytempo.core import Mesh, Strategy
 from polytempo.engines.init import init
-from polytempo.engines.worker_processes import WorkerDied
-from polytempo.training.checkpoint import latest, read_manifest, read_part
+from polytempo.training.checkpoint import read_manifest, read_part
+from polytempo.training.checkpoint_folders import latest
 from polytempo.training.manifest import encoded
 from polytempo.worlds import ProcessWorld
 from process.crew import close, flat, together
@@ -269,7 +270,8 @@ def test_what_drifts_is_compared_along_data_and_named_by_its_rank() -> None:
     assert "ranks 1, 3 have drifted apart" in second
 
 
-def test_a_step_that_one_half_skips_is_skipped_by_all() -> None:
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_step_that_one_half_skips_is_skipped_by_all(data: int) -> None:
     def work(world: ProcessWorld) -> list[float]:
         net = half(model_of(world))
         optimizer = SGD(net.parameters(), lr=0.1)
@@ -284,7 +286,7 @@ def test_a_step_that_one_half_skips_is_skipped_by_all() -> None:
             scaler.update()
         return [scaler.get_scale(), float(flat(net) != before)]
 
-    assert in_mesh(4, work) == [[4.0, 1.0]] * 4
+    assert in_mesh(2 * data, work, data=data, model=2) == [[4.0, 1.0]] * (2 * data)
 
 
 # ---- refusals ----

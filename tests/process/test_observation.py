@@ -23,7 +23,7 @@ from polytempo.engines.worker import Result
 from polytempo.report.metrics import read_metrics
 from polytempo.report.runs import load_run
 from polytempo.training import checkpoint
-from polytempo.training.checkpoint import latest
+from polytempo.training.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -9,7 +9,7 @@ import pytest
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.worker import Result
-from polytempo.training.checkpoint import latest
+from polytempo.training.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 from process.test_resume import job

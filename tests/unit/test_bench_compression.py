@@ -14,8 +14,9 @@ from polytempo import aggregation, compression
 from polytempo.bench.compression import CompressionPlan, Costs, codec_seconds, costs, gradient_of, wins_below
 from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
-from polytempo.cli.bench_compression import candidate, parse_link, parse_model, plan_of
+from polytempo.cli.bench_compression import candidate, plan_of
 from polytempo.cli.bench_compression import compression as command
+from polytempo.cli.bench_values import compression_values, parse_link, parse_model
 from polytempo.cluster import Link
 from polytempo.core import Bundle, Port, Transform
 from polytempo.report.summary import TIMES
@@ -143,7 +144,8 @@ def test_a_codec_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """One JSON object with a row for each codec, three files, and as many threads as before."""
     threads = torch.get_num_threads()
     given = {**OPTIONS, "model": "64-32-12", "codecs": "bf16, feedback(top_k(ratio=0.1)), low_rank(rank=1)"}
-    command({**given, "quick": True, "json": True, "out": tmp_path / "out"})
+    given |= {"quick": True, "json": True, "out": tmp_path / "out"}
+    command(compression_values(given), given)
     result = json.loads(capsys.readouterr().out)
     assert torch.get_num_threads() == threads
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"result.json", "table.md", "picture.png"}
@@ -202,7 +204,7 @@ def test_a_model_is_its_layers() -> None:
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure(plan_of({**OPTIONS, "quick": True, "codecs": "bf16", **given}))
+        measure(plan_of(compression_values({**OPTIONS, "quick": True, "codecs": "bf16", **given})))
 
 
 def test_nothing_to_measure_is_refused() -> None:

@@ -76,6 +76,27 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"}, RankPlace("torchrun", 0, 1, 0, 1, 0, None, None), id="by hand, alone"
         ),
+        pytest.param(
+            {**POLYTEMPO, "POLYTEMPO_RENDEZVOUS": "tcp://127.0.0.1:4711"},
+            RankPlace("Polytempo", 1, 2, 1, 2, 0, "127.0.0.1", 4711),
+            id="an engine of this host without a folder",
+        ),
+        pytest.param(
+            {**POLYTEMPO, "POLYTEMPO_RENDEZVOUS": "tcp://[fd00::7]:4711"},
+            RankPlace("Polytempo", 1, 2, 0, None, None, "fd00::7", 4711),
+            id="an engine of several hosts that says no more",
+        ),
+        pytest.param(
+            {
+                **POLYTEMPO,
+                "POLYTEMPO_RENDEZVOUS": "tcp://node1:4711",
+                "POLYTEMPO_LOCAL_RANK": "0",
+                "POLYTEMPO_LOCAL_SIZE": "1",
+                "POLYTEMPO_HOST": "1",
+            },
+            RankPlace("Polytempo", 1, 2, 0, 1, 1, "node1", 4711),
+            id="an engine of several hosts",
+        ),
         pytest.param(RAY, RankPlace("Ray", 3, 4, 1, 2, 1, "10.0.0.7", 41234), id="Ray Train"),
         pytest.param(
             {**RAY, **TORCHRUN},

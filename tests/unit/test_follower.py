@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.run import _Follower
+from polytempo.engines.run_collective import _Follower
 from polytempo.report.metrics import MetricsWriter
 
 

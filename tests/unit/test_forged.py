@@ -21,7 +21,8 @@ from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError
-from polytempo.training.checkpoint import CheckpointError, CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint_folders import CheckpointError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -209,16 +209,23 @@ class Cells(HTMLParser):
 def test_the_summary_as_a_reader_sees_it() -> None:
     runs = [
         record("one <alone>", 1, bytes_sent_per_rank=0, communication_share=0.0, samples_per_s=128.0),
-        record("ring", samples_per_s=200.4, loss=math.nan, accuracy=0.98, bytes_sent_per_rank=1_500_000),
+        record("ring", samples_per_s=200.4, loss=0.5, accuracy=0.98, bytes_sent_per_rank=1_500_000),
         record("housing", samples_per_s=150.0, loss=0.125, accuracy=None, communication_share=None),
+        record("diverged", samples_per_s=900.0, loss=math.nan, accuracy=0.99, bytes_sent_per_rank=0),
     ]
     cells = Cells(summary_table(runs).partition("</table>")[0])
     assert cells.rows[1:] == [
         ["one <alone>", "97.50\u00a0%", "0.25", "2 s", "128", "1.00\u00d7", "0 B", "0.0\u00a0%", "256", "4", "1"],
-        ["ring", "98.00\u00a0%", "not finite", "2 s", "200", "1.57\u00d7", "1.5 MB", "25.0\u00a0%", "256", "4", "2"],
+        ["ring", "98.00\u00a0%", "0.5", "2 s", "200", "1.57\u00d7", "1.5 MB", "25.0\u00a0%", "256", "4", "2"],
         ["housing", "n/a", "0.125", "2 s", "150", "1.17\u00d7", "1 kB", "n/a", "256", "4", "2"],
+        ["diverged", "99.00\u00a0%", "not finite", "2 s", "900", "7.03\u00d7", "0 B", "25.0\u00a0%", "256", "4", "2"],
     ]
-    assert cells.best == ["98.00\u00a0%", "200", "0.125", "1 kB"]
+    assert cells.best == ["98.00\u00a0%", "200", "0.125", "1 kB"], "a run that diverged is never the best"
+    shown = re.sub(r"<[^>]+>", " ", tiles(runs)).split()
+    assert " ".join(shown) == (
+        "Highest test accuracy 98.00 % ring Highest throughput 200 samples/s ring Least sent per rank 1 kB housing"
+    )
+    assert "two and 1 more" in tiles([record("one", accuracy=0.5), record("two"), record("three")])
 
 
 def test_what_the_runs_have_in_common() -> None:
@@ -603,8 +610,8 @@ def test_a_moment_in_words() -> None:
 def lines_of_a_run(reports: list[tuple[float, int, float]], **options: Any) -> list[str]:
     """What is said of a run that reports (second, step, epoch)."""
     stream, now = io.StringIO(), [0.0]
-    with Progress(stream, lambda: now[0], **options) as progress:
-        progress.start(None, "ring")
+    with Progress(stream, lambda: now[0]) as progress:
+        progress.start(None, "ring", **options)
         for now[0], step, epoch in reports:
             progress.update(step, None, None, None, epoch=epoch)
     return stream.getvalue().splitlines()[1:]

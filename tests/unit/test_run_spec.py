@@ -91,6 +91,7 @@ def test_numbers_of_a_job_that_was_changed_travel() -> None:
     spec = RunSpec.of(replace(DIGITS, lr=0.7, batch_size=5, epochs=3), LOCAL, 2, RunOptions())
     again = RunSpec.from_json(spec.to_json(), pt.jobs.find)
     assert (again.lr, again.batch_size, again.epochs) == (0.7, 5, 3)
+    assert (again.job.lr, again.job.batch_size, again.job.epochs) == (0.7, 5, 3)
     assert replica_of(again)[1].param_groups[0]["lr"] == 0.7
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -41,6 +42,13 @@ def test_what_is_written_is_read(folder: Path) -> None:
         os.umask(umask)
     assert stat.S_IMODE(os.stat(folder / "keys").st_mode) == 0o600
     assert read_keys(folder / "keys") == KEYS
+
+
+def test_keys_travel_as_plain_text_and_come_back() -> None:
+    plain = KEYS.to_plain()
+    assert Keys.from_plain(json.loads(json.dumps(plain))) == KEYS
+    with pytest.raises(ValueError, match="these are no CURVE key pairs"):
+        Keys.from_plain(plain | {"server_secret": plain["client_secret"]})
 
 
 def test_a_file_that_is_there_already_stays(folder: Path) -> None:

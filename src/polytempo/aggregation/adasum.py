@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, Transform, averaging, stateless
+from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform, averaging, stateless
+from polytempo.core.cost import num_bytes
 from polytempo.core.state import narrowed, wide
 
 _CHUNK = 1 << 16
@@ -42,7 +43,14 @@ def adasum() -> Transform:
 
         return bundle.with_flat(await _along_pairs(port, bundle.flat, combine))
 
-    return stateless(apply, beside=averaging(_summed))
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        power = 1 << (num_ranks.bit_length() - 1)
+        extra, rounds, each = num_ranks - power, power.bit_length() - 1, num_bytes(parameters)
+        messages, busiest = power * rounds + 2 * extra, rounds + (extra > 0)
+        sent = Sent(messages, messages * each, busiest_bytes=busiest * each, rounds=rounds + 2 * (extra > 0))
+        return Cost((Exchange("adasum", sent),))
+
+    return stateless(apply, cost=cost, beside=averaging(_summed))
 
 
 async def _summed(port: Port, buffer: Tensor) -> Tensor:

@@ -17,11 +17,23 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, NotFinite, Port, Residual, Route, Transform, averaging, call_name, native
+from polytempo.core import (
+    Bundle,
+    Cost,
+    Exchange,
+    NotFinite,
+    Port,
+    Residual,
+    Route,
+    Sum,
+    Transform,
+    averaging,
+    call_name,
+    native,
+)
 from polytempo.core.checks import check_whole
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
-from polytempo.core.transform import Part
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
@@ -107,8 +119,8 @@ def low_rank(
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
 
-    way = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
-    return Transform(way.init, way.apply, weighs=True, explain=way.explain, beside=averaging(route))
+    made = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
+    return Transform(made.init, made.apply, weighs=True, cost=made.cost, beside=averaging(route))
 
 
 @dataclass(frozen=True)
@@ -145,11 +157,23 @@ class _LowRank:
         matrices = await port.compute(lambda: work.settle(second, state.matrices, self.warm_start), work.flops / 3)
         return work.out, LowRankState(state.step + 1, state.matrices | matrices)
 
-    def explain(self, parameters: Bundle, num_ranks: int) -> list[Part]:
+    def cost(self, parameters: Bundle, num_ranks: int) -> Cost:
+        """Two sums, and M for each matrix with, where it is kept, Q."""
+        tensors, shapes = parameters.tensors, self._compressed(parameters)
+        first = next(iter(tensors.values()), torch.empty(0))
+        itemsize = wide(first.dtype).itemsize
+        matrices = sum(shape.rows * shape.columns for shape in shapes)
+        lefts, rights = (
+            sum(n * s.rank for n, s in zip(each, shapes, strict=True))
+            for each in ([s.rows for s in shapes], [s.columns for s in shapes])
+        )
         if num_ranks == 1:
-            return [Part([f"{self.name}: nothing is sent, and nothing is left out, by one worker alone"], True)]
-        lines = _explained(self.name, self.route, parameters, self._compressed(parameters), num_ranks)
-        return [Part(lines, says_bytes=self.route is native)]
+            return Cost(memory_bytes=itemsize * rights if self.warm_start else 0)
+        rest = sum(tensor.numel() for tensor in tensors.values()) - matrices
+        sums = [Sum(self.route, lefts + rest, itemsize), *([Sum(self.route, rights, itemsize)] if shapes else [])]
+        flops = float(sum(6 * s.rank * s.rows * s.columns for s in shapes))
+        memory = itemsize * (matrices + (rights if self.warm_start else 0))
+        return Cost((Exchange(self.name, sums=tuple(sums), flops=flops),), memory)
 
     def _compressed(self, bundle: Bundle) -> list[Shape]:
         return [shape for shape in _shapes(bundle.tensors, self.rank, self.exact_below) if shape.pays]
@@ -302,28 +326,3 @@ def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
             view.copy_(narrowed(view + owed.residual, view))
         after[name] = Remembered(Residual(), right)
     return bundle, LowRankState(state.step, after)
-
-
-def _explained(name: str, route: Route, parameters: Bundle, shapes: Sequence[Shape], num_ranks: int) -> list[str]:
-    """What a step sends, in lines to read."""
-    flat = parameters.flat
-    width = wide(flat.dtype).itemsize
-    lefts, rights = sum(s.rows * s.rank for s in shapes), sum(s.columns * s.rank for s in shapes)
-    exact = flat.numel() - sum(s.rows * s.columns for s in shapes)
-    ring = 2 * (num_ranks - 1) / num_ranks
-    sent, plain = ring * width * (lefts + exact + rights), ring * flat.numel() * flat.element_size()
-    by = getattr(route, "__name__", str(route))
-    how_much = f"each rank sends {_shown(sent)}; uncompressed {_shown(plain)}"
-    if route is not native:  # which sends more than a ring, or less evenly
-        how_much = f"messages are as long as these make them; uncompressed {_shown(flat.numel() * flat.element_size())}"
-    return [
-        f"{name}: all-reduce of P, {_shown(width * lefts)}, with {_shown(width * exact)} of small tensors, then of Q, "
-        f"{_shown(width * rights)}, by {by}",
-        f"because P and Q of {len(shapes)} of {len(parameters.tensors)} tensors are sums over ranks, and their product "
-        "is the mean's best part",
-        f"{how_much}, {plain / max(1.0, sent):.1f} times as much",
-    ]
-
-
-def _shown(num_bytes: float) -> str:
-    return f"{num_bytes / 1e3:,.3g} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.4g} MB"

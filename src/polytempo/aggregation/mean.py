@@ -6,7 +6,8 @@ SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradie
 
 from __future__ import annotations
 
-from polytempo.core import Bundle, Port, Route, Transform, averaging, native, stateless
+from polytempo.core import Bundle, Cost, Port, Route, Transform, averaging, native, stateless
+from polytempo.core.cost import summed
 from polytempo.core.route import check_route
 
 
@@ -26,4 +27,7 @@ def mean(route: Route = native) -> Transform:
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         return await average(port, bundle, None)
 
-    return stateless(apply, weighs=True, linear=True, beside=average)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((summed(parameters, route),))
+
+    return stateless(apply, weighs=True, linear=True, cost=cost, beside=average)

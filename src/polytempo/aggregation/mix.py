@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polytempo.aggregation.graphs import Graph, mixing_matrix
-from polytempo.core import Bundle, Port, Transform
+from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
+from polytempo.core.cost import num_bytes
 
 _IN_TURN_BYTES = 1 << 18
 
@@ -54,4 +55,12 @@ def mix(graph: Graph) -> Transform:
         after = MixState(state.step + 1)
         return (bundle if port.size == 1 else await mixed_by(port, bundle, state)), after
 
-    return Transform(lambda parameters: MixState(0), apply, idle_alone=True, beside=mixed_by)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        """In the graph's first step."""
+        weights = mixing_matrix(graph, 0, num_ranks)
+        listeners = [sum(weights[to][rank] > 0 for to in range(num_ranks) if to != rank) for rank in range(num_ranks)]
+        each, edges = num_bytes(parameters), sum(listeners)
+        sent = Sent(edges, edges * each, busiest_bytes=max(listeners) * each, rounds=1 if edges else 0)
+        return Cost((Exchange("mix", sent),))
+
+    return Transform(lambda parameters: MixState(0), apply, idle_alone=True, cost=cost, beside=mixed_by)

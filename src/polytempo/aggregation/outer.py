@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform, inside
+from polytempo.core import Bundle, Cost, Port, State, Transform, inside
+from polytempo.core.cost import num_bytes
+from polytempo.core.transform import cost_of
 
 
 class AnchorState(NamedTuple):
@@ -46,13 +48,16 @@ def from_anchor(transform: Transform) -> Transform:
         arrived = bundle.with_flat(state.anchor.flat - update.flat)
         return arrived, AnchorState(arrived.copy(), inner)
 
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return cost_of(transform, parameters, num_ranks).remembering(num_bytes(parameters))
+
     return Transform(
         init,
         apply,
         separable=transform.separable,
         idle_alone=transform.idle_alone,
         weighs=transform.weighs,
-        explain=transform.explain,
+        cost=cost,
         beside=inside(transform.beside, lambda state: state.inner),
     )
 
@@ -78,4 +83,7 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
         velocity = state.velocity.flat * momentum + bundle.flat
         return bundle.with_flat(lr * (bundle.flat + momentum * velocity)), NesterovState(bundle.with_flat(velocity))
 
-    return Transform(init, apply, weighs=True)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost(memory_bytes=num_bytes(parameters))
+
+    return Transform(init, apply, weighs=True, cost=cost)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Port, State, Transform, call_name, stateless
+from polytempo.core import Bundle, Cost, Exchange, Port, State, Transform, call_name, stateless
+from polytempo.core.cost import gathered, num_bytes, route_name
 from polytempo.core.merge import Merge, check_merge
 
 
@@ -28,7 +29,10 @@ def merged(merge: Merge) -> Transform:
     async def beside(port: Port, bundle: Bundle, state: State) -> Bundle:
         return await apply(port, bundle)
 
-    return stateless(apply, separable=getattr(merge, "coordinate_wise", True), beside=beside)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((Exchange(f"merged({route_name(merge)})", gathered(num_bytes(parameters), num_ranks)),))
+
+    return stateless(apply, separable=getattr(merge, "coordinate_wise", True), cost=cost, beside=beside)
 
 
 def median(buffers: Sequence[Tensor]) -> Tensor:

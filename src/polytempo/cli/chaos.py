@@ -15,28 +15,20 @@ import typer
 
 from polytempo.chaos.bugs import planted
 from polytempo.chaos.scenario import ChaosOutcome, run
+from polytempo.cli.request import ChaosRequest
 from polytempo.engines.fork import default_signals, die_with, fork
 
-_MOST_PER_CORE = 16
 _MOST_SHOWN = 3
 _PROGRESS_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-def chaos(seeds: int | None, first: int | None, processes: int | None, bug: str | None) -> None:
-    """Run the seeds `first … first + seeds - 1`; ends with exit code 1 if one fails.
+def chaos(asked: ChaosRequest, bug: str | None) -> None:
+    """Simulate each seed; ends with exit code 1 if one fails.
 
-    Each of the `processes` takes every so-manieth seed and writes a line of JSON for each to its pipe.
+    Each process takes its share of the seeds and writes a line of JSON for each to its pipe.
     """
-    seeds, first = 1000 if seeds is None else seeds, first or 0
-    processes = len(os.sched_getaffinity(0)) if processes is None else processes
-    if seeds < 1 or processes < 1 or first < 0:
-        raise ValueError(
-            f"--seeds and --processes must be at least 1, --first at least 0; got {seeds=}, {processes=}, {first=}"
-        )
-    most = _MOST_PER_CORE * len(os.sched_getaffinity(0))
-    if min(processes, seeds) > most:
-        raise ValueError(f"--processes {processes}: must be at most {most} on this machine, {_MOST_PER_CORE} per core")
+    seeds, first, processes = asked
     if bug is not None:
         planted(bug)
     begin_s = shown_s = time.monotonic()

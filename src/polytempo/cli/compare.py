@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from polytempo.cli.plan import found_job, progress_of, run_options, show_plan
+from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import Request
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
+from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategies
 
 
@@ -23,7 +24,7 @@ def compare(request: Request) -> None:
         show_plan(job, names, "process", options.workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        results = compared(job, strategies, options.workers, taken, progress=progress_of(job, taken, len(strategies)))
+        results = compared(job, strategies, options.workers, taken, progress=Progress(num_runs=len(strategies)))
     figures = [result.as_json() for result in results]
     if options.as_json:
         show_json(figures)

@@ -7,6 +7,7 @@ import typer
 import polytempo
 from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
+from polytempo.cli.bench_values import collectives_values, compression_values, memory_values, training_values
 from polytempo.cli.failure import exit_code
 
 app = typer.Typer(
@@ -165,6 +166,9 @@ def replay(
     Each shard takes the recorded messages in their recorded order. The exit code is 1 if anything differs.
     """
     with exit_code():
+        from polytempo.cli.request import check_replay  # imports pydantic
+
+        check_replay(run, until, job)
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
@@ -219,9 +223,12 @@ def chaos(
     After each event checks look for lost or repeated updates.
     """
     with exit_code():
+        from polytempo.cli.request import chaos_request  # imports pydantic
+
+        asked = chaos_request(seeds, first, processes)
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
-        command(seeds, first, processes, bug)
+        command(asked, bug)
 
 
 @bench.command()
@@ -238,9 +245,10 @@ def collectives(
 ) -> None:
     """Measure all-reduce, broadcast, … and the barrier."""
     with exit_code():
+        values = collectives_values(given := _given(context))
         from polytempo.cli.bench import collectives as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -256,9 +264,10 @@ def training(
 ) -> None:
     """Measure samples per second of four models, with one process and with several."""
     with exit_code():
+        values = training_values(given := _given(context))
         from polytempo.cli.bench import training as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -273,9 +282,10 @@ def memory(
 ) -> None:
     """Measure the memory that all workers together need to train with Adam."""
     with exit_code():
+        values = memory_values(given := _given(context))
         from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 @bench.command()
@@ -293,9 +303,10 @@ def compression(
 ) -> None:
     """Measure for each codec the network speed below which it saves time."""
     with exit_code():
+        values = compression_values(given := _given(context))
         from polytempo.cli.bench_compression import compression as command  # imports torch, which takes seconds
 
-        command(_given(context))
+        command(values, given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:

@@ -9,7 +9,6 @@ from polytempo import jobs
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.request import Request
 from polytempo.cli.show import show_json, show_table
-from polytempo.report.progress import Progress
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
 from polytempo.spec.options import RunOptions
@@ -27,12 +26,6 @@ def run_options(request: Request) -> RunOptions:
     """The options as the engines take them, with the folder that was chosen."""
     shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
     return RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
-
-
-def progress_of(job: Job, taken: RunOptions, num_runs: int = 1) -> Progress:
-    """Progress on standard error that knows where runs with these options end, and how many there are."""
-    default = None if taken.steps is not None else job.epochs * (10 if taken.until else 1)
-    return Progress(num_runs=num_runs, total_epochs=taken.epochs or default, at_most=bool(taken.until))
 
 
 def show_plan(

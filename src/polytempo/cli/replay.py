@@ -9,10 +9,11 @@ from pathlib import Path
 import typer
 
 from polytempo.cli.plan import found_job
+from polytempo.cli.request import stop_of
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.replay.message_order import Stop
 from polytempo.replay.records import read_facts
-from polytempo.replay.replay import STOPS, PushSeen, Replayed
+from polytempo.replay.replay import PushSeen, Replayed
 from polytempo.replay.replay import replay as replayed_of
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
@@ -43,12 +44,7 @@ def replay(
 
 def parse_stop(text: str) -> Stop:
     """Where to stop: `step=K`, `ticket=T` or `version=V`. `ValueError` where it is none of these."""
-    kind, equals, number = (part.strip() for part in text.partition("="))
-    if kind not in STOPS or not equals or not number.isdecimal() or int(number) < (kind != "ticket"):
-        raise ValueError(
-            f"--until {text}: must be written step=K or version=K with K >= 1, or ticket=T with T >= 0, as in step=100"
-        )
-    return Stop(kind, int(number))
+    return Stop(*stop_of(text))
 
 
 def _job(origin: str | None) -> Job:

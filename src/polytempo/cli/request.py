@@ -16,6 +16,17 @@ from polytempo.spec.call import split_calls
 from polytempo.spec.declaration import declared
 from polytempo.spec.names import COMPARED
 
+_STOPS = ("step", "ticket", "version")
+_MOST_PER_CORE = 16
+
+
+class ChaosRequest(NamedTuple):
+    """The seeds `first … first + seeds - 1`, and how many processes share them."""
+
+    seeds: int
+    first: int
+    processes: int
+
 
 class Request(NamedTuple):
     """The options of a command, and the folder that it may write to."""
@@ -74,6 +85,45 @@ def check_explained(strategy: str, job: str | None) -> None:
     check_strategies(strategy)
     if job is not None:
         jobs.check(job)
+
+
+def check_replay(run: Path, until: str | None, job: str | None) -> None:
+    """ValueError for a folder, a place to stop or a job that `polytempo replay` cannot find."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder; name the folder of a run")
+    if until is not None:
+        stop_of(until)
+    if job is not None:
+        jobs.check(job)
+
+
+def stop_of(text: str) -> tuple[str, int]:
+    """Where a replay stops: `step=K`, `ticket=T` or `version=V`. `ValueError` where it is none of these."""
+    kind, equals, number = (part.strip() for part in text.partition("="))
+    if kind not in _STOPS or not equals or not number.isdecimal() or int(number) < (kind != "ticket"):
+        raise ValueError(
+            f"--until {text}: must be written step=K or version=K with K >= 1, or ticket=T with T >= 0, as in step=100"
+        )
+    return kind, int(number)
+
+
+def chaos_request(seeds: int | None, first: int | None, processes: int | None) -> ChaosRequest:
+    """How many seeds of which simulations in how many processes. `ValueError` for what cannot be."""
+    cores = len(os.sched_getaffinity(0))
+    asked = ChaosRequest(
+        seeds=1000 if seeds is None else seeds, first=first or 0, processes=cores if processes is None else processes
+    )
+    if asked.seeds < 1 or asked.processes < 1 or asked.first < 0:
+        raise ValueError(
+            "--seeds and --processes must be at least 1, --first at least 0; got "
+            f"seeds={asked.seeds}, processes={asked.processes}, first={asked.first}"
+        )
+    most = _MOST_PER_CORE * cores
+    if min(asked.processes, asked.seeds) > most:
+        raise ValueError(
+            f"--processes {asked.processes}: must be at most {most} on this machine, {_MOST_PER_CORE} per core"
+        )
+    return asked
 
 
 def check_strategies(text: str) -> None:

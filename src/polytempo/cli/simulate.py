@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from polytempo.cli.plan import found_job, progress_of, run_options, show_plan
+from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import Request
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.simulate import default_cluster
 from polytempo.engines.simulate import simulate as simulated
+from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 
 
@@ -25,9 +26,7 @@ def simulate(request: Request) -> None:
         show_plan(job, [strategy.name], world, options.workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        result = simulated(
-            job, strategy, options.workers, cluster, taken, meta=options.meta, progress=progress_of(job, taken)
-        )
+        result = simulated(job, strategy, options.workers, cluster, taken, meta=options.meta, progress=Progress())
     figures = result.as_json()
     (show_json if options.as_json else show_result)(figures)
     if say_unreached([figures]):

@@ -6,11 +6,12 @@ import os
 
 import typer
 
-from polytempo.cli.plan import found_job, progress_of, run_options, show_plan
+from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import Request
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
+from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategy
 
 
@@ -29,7 +30,7 @@ def train(request: Request) -> None:
             show_plan(job, [strategy.name], "process", num_workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        progress = progress_of(job, taken) if first else None
+        progress = Progress() if first else None
         if world.size > 1:
             result = join(job, strategy, taken, progress=progress)
         else:

@@ -6,6 +6,8 @@ mixed-precision", 2018, and of Horovod's hierarchical all-reduce.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from polytempo.collectives.ring import ring, ring_price
@@ -24,17 +26,28 @@ def hierarchical(between: Route = ring) -> Route:
     of `between` with N = H: by ring 2(H-1)/H · K bytes through each host's link.
     """
 
-    async def route(port: Port, buffer: Tensor) -> Tensor:
+    return Hierarchical(between)
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """See `hierarchical`."""
+
+    between: Route
+
+    @property
+    def __name__(self) -> str:
+        return call_name(hierarchical, vars(self))
+
+    async def __call__(self, port: Port, buffer: Tensor) -> Tensor:
+        """The sum of all ranks' buffers."""
         within = port.among([r for r in range(port.size) if port.hosts[r] == port.hosts[port.rank]])
         coming = await expect_from_root(within, buffer)
         buffer = await reduce_to_root(within, buffer)
         if within.rank == 0:
             leaders = port.among([port.hosts.index(host) for host in dict.fromkeys(port.hosts)])
-            buffer = await between(leaders, buffer)
+            buffer = await self.between(leaders, buffer)
         return await broadcast_from_root(within, buffer, coming)
-
-    route.__name__ = call_name(hierarchical, locals())
-    return route
 
 
 def hierarchical_price(

@@ -78,9 +78,17 @@ async def broadcast_from_root(port: Port, buffer: Tensor, coming: list[Work[Tens
 
 def _pieces(buffer: Tensor) -> Sequence[Tensor]:
     """The flat buffer in at most 16 pieces of at least 64 KiB each, but for the last."""
-    least = _LEAST_PIECE_BYTES // buffer.element_size()
-    pieces: Sequence[Tensor] = buffer.split(max(least, -(-buffer.numel() // _MOST_PIECES)))
+    pieces: Sequence[Tensor] = buffer.split(_piece_numel(buffer.numel(), buffer.element_size()))
     return pieces
+
+
+def _piece_numel(numel: int, itemsize: int) -> int:
+    return max(_LEAST_PIECE_BYTES // itemsize, -(-numel // _MOST_PIECES))
+
+
+def num_pieces(numel: int, itemsize: int) -> int:
+    """In how many messages such a buffer goes down."""
+    return max(1, -(-numel // _piece_numel(numel, itemsize)))
 
 
 def tree_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

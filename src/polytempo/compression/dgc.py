@@ -125,8 +125,13 @@ class Dgc:
             sparse=True,
             fixed=False,
             memory="own",
+            state_bytes=self._state_bytes,
             momentum=self.momentum,
         )
+
+    def _state_bytes(self, like: Tensor) -> int:
+        kept = bool(self.momentum) + (not self._is_dense(like.numel(), self.ratio))
+        return kept * like.numel() * wide(like.dtype).itemsize
 
     def init(self, like: Tensor) -> Accumulated:
         """No momentum, and nothing is owed."""

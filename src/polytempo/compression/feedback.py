@@ -76,6 +76,7 @@ class Feedback:
             elementwise=False,
             passes_nonfinite=False,
             memory="residual",
+            state_bytes=lambda like: like.numel() * wide(like.dtype).itemsize,
         )
 
     def init(self, like: Tensor) -> Fed:

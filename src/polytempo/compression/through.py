@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from polytempo.compression.all_gather import all_gather
 from polytempo.compression.all_reduce import all_reduce
+from polytempo.compression.cost import exchange_cost
 from polytempo.compression.exchange import Exchanged, ExchangePlan, WireRoute, flushed
 from polytempo.compression.packing import EXACT_BELOW
 from polytempo.compression.reduce_scatter import reduce_scatter
-from polytempo.core import Bundle, Codec, Port, Route, State, Transform, averaging, native
+from polytempo.core import Bundle, Codec, Cost, Port, Route, State, Transform, averaging, native
 from polytempo.core.checks import check_whole
 from polytempo.core.codec import check_codec
 from polytempo.core.merge import Merge, check_merge
 from polytempo.core.route import check_route
-from polytempo.core.transform import Part
-
-_BYTES_TO_SHOW = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_NUMBER_BYTES = 8
-"""Of a length, and of a statistic, that ranks tell each other."""
 
 
 def through(
@@ -66,11 +60,14 @@ def through(
             return flushed(bundle, state)
         return await wire_route(port, bundle, state, plan)
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
-        return _explained(plan, wire_route, route, parameters, num_ranks)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        by = native if route is None or route in (all_gather, reduce_scatter) else route
+        found = exchange_cost(plan, wire_route, by, parameters, num_ranks)  # type: ignore[arg-type]
+        asked = wire_route is route and wire_route is not _wire_route(codec, merge, None)
+        return found.because("asked") if asked else found
 
     beside = None if route is None or route in (all_gather, reduce_scatter) else averaging(route)  # type: ignore[arg-type]
-    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, explain=explain, beside=beside)
+    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, cost=cost, beside=beside)
 
 
 def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:
@@ -114,78 +111,3 @@ def _check_stripes(codec: Codec, merge: Merge | None, whole_vectors: bool) -> No
         raise ValueError(
             f"{codec.facts.name} remembers more than a residual, which cannot be cut into stripes; use route=all_gather"
         )
-
-
-class _Cost(NamedTuple):
-    """What one exchange takes, in bytes: the wires of one rank, and what the busiest rank sends (None: the route's)."""
-
-    wires: int
-    sent: int | None
-    most: bool
-
-
-def _cost(
-    plan: ExchangePlan, wire_route: WireRoute, route: Route | WireRoute | None, parameters: Bundle, num_ranks: int
-) -> _Cost:
-    """Bytes as a world counts them, agreements on lengths and on statistics included."""
-    packing, others = plan.packing(parameters), num_ranks - 1
-    if wire_route is all_gather:
-        lengths = 0 if packing.fixed else _NUMBER_BYTES
-        return _Cost(packing.num_bytes, others * (packing.num_bytes + lengths), not packing.fixed)
-    if wire_route is reduce_scatter:
-        sizes = [part.num_bytes for part in plan.striped(parameters, num_ranks)]
-        return _Cost(packing.num_bytes, sum(sizes) - min(sizes) + others * max(sizes), False)
-    codec, tensors = plan.codec, [like for like in parameters.views.values() if like.numel()]
-    wires = sum(codec.wire_bytes(like, num_ranks) for like in tensors)
-    statistics = len(tensors) if codec.facts.statistic is not None else 0
-    sent = round(2 * others / num_ranks * wires) + others * _NUMBER_BYTES * statistics
-    return _Cost(wires, sent if route is None or route is native else None, False)
-
-
-def _explained(
-    plan: ExchangePlan, wire_route: WireRoute, route: Route | WireRoute | None, parameters: Bundle, num_ranks: int
-) -> list[Part]:
-    """What a step sends, and why on this plan."""
-    if num_ranks == 1:
-        return [Part([f"{plan.codec.facts.name}: nothing is sent, and nothing is encoded, by one worker alone"], True)]
-    cost = _cost(plan, wire_route, route, parameters, num_ranks)
-    plain = parameters.flat.numel() * parameters.flat.element_size()
-    ring = 2 * (num_ranks - 1) / num_ranks
-    most = "at most " if cost.most else ""
-    if wire_route is all_gather:
-        how = f"all-gather, {most}{shown(cost.wires)} of wires to each of {num_ranks - 1} others"
-        why = _why_all_gather(plan)
-    elif wire_route is reduce_scatter:
-        how = f"reduce-scatter of {shown(cost.wires)} of codes, sum, all-gather of the sum's codes"
-        why = "codes cannot be added, but the owner of a stripe can decode, add and encode again"
-    else:
-        how = f"all-reduce of {shown(cost.wires)} of wires by {getattr(route or native, '__name__', route)}"
-        why = "the wires are numbers, and their sum decodes to the sum of the tensors"
-    if cost.sent is None:
-        sends = f"each message is as long as wires of {shown(cost.wires)} make it; uncompressed {shown(plain)}, "
-        factor = plain / max(1, cost.wires)
-    else:
-        sends = f"each rank sends {most}{shown(cost.sent)}; uncompressed, by a ring, {shown(ring * plain)}, "
-        factor = ring * plain / max(1, cost.sent)
-    if wire_route is route and wire_route is not _wire_route(plan.codec, plan.merge, None):
-        why = f"route={wire_route.__name__} was asked for"
-    lines = [f"{plan.codec.facts.name}: {how}", f"because {why}", f"{sends}{factor:.3g} times as much"]
-    return [Part(lines, says_bytes=cost.sent is not None)]
-
-
-def _why_all_gather(plan: ExchangePlan) -> str:
-    if plan.merge is not None:
-        return f"{getattr(plan.merge, '__name__', plan.merge)} compares what all ranks have"
-    if plan.codec.facts.sparse:
-        return "wires of different ranks hold different entries, so a sum would be denser than each"
-    if plan.codec.facts.memory == "own":
-        return "the codec remembers more than a residual, which cannot be cut into stripes"
-    return "every rank decodes every other's wire, once, and nothing is encoded twice"
-
-
-def shown(num_bytes: float) -> str:
-    """Bytes as a person reads them: `1.24 MB`."""
-    for unit, name in _BYTES_TO_SHOW:
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} bytes"

@@ -3,6 +3,7 @@
 from polytempo.core.bundle import Bundle
 from polytempo.core.call_name import call_name
 from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Facts, Law
+from polytempo.core.cost import Cost, Exchange, Sent, Steps, Sum
 from polytempo.core.driver import WAITING, Task, interpreted
 from polytempo.core.errors import Deadlock, Drifted, Mismatch, NotFinite, PeerLost, PolytempoError, TimedOut
 from polytempo.core.mesh import Mesh
@@ -12,7 +13,6 @@ from polytempo.core.route import Price, Route, native
 from polytempo.core.state import Late, Residual
 from polytempo.core.strategy import Strategy, Turn
 from polytempo.core.transform import (
-    Part,
     State,
     Transform,
     averaging,
@@ -30,9 +30,11 @@ __all__ = [
     "Bundle",
     "Codec",
     "CodecState",
+    "Cost",
     "Deadlock",
     "Drifted",
     "EncodeContext",
+    "Exchange",
     "Facts",
     "Late",
     "Law",
@@ -40,7 +42,6 @@ __all__ = [
     "Mismatch",
     "NotFinite",
     "Op",
-    "Part",
     "PeerLost",
     "PolytempoError",
     "Port",
@@ -48,8 +49,11 @@ __all__ = [
     "Program",
     "Residual",
     "Route",
+    "Sent",
     "State",
+    "Steps",
     "Strategy",
+    "Sum",
     "Task",
     "TimedOut",
     "Transform",

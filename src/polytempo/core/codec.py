@@ -84,6 +84,8 @@ class Facts(NamedTuple):
     memory: Literal["none", "residual", "own"] = "none"
     """What goes from one tensor to the next: nothing; what was not sent (`feedback`); or that and more (`dgc`), which
     cannot be cut into stripes."""
+    state_bytes: Callable[[Tensor], int] = lambda like: 0
+    """What it remembers of a tensor like this, once it has been encoded."""
     momentum: float = 0.0
     """What the codec has of it already. The optimizer must then have none, or it counts twice."""
     statistic: Callable[[Tensor], float] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.bundle import Bundle
+from polytempo.core.cost import Cost, CostOf
 from polytempo.core.op import Program
 from polytempo.core.port import Port
 from polytempo.core.route import Route
@@ -19,21 +21,6 @@ State = Any
 
 Applied = Program[tuple[Bundle | None, State]]
 
-
-class Part(NamedTuple):
-    """Something that a transform sends: `lines` to read, and whether they say how many bytes a rank sends.
-
-    `under`: the headings above the lines, outermost first, such as `every 8 steps`; with lines, none: every step.
-    `of`: what acts on these steps, and on which tensors. None: the transform that explains itself.
-    """
-
-    lines: Sequence[str] = ()
-    says_bytes: bool = False
-    under: tuple[str, ...] = ()
-    of: tuple[Transform, Bundle] | None = None
-
-
-Explain = Callable[[Bundle, int], list[Part]]
 
 Beside = Callable[[Port, Bundle, State], Program[Bundle]]
 """`await beside(port, bundle, state)`: the mean of tensors that are no gradients or parameters, with those ranks that a
@@ -58,8 +45,7 @@ class Transform(NamedTuple):
     `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So what they add to an answer may be
     exchanged together with it (gradients of a second backward pass), and a factor that all have comes out again (a loss
     scale).
-    `explain`: what it sends, for these parameters on so many ranks, part by part. `polytempo explain` shows it, and
-    plays each part that does not say its bytes.
+    `cost`: what it sends, computes and remembers, worked out from shapes (`polytempo.explain`). None: it does not say.
     `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
     `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
     """
@@ -70,14 +56,20 @@ class Transform(NamedTuple):
     idle_alone: bool = False
     weighs: bool = False
     linear: bool = False
-    explain: Explain = lambda parameters, num_ranks: [Part()]
+    cost: CostOf | None = None
     beside: Beside | None = None
 
 
-def parts_of(transform: Transform, parameters: Bundle, num_ranks: int) -> list[Part]:
-    """What `transform` sends, each part with what acts in it."""
-    said = transform.explain(parameters, num_ranks)
-    return [part if part.of else part._replace(of=(transform, parameters)) for part in said]
+def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:
+    """What `transform` declares; nothing, where it is left out among so many. Raises ValueError where it is silent."""
+    if is_idle(transform, num_ranks):
+        return Cost()
+    if transform.cost is None:
+        name = getattr(transform.apply, "__qualname__", "?")
+        raise ValueError(
+            f"{name} does not say what it costs; give its transform cost=…, a function that returns a Cost"
+        )
+    return transform.cost(parameters, num_ranks)
 
 
 def averaging(route: Route) -> Beside:
@@ -111,6 +103,7 @@ def stateless(
     separable: bool = True,
     weighs: bool = False,
     linear: bool = False,
+    cost: CostOf | None = None,
     beside: Beside | None = None,
 ) -> Transform:
     """A transform that remembers nothing and, with one rank, does nothing."""
@@ -125,6 +118,7 @@ def stateless(
         idle_alone=True,
         weighs=weighs,
         linear=linear,
+        cost=cost,
         beside=beside,
     )
 
@@ -138,7 +132,14 @@ async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | N
     return bundle, state
 
 
-_IDENTITY = Transform(lambda parameters: None, _nothing, idle_alone=True, weighs=True, linear=True)
+_IDENTITY = Transform(
+    lambda parameters: None,
+    _nothing,
+    idle_alone=True,
+    weighs=True,
+    linear=True,
+    cost=lambda parameters, num_ranks: Cost(),
+)
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
@@ -167,7 +168,9 @@ def chain(*transforms: Transform) -> Transform:
         idle_alone=all(t.idle_alone for t in transforms),
         weighs=all(t.weighs for t in transforms),
         linear=all(t.linear for t in transforms),
-        explain=lambda parameters, num_ranks: [p for t in transforms for p in parts_of(t, parameters, num_ranks)],
+        cost=lambda parameters, num_ranks: reduce(
+            Cost.plus, (cost_of(t, parameters, num_ranks) for t in transforms), Cost()
+        ),
         beside=beside_of(dict(enumerate(transforms))),
     )
 
@@ -209,17 +212,18 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
             raise ValueError("the branches of a split must update on the same steps; use the same period in each")
         return Bundle({name: pieces[name] for name in bundle.names}, bundle.share), states
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
-        return [
-            part._replace(under=(f"{branch} ({len(names)} tensors)", *part.under))
-            for branch, names in parts(parameters).items()
-            for part in parts_of(branches[branch], parameters.select(names), num_ranks)
-        ]
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        total = Cost()
+        for branch, names in parts(parameters).items():
+            of = cost_of(branches[branch], parameters.select(names), num_ranks)
+            exchanges = [each._replace(tensors=f"{branch} {each.tensors}".strip()) for each in of.exchanges]
+            total = total.plus(Cost(tuple(exchanges), of.memory_bytes))
+        return total
 
     return Transform(
         init,
         apply,
-        explain=explain,
+        cost=cost,
         separable=all(t.separable for t in branches.values()),
         idle_alone=all(t.idle_alone for t in branches.values()),
         weighs=all(t.weighs for t in branches.values()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy
+from polytempo.engines.engine import EngineSetup
+from polytempo.engines.local_engine import Local
 
 
 def check_strategy(strategy: object) -> None:
@@ -12,6 +14,15 @@ def check_strategy(strategy: object) -> None:
             f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; "
             "pt.parse_strategy makes one of a text such as 'downpour(push_every=5)'"
         )
+
+
+def checked_engine(engine: object) -> EngineSetup:
+    """The engine that is given, `Local` where none is; ValueError for its name, or for one that is not called."""
+    if engine is None:
+        return Local()
+    if isinstance(engine, type) or not isinstance(engine, EngineSetup):
+        raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
+    return engine
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polytempo.spec.run_spec import RunSpec
 
@@ -127,6 +127,7 @@ class Launch(NamedTuple):
     """Where logs are kept; None: they end with the run."""
 
 
+@runtime_checkable
 class EngineSetup(Protocol):
     """What `engine=` takes: it opens an engine for a run, and closes it after the run, however that ends."""
 

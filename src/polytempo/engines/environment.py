@@ -67,7 +67,18 @@ def _polytempo(environ: Mapping[str, str]) -> RankPlace:
     if not where.startswith("tcp://"):
         return RankPlace("Polytempo", rank, size, rank, size, 0, None, None, generation, Path(where))
     address, port = parsed_url(where)
-    return RankPlace("Polytempo", rank, size, rank, size, 0, address, port, generation)
+    one_host = address in (_LOOPBACK, "localhost", "::1")
+    return RankPlace(
+        "Polytempo",
+        rank,
+        size,
+        _integer(environ, "POLYTEMPO_LOCAL_RANK", rank if one_host else 0),
+        _maybe_integer(environ, "POLYTEMPO_LOCAL_SIZE", size if one_host else None),
+        _maybe_integer(environ, "POLYTEMPO_HOST", 0 if one_host else None),
+        address,
+        port,
+        generation,
+    )
 
 
 def _torch(environ: Mapping[str, str]) -> RankPlace:

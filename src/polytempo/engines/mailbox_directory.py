@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from torch._C._distributed_c10d import Store
-
+from polytempo.engines.rendezvous import Rendezvous
 from polytempo.server.message import Message
 from polytempo.wire.frames import FrameLimits
 from polytempo.wire.keys import Keys, make_keys, read_keys, write_keys
@@ -72,21 +71,20 @@ class MailboxDirectory:
 
 
 class MailboxStore:
-    """Gives every process its mailbox, at `host`, where they share nothing but `store` and `keys`."""
+    """Gives every process its mailbox, at `host`, where they share nothing but a `rendezvous` and `keys`."""
 
-    def __init__(self, store: Store, host: str, keys: Keys, most_bytes: int) -> None:
-        self._store, self._host, self._keys = store, host, keys
+    def __init__(self, rendezvous: Rendezvous, host: str, keys: Keys, most_bytes: int) -> None:
+        self._rendezvous, self._host, self._keys = rendezvous, host, keys
         self._limits = FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
 
     def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
         """See `MailboxDirectory.mailbox`."""
         mail = Mailbox(node, f"tcp://{self._host}:*", self._keys, self._limits, keeps_memory=own_process)
-        self._store.set(_store_key(node), mail.address)
+        self._rendezvous.set(_store_key(node), mail.address)
         return NodeMail(node, mail, self._find)
 
     def _find(self, node: int) -> str | None:
-        key = _store_key(node)
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._rendezvous.get(_store_key(node))
 
 
 class NodeMail:

@@ -10,7 +10,7 @@ from typing import Any
 
 from polytempo.engines.engine import Result, Role
 from polytempo.engines.mailbox_directory import MailboxStore
-from polytempo.engines.rendezvous import joined_store
+from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_collective import train_rank
 from polytempo.engines.served_node import Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -22,6 +22,6 @@ def perform(spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str) ->
     """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one."""
     if role.kind == "rank":
         return train_rank(spec)
-    program, store = ServedProgram(spec), joined_store(setting["rendezvous"])
-    mail = MailboxStore(store, host, Keys.from_plain(setting["keys"]), program.mail_bytes)
+    program, rendezvous = ServedProgram(spec), Rendezvous.joined(setting["rendezvous"])
+    mail = MailboxStore(rendezvous, host, Keys.from_plain(setting["keys"]), program.mail_bytes)
     return act(program, role, Setting.from_plain(setting), mail)

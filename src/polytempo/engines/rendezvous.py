@@ -10,20 +10,41 @@ from polytempo.engines.environment import parsed_url
 
 
 class Rendezvous:
-    """Listens at `host` alone, on any free port; `url` says where. It is gone with the last reference to it.
+    """Texts by key. Whoever reaches `url` can read and write them: they are addresses, and no secrets.
 
-    Whoever reaches the port can read and write the store: it holds addresses, and no secret.
+    Close it: the process that holds the store has threads for it as long as it is open, and a process with threads
+    is no good parent of forked ones.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, store: TCPStore, url: str) -> None:
+        self._store: TCPStore | None = store
+        self.url = url
+
+    @classmethod
+    def held(cls, host: str) -> Rendezvous:
+        """A new one in this process, which listens at `host` alone, on any free port."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=1024)
         port = listener.getsockname()[1]
-        self.store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return cls(store, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
+    @classmethod
+    def joined(cls, url: str) -> Rendezvous:
+        """The one that another process holds."""
+        host, port = parsed_url(url)
+        return cls(TCPStore(host, port, is_master=False, wait_for_workers=False), url)
 
-def joined_store(url: str) -> TCPStore:
-    """The store of the rendezvous at `url`, in another process."""
-    host, port = parsed_url(url)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+    def set(self, key: str, text: str) -> None:
+        """Let others find `text`, in place of any before it."""
+        assert self._store is not None, "it is closed"
+        self._store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        """The text; None as long as there is none."""
+        assert self._store is not None, "it is closed"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store = None

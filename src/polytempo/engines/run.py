@@ -12,18 +12,17 @@ from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy, check_workers
+from polytempo.engines.arguments import check_strategy, check_workers, checked_engine
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.folder import began
 from polytempo.engines.folder_names import slug
 from polytempo.engines.init import init
-from polytempo.engines.local_engine import Local
 from polytempo.engines.rehearsal import rehearse
 from polytempo.engines.run_collective import run_collective
 from polytempo.engines.run_page import reported, show_rows
-from polytempo.engines.run_served import num_processes, run_served
+from polytempo.engines.run_served import run_served
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
@@ -60,9 +59,10 @@ def run(
     be killed and the run goes on (see `run_served`).
     """
     check_strategy(strategy)
+    setup = checked_engine(engine)
     spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
     _prepare([spec])
-    return _performed(spec, engine or Local(), progress)
+    return _performed(spec, setup, progress)
 
 
 def _prepare(specs: Sequence[RunSpec]) -> None:
@@ -73,7 +73,7 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     workers = specs[0].workers
     for spec in specs:
         check_workers(spec.strategy, workers)
-    check_processes(max(num_processes(spec) for spec in specs), workers)
+    check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:
@@ -124,7 +124,7 @@ def compare(
 
     A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
     """
-    options = with_keywords(options, more)
+    options, setup = with_keywords(options, more), checked_engine(engine)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
     for strategy in strategies:
@@ -136,7 +136,7 @@ def compare(
         folders.append(folder)
         spec = RunSpec.of(job, strategy, workers, replace(options, out=folder))
         try:
-            results.append(_performed(spec, engine or Local(), progress))
+            results.append(_performed(spec, setup, progress))
         except NotFinite as error:
             results.append(diverged_result(spec, error))
     if options.out is not None:

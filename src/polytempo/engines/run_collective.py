@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,17 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
     out = options.out and options.out.resolve()
     placed = replace(spec, options=replace(options, out=out))
 
-    @cache
-    def meeting() -> Rendezvous:
-        return Rendezvous(engine.address.host)
+    meetings: list[Rendezvous] = []
+
+    def setting() -> dict[str, Any]:
+        if not meetings:
+            meetings.append(Rendezvous.held(engine.address.host))
+        return {"rendezvous": meetings[0].url}
 
     launch = Launch(
         work=lambda role: train_rank(placed),
         spec=placed,
-        setting=lambda: {"rendezvous": meeting().url},
+        setting=setting,
         workers=spec.workers,
         most=spec.workers,
         threads=options.threads,
@@ -50,8 +52,12 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             if not options.resume:
                 metrics.unlink(missing_ok=True)
             follower = _Follower(metrics, show)
-        with setup.open(launch) as engine:
-            [answer, *_] = collected(engine, spec.workers, None if follower is None else follower.look)
+        try:
+            with setup.open(launch) as engine:
+                [answer, *_] = collected(engine, spec.topology(), None if follower is None else follower.look)
+        finally:
+            for meeting in meetings:
+                meeting.close()
         if follower is not None:
             follower.look()
     assert isinstance(answer, dict)

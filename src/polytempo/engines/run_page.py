@@ -38,7 +38,8 @@ def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Itera
         else:
             progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
 
-    progress.start(spec.options.steps, f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers")
+    description = f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers"
+    progress.start(spec.options.steps, description, total_epochs=spec.epochs, at_most=bool(spec.options.until))
     try:
         yield show
     finally:

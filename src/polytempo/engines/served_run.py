@@ -78,6 +78,7 @@ class ServedRun:
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
         self._arenas: Arenas | None = None
+        self._rendezvous: Rendezvous | None = None
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def meet(self, address: Address) -> None:
@@ -92,13 +93,15 @@ class ServedRun:
             directory.open()
             self._mail: Mail = directory
             return
-        self._rendezvous, self._keys = Rendezvous(address.host), make_keys()
-        self._mail = MailboxStore(self._rendezvous.store, address.host, self._keys, program.mail_bytes)
+        self._rendezvous, self._keys = Rendezvous.held(address.host), make_keys()
+        self._mail = MailboxStore(self._rendezvous, address.host, self._keys, program.mail_bytes)
 
     def close(self) -> None:
-        """Let go of shared memory: it is many files, and this object is part of cycles."""
+        """Let go of shared memory, which is many files, and of the rendezvous: this object is part of cycles."""
         if self._arenas is not None:
             self._arenas.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
@@ -183,6 +186,7 @@ class ServedRun:
 
     def setting(self) -> Mapping[str, Any]:
         """What a process is told that has the run's `RunSpec` alone; see `program.perform`."""
+        assert self._rendezvous is not None
         return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
 
     def _now(self) -> Setting:

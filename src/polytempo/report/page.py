@@ -84,8 +84,11 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     """The numbers, and what is to be known before they are compared. A single run is not compared."""
     if len(runs) == 1:
         return numbers(runs[0]) + (f"<p>This run {_SIMULATED}</p>" if runs[0].simulated else "")
-    seeds = "Each strategy ran once, so small differences may be chance."
     simulated = any(run.simulated for run in runs)
+    chance = "Each strategy ran once, so small differences may be chance"
+    seeds = chance + (
+        "." if all(run.simulated for run in runs) else "; times also depend on what else the computer did."
+    )
     return (
         f"{tiles(runs)}<h2>Summary</h2><p>{escape(' '.join(baseline_sentences(runs)))} {seeds}</p>"
         f"{f'<p>Runs marked “simulated” {_SIMULATED}</p>' if simulated else ''}{summary_table(runs)}"

@@ -18,14 +18,13 @@ from polytempo.report.summary import human_seconds
 
 BAR_INTERVAL_S = 0.1
 PLAIN_INTERVAL_S = 3.0
-"""Plain lines come no faster than this; the last state is always told."""
+"""Plain lines come no faster than this; the last state is always shown."""
 
 
 class Progress:
     """Shows how far runs have come, and about how long they still take. It never writes to standard output.
 
     One object may show several runs in turn, each between `start` and `finish`; `num_runs` says how many are to come.
-    `total_epochs` is where a run of unknown steps ends; `at_most`: it may end before.
 
         with Progress() as progress:
             progress.start(400, "local_sgd(period=8)")
@@ -38,26 +37,29 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         *,
         num_runs: int = 1,
-        total_epochs: float | None = None,
-        at_most: bool = False,
     ) -> None:
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._num_runs, self._total_epochs, self._at_most = num_runs, total_epochs, at_most
+        self._num_runs = num_runs
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._total_steps: int | None = None
+        self._total_epochs: float | None = None
+        self._at_most = False
         self._description = ""
         self._forecast = Forecast(num_runs)
         self._told_s = clock()
         self._untold = ""
 
-    def start(self, total_steps: int | None, description: str) -> None:
-        """Begin a run of `total_steps` (None: unknown), named `description`."""
+    def start(
+        self, total_steps: int | None, description: str, *, total_epochs: float | None = None, at_most: bool = False
+    ) -> None:
+        """Begin a run named `description`, of `total_steps` and `total_epochs` (None: unknown); `at_most`: or fewer."""
         self.finish()
         self._forecast.begin(self._clock())
         number = f"[{self._forecast.number}/{self._num_runs}] " if self._num_runs > 1 else ""
         self._total_steps, self._description = total_steps, number + description
+        self._total_epochs, self._at_most = total_epochs, at_most
         if _is_terminal(self._stream):
             self._bar = _bar(self._stream)
             total = None if total_steps is None and self._total_epochs is None else 1.0

@@ -32,7 +32,7 @@ def _percent_or_nothing(value: float | None, decimals: int) -> str:
 
 
 def _negative(value: float | None) -> float | None:
-    return None if value is None else -value
+    return None if value is None or value == math.inf else -value
 
 
 COLUMNS = (
@@ -96,21 +96,20 @@ def scrolling(table: str) -> str:
 
 def tiles(runs: Sequence[RunRecord]) -> str:
     """The headline numbers of a comparison: who is most accurate (or has the least loss), is fastest, sends least."""
-    lines = summaries(runs)
-    quality = [line for line in lines if line.accuracy is not None]
-    found: list[tuple[str, str, Summary]] = []
-    if quality:
-        best = max(quality, key=lambda line: line.accuracy or 0.0)
-        found.append(("Highest test accuracy", percent(best.accuracy or 0.0), best))
-    elif losses := [line for line in lines if line.loss is not None and line.loss < math.inf]:
-        best = min(losses, key=lambda line: line.loss or 0.0)
-        found.append(("Lowest loss", f"{best.loss:.4g}", best))
-    fastest = max(_comparable(lines), key=lambda line: line.samples_per_s)
-    found.append(("Highest throughput", f"{fastest.samples_per_s:,.0f} samples/s", fastest))
-    if sending := [line for line in lines if line.workers > 1]:
-        frugal = min(sending, key=lambda line: line.bytes_sent)
-        found.append(("Least sent per rank", human_bytes(frugal.bytes_sent), frugal))
-    return _tiles("", [(name, value, _of(line)) for name, value, line in found])
+    lines = _ended_well(summaries(runs))
+    found = []
+    if any(line.accuracy is not None for line in lines):
+        best = _leaders(lines, lambda line: line.accuracy)
+        found.append(("Highest test accuracy", percent(best[0].accuracy or 0.0), best))
+    elif any(_negative(line.loss) is not None for line in lines):
+        best = _leaders(lines, lambda line: _negative(line.loss))
+        found.append(("Lowest loss", f"{best[0].loss:.4g}", best))
+    best = _leaders(_comparable(lines), lambda line: line.samples_per_s)
+    found.append(("Highest throughput", f"{best[0].samples_per_s:,.0f} samples/s", best))
+    if any(line.workers > 1 for line in lines):
+        best = _leaders(lines, lambda line: -line.bytes_sent if line.workers > 1 else None)
+        found.append(("Least sent per rank", human_bytes(best[0].bytes_sent), best))
+    return _tiles("", [(name, value, _of(lines)) for name, value, lines in found])
 
 
 def numbers(run: RunRecord) -> str:
@@ -131,8 +130,18 @@ def _tiles(more_class: str, found: Sequence[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles {more_class}">{items}</dl>'
 
 
-def _of(line: Summary) -> str:
-    return f'<span title="{escape(line.call)}">{breakable(line.label)}</span>'
+def _leaders(lines: Sequence[Summary], merit: Callable[[Summary], float | None]) -> list[Summary]:
+    """Those with the highest merit, of which there is at least one."""
+    merits = [merit(line) for line in lines]
+    highest = max(value for value in merits if value is not None)
+    return [line for line, value in zip(lines, merits, strict=True) if value == highest]
+
+
+def _of(lines: Sequence[Summary]) -> str:
+    """Whose number it is: one run's, or that of several which are level."""
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    calls = escape("\n".join(line.call for line in lines))
+    return f'<span title="{calls}">{breakable(lines[0].label)}{more}</span>'
 
 
 def facts(runs: Sequence[RunRecord]) -> str:
@@ -185,10 +194,15 @@ def swatch(style: LineStyle) -> str:
 
 
 def _best(column: Column, lines: Sequence[Summary]) -> set[int]:
-    rivals = _comparable(lines) if column.timed else lines
+    rivals = _comparable(_ended_well(lines)) if column.timed else _ended_well(lines)
     merits = [column.merit(line) if line in rivals else None for line in lines]
     known = {merit for merit in merits if merit is not None}
     return {number for number, merit in enumerate(merits) if merit == max(known)} if len(known) > 1 else set()
+
+
+def _ended_well(lines: Sequence[Summary]) -> list[Summary]:
+    """Without runs that diverged: who ends early sends least. All, where all did."""
+    return [line for line in lines if line.loss != math.inf] or list(lines)
 
 
 def _comparable(lines: Sequence[Summary]) -> list[Summary]:

@@ -9,7 +9,7 @@ pt.run(job, strategy, workers, …) ──▶ RunSpec ──▶ the programs of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from polytempo.core import Strategy
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
+from polytempo.spec.topology import Topology, num_added
 
 FORMAT = "polytempo-run-spec"
 VERSION = 1
 _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
+_NUMBERS = ("name", "lr", "batch_size", "epochs")
+"""What a program may change of a job that it has found by name: it travels with the run."""
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
 
 
@@ -63,6 +66,14 @@ class RunSpec:
         """What all randomness of the run is drawn from."""
         return self.options.seed
 
+    def topology(self, hosts: Sequence[int] = ()) -> Topology:
+        """The run's nodes. `hosts`: the host of each; empty: one host."""
+        service = self.strategy.server
+        if service is None:
+            return Topology.collective(self.workers, hosts)
+        added = num_added(service.shards, self.options.reshape)
+        return Topology.served(self.workers, service.shards, service.replicas, added, hosts)
+
     def __str__(self) -> str:
         """As progress shows it: "digits, local_sgd(period=8), 4 workers"."""
         return f"{self.job.name}, {self.strategy}, {self.workers} workers"
@@ -90,8 +101,11 @@ class RunSpec:
         plain = {
             "format": FORMAT,
             "version": VERSION,
-            "job": self.job.origin,
-            "functions": functions_of(self.job),
+            "job": {
+                "origin": self.job.origin,
+                **{name: getattr(self.job, name) for name in _NUMBERS},
+                "functions": functions_of(self.job),
+            },
             "strategy": str(self.strategy),
             "workers": self.workers,
             "options": _plain(self.options),
@@ -110,13 +124,7 @@ class RunSpec:
         plain = json.loads(text)
         if not isinstance(plain, dict) or (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"this is no {FORMAT} of version {VERSION}: {text[:80]!r}")
-        job = find_job(plain["job"])
-        for name, there in plain["functions"].items():
-            if (here := functions_of(job)[name]) != there:
-                raise ValueError(
-                    f"job {plain['job']} has another {name} where the run was begun ({there}) than where it is found "
-                    f"by name ({here}); give that job a name of its own in a file"
-                )
+        job = _found(plain["job"], find_job)
         return cls(
             job=job,
             strategy=parse_strategy(plain["strategy"]),
@@ -126,6 +134,18 @@ class RunSpec:
             batch_size=plain["batch_size"],
             epochs=plain["epochs"],
         )
+
+
+def _found(plain: Mapping[str, Any], find_job: Callable[[str], Job]) -> Job:
+    """The job that `plain` names, with its numbers."""
+    origin, found = plain["origin"], find_job(plain["origin"])
+    for name, here in functions_of(found).items():
+        if (there := plain["functions"][name]) != here:
+            raise ValueError(
+                f"job {origin} has another {name} where the run was begun ({there}) than where it is found by name "
+                f"({here}); give that job a name of its own in a file"
+            )
+    return replace(found, **{name: plain[name] for name in _NUMBERS})
 
 
 def functions_of(job: Job) -> dict[str, str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core.cost import Cost, num_bytes
 from polytempo.core.state import duplicate
+from polytempo.core.transform import cost_of
 
 
 class DelayedState(NamedTuple):
@@ -57,12 +59,15 @@ def delayed(delay: int, transform: Transform) -> Transform:
         assert transform.beside is not None
         return await transform.beside(port, bundle, await _answer(state.inner))
 
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return cost_of(transform, parameters, num_ranks).remembering(delay * num_bytes(parameters))
+
     return Transform(
         init,
         apply,
         separable=transform.separable,
         weighs=transform.weighs,
-        explain=transform.explain,
+        cost=cost,
         beside=None if transform.beside is None else beside,
     )
 

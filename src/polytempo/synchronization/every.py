@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Port, State, Transform, identity, inside
-from polytempo.core.transform import Part, parts_of
+from polytempo.core.cost import Cost, Steps
+from polytempo.core.transform import cost_of
 
 
 class PeriodState(NamedTuple):
@@ -20,7 +21,7 @@ def every(period: int, transform: Transform) -> Transform:
     """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
     if period < 1:
         raise ValueError(f"period must be at least 1 step, got {period}")
-    return _when(lambda step: step % period == 0, transform, f"every {period} steps" if period > 1 else "every step")
+    return _when(lambda step: step % period == 0, transform, lambda steps: steps.every(period))
 
 
 def until(step: int, transform: Transform) -> Transform:
@@ -29,17 +30,17 @@ def until(step: int, transform: Transform) -> Transform:
         raise ValueError(f"until needs a step >= 0, got {step}")
     if step == 0:
         return identity()
-    return _when(lambda now: now <= step, transform, f"in the first {step} steps")
+    return _when(lambda now: now <= step, transform, lambda steps: steps.until(step))
 
 
 def after(step: int, transform: Transform) -> Transform:
     """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
     if step < 0:
         raise ValueError(f"after needs a step >= 0, got {step}")
-    return _when(lambda now: now > step, transform, f"after step {step}")
+    return _when(lambda now: now > step, transform, lambda steps: steps.after(step))
 
 
-def _when(condition: Callable[[int], bool], transform: Transform, words: str) -> Transform:
+def _when(condition: Callable[[int], bool], transform: Transform, change: Callable[[Steps], Steps]) -> Transform:
     def init(parameters: Bundle) -> PeriodState:
         return PeriodState(0, transform.init(parameters))
 
@@ -50,9 +51,8 @@ def _when(condition: Callable[[int], bool], transform: Transform, words: str) ->
             out, inner = await transform.apply(port, bundle, inner)
         return out, PeriodState(step, inner)
 
-    def explain(parameters: Bundle, num_ranks: int) -> list[Part]:
-        found = parts_of(transform, parameters, num_ranks)
-        return [part._replace(under=(words, *part.under)) for part in found]
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return cost_of(transform, parameters, num_ranks).at(change)
 
     beside = inside(transform.beside, lambda state: state.inner)
-    return transform._replace(init=init, apply=apply, explain=explain, beside=beside)
+    return transform._replace(init=init, apply=apply, cost=cost, beside=beside)

@@ -5,8 +5,7 @@
         rank-0.safetensors      this rank's tensors; its scalars as one JSON string in the metadata
         rank-1.safetensors
         manifest.json           every file's size, sha256 and place in the mesh, and its own sha256
-      .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
-      .step-00000100.replaced/  the old version of a step that is being saved again
+      .step-00000120.partial/   being written (see `checkpoint_folders` for all names)
 
 Pure file work: nothing here communicates, and no link is followed (see `core.files`). Every rank calls `write_part`;
 rank 0 then calls `commit` with the hashes of all ranks. Nothing is parsed before its size and hash are checked, and
@@ -15,7 +14,6 @@ nothing is unpickled.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -31,8 +29,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core import Mesh, files
-from polytempo.core.errors import PolytempoError
 from polytempo.core.state import Scalar
+from polytempo.training.checkpoint_folders import (
+    CheckpointError,
+    damaged,
+    final_folder,
+    make_partial,
+    move_into_place,
+    partial_folder,
+    prune,
+    still_there,
+)
 from polytempo.training.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -44,20 +51,11 @@ from polytempo.training.manifest import (
     scalars_of,
 )
 
-KEPT = 2
-_TRIES = 100
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 _MANIFEST = "manifest.json"
 _FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 """What comes of reading what no program of ours has written, though its hashes are right."""
-_COMPLETE = re.compile(r"step-(\d{8,})")
-_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
-
-
-class CheckpointError(PolytempoError):
-    """A checkpoint cannot be written, or what is on the disk is not what was written."""
 
 
 class ForeignCheckpoint(CheckpointError, ValueError):
@@ -76,14 +74,14 @@ def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
     Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Whoever calls it
-    has looked for NaN and infinities (`snapshot.written_part`).
+    has looked for NaN and infinities (`checkpoint_writer.written_part`).
     """
     _check_names(part)
     folder = partial_folder(root, step)
     file = folder / part_name(rank)
     tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
     try:
-        _make_partial(folder)
+        make_partial(folder)
         files.remove(file)  # a link of that name would be followed
         save_file(tensors, file, metadata={"scalars": json.dumps(part.scalars)})
         _sync(file)
@@ -92,7 +90,7 @@ def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
         with suppress(OSError):
             file.unlink()
         raise CheckpointError(
-            f"cannot write {file}: {error}; free space there or choose another folder. {_still_there(root)}"
+            f"cannot write {file}: {error}; free space there or choose another folder. {still_there(root)}"
         ) from error
 
 
@@ -105,7 +103,7 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
     Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
     parts beyond it stay, because a rank that is ahead may be writing them.
     """
-    folder, final = partial_folder(root, step), _final(root, step)
+    folder, final = partial_folder(root, step), final_folder(root, step)
     parts = [_finished_part(folder, rank, sha256) for rank, sha256 in enumerate(hashes)]
     mesh = mesh or along_data(len(parts))
     if mesh.size != len(parts):
@@ -118,19 +116,13 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
             stream.write(content)
         _sync(folder / _MANIFEST)
         _sync(folder)
-        _move_into_place(folder, final)
+        move_into_place(folder, final)
         _sync(root)
         _sync(root.parent)
     except OSError as error:
-        raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {_still_there(root)}") from error
-    _prune(root, step)
+        raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {still_there(root)}") from error
+    prune(root, step)
     return final
-
-
-def latest(root: Path) -> Path | None:
-    """The folder of the newest complete checkpoint, or None where there is none."""
-    folders = _complete(root)
-    return folders[max(folders)] if folders else None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -139,13 +131,13 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = files.read(file, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
+        raise damaged(path, file, f"cannot be read ({error.strerror})") from error
     if len(content) > MAX_MANIFEST_BYTES:
-        raise _damaged(path, file, f"is larger than {MAX_MANIFEST_BYTES} bytes")
+        raise damaged(path, file, f"is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
         return decoded(content)
     except _FORGED as error:
-        raise _damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
+        raise damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
 
 
 def read_part(path: Path, rank: int) -> CheckpointPart:
@@ -158,57 +150,16 @@ def read_part(path: Path, rank: int) -> CheckpointPart:
     try:
         num_bytes = _size(file)
         if num_bytes != expected.num_bytes:
-            raise _damaged(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
+            raise damaged(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
         if _sha256(file) != expected.sha256:
-            raise _damaged(path, file, "is damaged (its sha256 is not the manifest's)")
+            raise damaged(path, file, "is damaged (its sha256 is not the manifest's)")
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
             return CheckpointPart(tensors, scalars_of(opened.metadata()))
     except OSError as error:
-        raise _damaged(path, file, f"cannot be read ({error.strerror})") from error
+        raise damaged(path, file, f"cannot be read ({error.strerror})") from error
     except (SafetensorError, *_FORGED) as error:
-        raise _damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
-
-
-def partial_folder(root: Path, step: int) -> Path:
-    """Where the parts of a checkpoint lie until it is complete."""
-    if step < 0:
-        raise ValueError(f"step {step} is negative; steps count from 0")
-    return root / f".step-{step:08d}.partial"
-
-
-def _final(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
-
-
-def _complete(root: Path) -> dict[int, Path]:
-    """Complete checkpoints by step. An old version counts while its new one is not yet in place."""
-    found: dict[int, Path] = {}
-    for pattern in (_REPLACED, _COMPLETE):
-        for folder in _within(root):
-            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
-                found[int(match[1])] = folder
-    return found
-
-
-def _within(root: Path) -> list[Path]:
-    """What is in `root`, links as links; nothing where there is no `root`."""
-    if root.is_symlink():
-        raise CheckpointError(f"{root} is a link, and nothing in a run's folder is followed; move the folder here")
-    return list(root.iterdir()) if root.is_dir() else []
-
-
-def _make_partial(folder: Path) -> None:
-    """Make it, in place of whatever else has its name; all ranks may do so at once."""
-    files.made(folder.parent)
-    for _ in range(_TRIES):
-        with suppress(FileExistsError):
-            folder.mkdir()
-        if files.is_folder(folder):
-            return
-        with suppress(IsADirectoryError):  # another rank has made the folder meanwhile
-            folder.unlink(missing_ok=True)
-    raise FileExistsError(errno.EEXIST, "something makes files of this name again and again", str(folder))
+        raise damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
 
 
 def _check_names(part: CheckpointPart) -> None:
@@ -248,37 +199,6 @@ def _declared_bytes(file: Path) -> int:
     return 8 + header_bytes + max(ends, default=0)
 
 
-def _move_into_place(folder: Path, final: Path) -> None:
-    replaced = final.with_name(f".{final.name}.replaced")
-    if os.path.lexists(final):
-        files.remove(replaced)
-        os.rename(final, replaced)
-    os.rename(folder, final)
-
-
-def _prune(root: Path, step: int) -> None:
-    """Leftovers go first, then what is out of date; a complete folder loses its name before its files.
-
-    What cannot be removed does no harm: the next save tries again.
-    """
-    complete = _complete(root)
-    for folder in _within(root):
-        match = _LEFTOVER.fullmatch(folder.name)
-        if match and folder not in complete.values() and (match[2] != "partial" or int(match[1]) <= step):
-            with suppress(OSError):
-                files.remove(folder)
-    kept = sorted((other for other in complete if other <= step), reverse=True)[:KEPT]
-    for other in complete.keys() - kept:
-        removed = root / f".step-{other:08d}.removed"
-        with suppress(OSError):
-            os.rename(complete[other], removed)
-            files.remove(removed)
-    for other in kept:
-        if complete[other] != _final(root, other):  # an old version whose new one never came
-            with suppress(OSError):
-                os.rename(complete[other], _final(root, other))
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -295,19 +215,3 @@ def _size(file: Path) -> int:
 def _sha256(file: Path) -> str:
     with files.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _still_there(root: Path) -> str:
-    previous = latest(root)
-    return f"The checkpoint {previous} is untouched." if previous else "There is no earlier checkpoint."
-
-
-def _damaged(path: Path, file: Path, problem: str) -> CheckpointError:
-    match = _COMPLETE.fullmatch(path.name)
-    step = int(match[1]) if match else 0
-    earlier = {other: folder for other, folder in _complete(path.parent).items() if other < step}
-    if earlier:
-        remedy = f"delete {path} to fall back to {earlier[max(earlier)]}"
-    else:
-        remedy = f"there is no earlier checkpoint; delete {path} and start again"
-    return CheckpointError(f"{file} {problem}; {remedy}")

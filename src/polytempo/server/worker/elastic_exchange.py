@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Port, State, Steps, Transform
 
 
 class Exchanging(NamedTuple):
@@ -36,4 +36,8 @@ def exchange(every: int) -> Transform:
             return bundle, Exchanging(step)
         return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        there = Exchange("push", steps=Steps().every(every), server="push")
+        return Cost((there, there._replace(by="its answer", server="pull")))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Late, Port, State, Steps, Transform
 from polytempo.core.state import settled
 from polytempo.server.worker.background_exchange import begin
 
@@ -47,4 +47,7 @@ def pull(every: int = 1, *, overlap: bool = False) -> Transform:
 
         return arrived or bundle, Pulling(step, await begin(port, port.pull(step), own))
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((Exchange("pull", steps=Steps().every(every), server="pull"),))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core import Bundle, Cost, Exchange, Late, Port, State, Steps, Transform
 from polytempo.core.state import settled
 from polytempo.server.worker.background_exchange import begin
 
@@ -53,7 +53,10 @@ def push(every: int = 1, *, overlap: bool = False, steps_locally: bool = False) 
         late = await begin(port, port.push(sum_so_far.flat, step), lambda _: None)
         return answer, Pushing(step, None, (*under_way[1:], late))
 
-    return Transform(init, apply, separable=False, idle_alone=False)
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost((Exchange("push", steps=Steps().every(every), server="push"),))
+
+    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
 
 
 def _plus(accrued: Bundle | None, bundle: Bundle, copies: bool) -> Bundle:

@@ -1,0 +1,146 @@
+"""`Cost`: what a transform sends, computes and remembers, as numbers. It is worked out from shapes; nothing is sent.
+
+Every number is of one exchange of the whole model. Numbers "of all ranks" add up over exchanges; a rank is busiest in
+an exchange where it sends the most bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from polytempo.core.bundle import Bundle
+from polytempo.core.route import Route
+
+Reason = Literal["", "asked", "sum", "stripes", "merge", "sparse", "memory", "wires"]
+
+
+class Steps(NamedTuple):
+    """Steps `first`, `first` + `period`, … up to `last`, counted from 1. `last` None: without end."""
+
+    first: int = 1
+    period: int = 1
+    last: int | None = None
+
+    def has(self, step: int) -> bool:
+        """Whether `step` is one of them."""
+        return (
+            self.first <= step and (step - self.first) % self.period == 0 and (self.last is None or step <= self.last)
+        )
+
+    def every(self, period: int) -> Steps:
+        """These steps, where one of them passes in `period` steps, on the last of these."""
+        return Steps(self.first * period, self.period * period, None if self.last is None else self.last * period)
+
+    def until(self, step: int) -> Steps:
+        """Those of the first `step` steps."""
+        return self._replace(last=step if self.last is None else min(step, self.last))
+
+    def after(self, step: int) -> Steps:
+        """These steps, counted from `step` on."""
+        return Steps(self.first + step, self.period, None if self.last is None else self.last + step)
+
+    def __str__(self) -> str:
+        often = "every step" if self.period == 1 else f"every {self.period} steps"
+        begin = "" if self.first == self.period else f", from step {self.first} on"
+        return f"{often}{begin}{'' if self.last is None else f', up to step {self.last}'}"
+
+
+class Sent(NamedTuple):
+    """Messages and bytes."""
+
+    messages: int = 0
+    """Sends of all ranks; a rank's part in a collective that the world performs counts as one."""
+    payload_bytes: int = 0
+    """Of all ranks: gradients or parameters, encoded where there is a codec."""
+    metadata_bytes: int = 0
+    """Of all ranks: what codecs agree on before, lengths of wires and scales."""
+    busiest_bytes: int = 0
+    """Of the busiest rank, all together."""
+    rounds: int = 0
+    """Messages that follow each other, each after the one before has arrived."""
+
+    def plus(self, other: Sent) -> Sent:
+        """One after the other."""
+        return Sent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Sum(NamedTuple):
+    """A plain sum of `numel` numbers over all ranks. What it sends is the route's affair."""
+
+    route: Route
+    numel: int
+    itemsize: int
+
+
+class Exchange(NamedTuple):
+    """What happens in those steps: `sent`, and the `sums` besides."""
+
+    by: str
+    """What merges, or carries: a route, `all_gather`, `mix`, `push`."""
+    sent: Sent = Sent()
+    sums: tuple[Sum, ...] = ()
+    flops: float = 0.0
+    """Of the busiest rank: encoding, decoding, what a merge computes; not the sum itself."""
+    steps: Steps = Steps()
+    exact: bool = True
+    """Whether it is exactly that; otherwise values decide, and this is the most."""
+    codec: str | None = None
+    """The codec's name."""
+    reason: Reason = ""
+    """Why the codec's wires travel that way; see `compression.through`."""
+    server: Literal["", "push", "pull"] = ""
+    """To, or from, a parameter server: then its codecs say how many bytes."""
+    tensors: str = ""
+    """Which ones, where `split` deals with some of them."""
+
+
+class Cost(NamedTuple):
+    """What a transform declares."""
+
+    exchanges: tuple[Exchange, ...] = ()
+    memory_bytes: int = 0
+    """What a rank remembers from step to step."""
+
+    def at(self, change: Callable[[Steps], Steps]) -> Cost:
+        """The same on other steps."""
+        return self._replace(exchanges=tuple(each._replace(steps=change(each.steps)) for each in self.exchanges))
+
+    def plus(self, other: Cost) -> Cost:
+        """Both."""
+        return Cost(self.exchanges + other.exchanges, self.memory_bytes + other.memory_bytes)
+
+    def because(self, reason: Reason) -> Cost:
+        """With that reason for the route of wires."""
+        return self._replace(exchanges=tuple(each._replace(reason=reason) for each in self.exchanges))
+
+    def remembering(self, num_bytes: int) -> Cost:
+        """With so many bytes more to remember."""
+        return self._replace(memory_bytes=self.memory_bytes + num_bytes)
+
+
+CostOf = Callable[[Bundle, int], Cost]
+"""`cost(parameters, num_ranks)`. `parameters` gives names, shapes and dtypes; they may lie on the meta device."""
+
+
+def num_bytes(bundle: Bundle) -> int:
+    """Of all its values."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in bundle.tensors.values())
+
+
+def summed(bundle: Bundle, route: Route) -> Exchange:
+    """The sum of all its values by `route`, in every step."""
+    first = next(iter(bundle.tensors.values()), None)
+    itemsize = 4 if first is None else first.element_size()
+    return Exchange(route_name(route), sums=(Sum(route, num_bytes(bundle) // itemsize, itemsize),))
+
+
+def route_name(route: object) -> str:
+    """As `route=` takes it."""
+    return str(getattr(route, "__name__", route))
+
+
+def gathered(each: int, num_ranks: int) -> Sent:
+    """An all-gather of so many bytes from each rank, as a world performs it."""
+    others = num_ranks - 1
+    return Sent(num_ranks, num_ranks * others * each, busiest_bytes=others * each, rounds=others)

@@ -1,0 +1,191 @@
+"""`explain`: what a strategy sends, computes and remembers, as numbers; nothing is trained and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.collectives.cost import sum_cost
+from polytempo.compression.packing import Packing, whole
+from polytempo.core import Bundle, Codec, Cost, Exchange, Sent, Strategy, Transform
+from polytempo.core.cost import num_bytes
+from polytempo.core.rule import Service
+from polytempo.core.transform import cost_of
+
+
+class Traffic(NamedTuple):
+    """What all workers together send in a step, and what the busiest of them does."""
+
+    messages: float = 0
+    """Sends; a worker's part in a collective that the world performs counts as one."""
+    gradient_bytes: float = 0
+    """Bytes of gradients, encoded where there is a codec."""
+    parameter_bytes: float = 0
+    """Bytes of parameters, and of what workers moved them by."""
+    metadata_bytes: float = 0
+    """Bytes of what codecs agree on before."""
+    busiest_bytes: float = 0
+    """Bytes that the busiest worker sends, all together."""
+    rounds: float = 0
+    """Messages that follow each other."""
+    flops: float = 0
+    """Floating-point operations of encoding, decoding and merging, on the busiest worker."""
+
+    @property
+    def bytes(self) -> float:
+        """Of all classes."""
+        return self.gradient_bytes + self.parameter_bytes + self.metadata_bytes
+
+
+Of = Literal["gradients", "parameters"]
+
+
+class Planned(NamedTuple):
+    """An exchange of a strategy, with the numbers of its sums in `exchange.sent`."""
+
+    of: Of
+    """Before the optimizer's step, or after it."""
+    exchange: Exchange
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of a step with this exchange."""
+        sent = self.exchange.sent
+        gradients = self.of == "gradients" if not self.exchange.server else self.exchange.server == "push"
+        return Traffic(
+            sent.messages,
+            sent.payload_bytes if gradients else 0,
+            0 if gradients else sent.payload_bytes,
+            sent.metadata_bytes,
+            sent.busiest_bytes,
+            sent.rounds,
+            self.exchange.flops,
+        )
+
+
+class Explanation(NamedTuple):
+    """What `explain` answers: plain numbers."""
+
+    strategy: str
+    workers: int
+    tensors: int
+    numel: int
+    """Parameters."""
+    parameter_bytes: int
+    """Of one copy of the parameters."""
+    exchanges: tuple[Planned, ...]
+    memory_bytes: int
+    """What a worker remembers from step to step: residuals, anchors, what is late."""
+
+    @property
+    def mean(self) -> Traffic:
+        """Of a step in a long run: an exchange every H steps counts 1/H, one that ends counts nothing."""
+        return _added(
+            Traffic(*(value / planned.exchange.steps.period for value in planned.traffic))
+            for planned in self.exchanges
+            if planned.exchange.steps.last is None
+        )
+
+    def at(self, step: int) -> Traffic:
+        """Of that step, counted from 1."""
+        return _added(planned.traffic for planned in self.exchanges if planned.exchange.steps.has(step))
+
+
+def explain(
+    strategy: Strategy,
+    workers: int = 8,
+    parameters: nn.Module | Mapping[str, Tensor] | int = 1_000_000,
+    *,
+    hosts: Sequence[int] | None = None,
+) -> Explanation:
+    """What each step of `strategy` sends, computes and remembers, for a model's parameters.
+
+        found = pt.explain(pt.strategies.local_sgd(period=8), workers=16, parameters=model)
+        found.mean.busiest_bytes        # a step, over a long run
+        found.at(8).rounds              # the step in which models meet
+        found.memory_bytes
+
+    `parameters`: a model, tensors by name (they may lie on the meta device), or how many float32 there are, as one
+    vector. `hosts[r]`: the host of worker r, for `hierarchical`; None: a host each.
+
+    Units: messages, bytes, floating-point operations, each of one step; `memory_bytes` of one worker. Numbers are those
+    that the virtual world counts when the strategy exchanges all parameters at once (a world that overlaps exchanges
+    with the backward pass sends each bucket by itself: as many bytes, more messages). Where `exchange.exact` is False,
+    values decide, and bytes are the most there can be. Not counted: running statistics, an optimizer's state that
+    travels (`strategy.carries_optimizer`), and what a parameter server's protocol sends besides gradients and
+    parameters (acknowledgements, tickets, copies of shards). A graph that changes from step to step (`gossip`) counts
+    as in its first step.
+
+    Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
+    one's own that does not say its cost.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    if hosts is not None and len(hosts) != workers:
+        raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
+    bundle = _bundle(parameters)
+    where = range(workers) if hosts is None else hosts
+    slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
+    found: list[Planned] = []
+    memory = 0
+    for of, transform in slots:
+        cost = cost_of(transform, bundle, workers)
+        found += [Planned(of, _summed(each, where)) for each in _served(cost, strategy.server, bundle, workers)]
+        memory += cost.memory_bytes
+    return Explanation(
+        str(strategy),
+        workers,
+        len(bundle.tensors),
+        sum(tensor.numel() for tensor in bundle.tensors.values()),
+        num_bytes(bundle),
+        tuple(found),
+        memory,
+    )
+
+
+def _bundle(parameters: nn.Module | Mapping[str, Tensor] | int) -> Bundle:
+    if isinstance(parameters, nn.Module):
+        parameters = {name: p.detach() for name, p in parameters.named_parameters() if p.requires_grad}
+    if isinstance(parameters, int):
+        parameters = {"parameters": torch.empty(parameters, device="meta")}
+    if not any(tensor.numel() for tensor in parameters.values()):
+        raise ValueError("there are no parameters that are trained, so nothing is sent; give a model, or a number >= 1")
+    return Bundle({name: torch.empty_like(tensor, device="meta") for name, tensor in parameters.items()})
+
+
+def _added(traffics: Iterable[Traffic]) -> Traffic:
+    return reduce(lambda a, b: Traffic(*(x + y for x, y in zip(a, b, strict=True))), traffics, Traffic())
+
+
+def _summed(exchange: Exchange, hosts: Sequence[int]) -> Exchange:
+    """With what its sums send."""
+    costs = [sum_cost(each.route, hosts, each.numel, each.itemsize) for each in exchange.sums]
+    return exchange._replace(sent=reduce(Sent.plus, costs, exchange.sent))
+
+
+def _served(cost: Cost, service: Service | None, parameters: Bundle, workers: int) -> Iterable[Exchange]:
+    """Pushes and pulls with their bytes, which the server's codecs decide: a message to, or from, each shard."""
+    for exchange in cost.exchanges:
+        if not exchange.server or service is None:
+            yield exchange
+            continue
+        codec = service.codec if exchange.server == "push" else service.pull_codec
+        each, exact, flops = _encoded(parameters, codec)
+        to_server = exchange.server == "push"
+        sent = Sent(workers * service.shards, workers * each, busiest_bytes=each if to_server else 0, rounds=1)
+        name = None if codec is None else codec.facts.name
+        yield exchange._replace(
+            sent=sent, exact=exact and (codec is None or service.shards == 1), codec=name, flops=flops
+        )
+
+
+def _encoded(parameters: Bundle, codec: Codec | None) -> tuple[int, bool, float]:
+    """Bytes of a push or a pull, whether exactly, and a worker's operations for it."""
+    if codec is None:
+        return num_bytes(parameters), True, 0.0
+    packing = Packing(whole(parameters.views, codec), parameters.views)
+    return packing.num_bytes, packing.fixed, packing.flops / 2

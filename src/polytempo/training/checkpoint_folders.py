@@ -1,0 +1,128 @@
+"""The folders of checkpoints: what they are called, which of them are complete, and what may go.
+
+step-00000100/            complete: renamed into place only after everything in it was on the disk
+.step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
+.step-00000100.replaced/  the old version of a step that is being saved again
+.step-00000080.removed/   out of date: it loses its name before its files
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from polytempo.core import files
+from polytempo.core.errors import PolytempoError
+
+KEPT = 2
+_TRIES = 100
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
+_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
+
+
+class CheckpointError(PolytempoError):
+    """A checkpoint cannot be written, or what is on the disk is not what was written."""
+
+
+def latest(root: Path) -> Path | None:
+    """The folder of the newest complete checkpoint, or None where there is none."""
+    folders = _complete(root)
+    return folders[max(folders)] if folders else None
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where the parts of a checkpoint lie until it is complete."""
+    if step < 0:
+        raise ValueError(f"step {step} is negative; steps count from 0")
+    return root / f".step-{step:08d}.partial"
+
+
+def final_folder(root: Path, step: int) -> Path:
+    """Where a complete checkpoint lies."""
+    return root / f"step-{step:08d}"
+
+
+def _complete(root: Path) -> dict[int, Path]:
+    """Complete checkpoints by step. An old version counts while its new one is not yet in place."""
+    found: dict[int, Path] = {}
+    for pattern in (_REPLACED, _COMPLETE):
+        for folder in _within(root):
+            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
+                found[int(match[1])] = folder
+    return found
+
+
+def _within(root: Path) -> list[Path]:
+    """What is in `root`, links as links; nothing where there is no `root`."""
+    if root.is_symlink():
+        raise CheckpointError(f"{root} is a link, and nothing in a run's folder is followed; move the folder here")
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def make_partial(folder: Path) -> None:
+    """Make it, in place of whatever else has its name; all ranks may do so at once."""
+    files.made(folder.parent)
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if files.is_folder(folder):
+            return
+        with suppress(IsADirectoryError):  # another rank has made the folder meanwhile
+            folder.unlink(missing_ok=True)
+    raise FileExistsError(errno.EEXIST, "something makes files of this name again and again", str(folder))
+
+
+def move_into_place(folder: Path, final: Path) -> None:
+    """Let what `folder` holds be the complete checkpoint `final`, in place of an older version."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if os.path.lexists(final):
+        files.remove(replaced)
+        os.rename(final, replaced)
+    os.rename(folder, final)
+
+
+def prune(root: Path, step: int) -> None:
+    """Remove what `step`, which is complete now, leaves without use.
+
+    Leftovers go first, then what is out of date; a complete folder loses its name before its files. What
+    cannot be removed does no harm: the next save tries again.
+    """
+    complete = _complete(root)
+    for folder in _within(root):
+        match = _LEFTOVER.fullmatch(folder.name)
+        if match and folder not in complete.values() and (match[2] != "partial" or int(match[1]) <= step):
+            with suppress(OSError):
+                files.remove(folder)
+    kept = sorted((other for other in complete if other <= step), reverse=True)[:KEPT]
+    for other in complete.keys() - kept:
+        removed = root / f".step-{other:08d}.removed"
+        with suppress(OSError):
+            os.rename(complete[other], removed)
+            files.remove(removed)
+    for other in kept:
+        if complete[other] != final_folder(root, other):  # an old version whose new one never came
+            with suppress(OSError):
+                os.rename(complete[other], final_folder(root, other))
+
+
+def still_there(root: Path) -> str:
+    """For an error's text: what a run can go on from."""
+    previous = latest(root)
+    return f"The checkpoint {previous} is untouched." if previous else "There is no earlier checkpoint."
+
+
+def damaged(path: Path, file: Path, problem: str) -> CheckpointError:
+    """The error for a `file` of checkpoint `path` that is not as it was written, with what to do."""
+    match = _COMPLETE.fullmatch(path.name)
+    step = int(match[1]) if match else 0
+    earlier = {other: folder for other, folder in _complete(path.parent).items() if other < step}
+    if earlier:
+        remedy = f"delete {path} to fall back to {earlier[max(earlier)]}"
+    else:
+        remedy = f"there is no earlier checkpoint; delete {path} and start again"
+    return CheckpointError(f"{file} {problem}; {remedy}")

@@ -1,0 +1,261 @@
+"""What `explain` says of a strategy is what the virtual world counts: messages, bytes, rounds, operations, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from laws.catalogue import HELPED, ROWS, SERVED, Row, label
+from polytempo import aggregation, collectives
+from polytempo import compression as c
+from polytempo import strategies as s
+from polytempo.cluster import Cluster, Link, ethernet
+from polytempo.core import Bundle, Late, Op, Port, Strategy, Task, identity, is_idle, world_port
+from polytempo.core.op import Pull, Push, Start, Work
+from polytempo.core.state import settled
+from polytempo.spec.explanation import Explanation, explain
+from polytempo.worlds import Trace, VirtualWorld
+
+STEPS = 12
+SHAPES = {"w": (33, 17), "b": (40,), "u": (64, 40), "x": (3, 5, 2)}
+WAITS = {"recv", "compute", "mark", "now"}
+
+MORE = [
+    Row("a way of wires", lambda: s.bf16_sgd(route=c.all_gather)),
+    Row("a way of wires", lambda: s.int8_sgd(route=c.all_gather)),
+    Row("a way of wires", lambda: s.top_k_sgd(0.1, route=c.reduce_scatter)),
+    Row("a codec by a route", lambda: s.local_sgd(2, route=collectives.star, codec=c.bf16())),
+    Row("a merge of codes", lambda: Strategy("own", c.through(c.int8(), aggregation.median))),
+    Row("entropy", lambda: Strategy("own", c.through(c.feedback(c.top_k(0.1, entropy=True))))),
+    Row("two exchanges", lambda: Strategy("own", aggregation.mean(), aggregation.mean(collectives.halving_doubling))),
+    Row("hierarchies", lambda: s.sync_sgd(collectives.hierarchical(collectives.tree))),
+    Row("a late one", lambda: s.post_local_sgd(switch_step=3, period=3, route=collectives.ring)),
+]
+"""What the catalogue's rows leave out."""
+EVERY = [*ROWS, *MORE]
+LATE = {"delayed_sgd"}
+"""Their exchanges are under way while the next step begins, so they count in total only."""
+every_row = pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}: {label(row)}")
+
+
+def values(rank: int, *, meta: bool) -> Bundle:
+    """Each rank's own; on the meta device wires are as long as they may be."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return Bundle({name: tensor.to("meta") if meta else tensor for name, tensor in tensors.items()})
+
+
+def run(strategy: Strategy, cluster: Cluster, num_ranks: int, *, meta: bool) -> tuple[Trace, list[Any], float]:
+    """`STEPS` steps of all ranks: the trace, each rank's states in the end, and the time."""
+    states: list[Any] = [None] * num_ranks
+
+    async def program(port: Port) -> None:
+        slots = [t for t in (strategy.gradients, strategy.parameters) if not is_idle(t, port.size)]
+        own = [t.init(values(port.rank, meta=meta)) for t in slots]
+        for step in range(1, STEPS + 1):
+            await port.mark(step)
+            for i, transform in enumerate(slots):
+                _, own[i] = await transform.apply(port, values(port.rank, meta=meta), own[i])
+        states[port.rank] = [await settled(state) for state in own]
+
+    outcome = VirtualWorld(cluster, num_ranks).run(program)
+    return outcome.trace, states, outcome.seconds
+
+
+def counted(trace: Trace, step: int | None) -> tuple[int, int, int]:
+    """Messages and bytes of all ranks, and bytes of the busiest one, in that step; None: in all."""
+    events = [e for e in trace.events if e.op not in WAITS and step in (None, e.step)]
+    by_rank: Counter[int] = Counter()
+    for event in events:
+        by_rank[event.rank] += event.bytes
+    return len(events), sum(by_rank.values()), max(by_rank.values(), default=0)
+
+
+def explained(strategy: Strategy, num_ranks: int) -> Explanation:
+    return explain(strategy, num_ranks, values(0, meta=True).tensors)
+
+
+@every_row
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_messages_and_bytes_are_those_of_a_simulated_step(row: Row, num_ranks: int) -> None:
+    strategy = row.make()
+    if "krum" in str(strategy) or "trimmed" in str(strategy):
+        num_ranks = max(num_ranks, 5)
+    found = explained(strategy, num_ranks)
+    trace, _, _ = run(strategy, ethernet(), num_ranks, meta=True)
+    if row.name not in LATE:
+        for step in range(1, STEPS + 1):
+            said = found.at(step)
+            messages, num_bytes, busiest = counted(trace, step)
+            assert (said.messages, said.bytes) == (messages, num_bytes), step
+            assert busiest <= said.busiest_bytes <= busiest + 64 * num_ranks, step
+    total = [found.at(step) for step in range(1, STEPS + 1)]
+    assert (sum(t.messages for t in total), sum(t.bytes for t in total)) == counted(trace, None)[:2]
+
+
+@every_row
+def test_with_values_it_is_the_same_or_the_most(row: Row) -> None:
+    strategy, num_ranks = row.make(), 5
+    found = explained(strategy, num_ranks)
+    trace, _, _ = run(strategy, ethernet(), num_ranks, meta=False)
+    messages = sum(found.at(step).messages for step in range(1, STEPS + 1))
+    num_bytes = sum(found.at(step).bytes for step in range(1, STEPS + 1))
+    assert counted(trace, None)[0] == messages
+    if all(planned.exchange.exact for planned in found.exchanges):
+        assert counted(trace, None)[1] == num_bytes
+    else:
+        assert 0 < counted(trace, None)[1] <= num_bytes
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """All that a state holds."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Bundle):
+        yield state.flat
+    elif isinstance(state, dict | tuple | list):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from tensors_of(part)
+    assert not isinstance(state, Late)
+
+
+@every_row
+def test_what_is_remembered_is_what_a_state_holds(row: Row) -> None:
+    strategy = row.make()
+    _, states, _ = run(strategy, ethernet(), 5, meta=False)
+    for state in states:
+        held = sum(t.numel() * t.element_size() for t in tensors_of(state))
+        assert held == explained(strategy, 5).memory_bytes
+
+
+SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
+BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
+
+
+@every_row
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_rounds_are_seconds_where_only_latency_counts(row: Row, num_ranks: int) -> None:
+    strategy = row.make()
+    if row.name in LATE or ("krum" in str(strategy) or "trimmed" in str(strategy)):
+        num_ranks = 8
+    _, _, seconds = run(strategy, SLOW, num_ranks, meta=True)
+    rounds = sum(explained(strategy, num_ranks).at(step).rounds for step in range(1, STEPS + 1))
+    if row.name in LATE:
+        assert 0 < seconds <= rounds
+    else:
+        assert seconds == pytest.approx(rounds)
+
+
+@every_row
+def test_operations_are_seconds_where_only_they_count(row: Row) -> None:
+    strategy = row.make()
+    _, _, seconds = run(strategy, BUSY, 8, meta=True)
+    flops = sum(explained(strategy, 8).at(step).flops for step in range(1, STEPS + 1))
+    assert seconds == pytest.approx(flops) if flops else seconds < 1e-20
+
+
+# ---------------------------------------------------------------------- parameter servers
+
+
+@pytest.mark.parametrize("row", [*SERVED, *HELPED], ids=label)
+def test_pushes_and_pulls_come_in_the_steps_that_are_said(row: Row) -> None:
+    strategy = row.make()
+    found, parameters = explained(strategy, 4), values(0, meta=False)
+    port, asked = world_port(0, [0, 0]), Counter[tuple[str, int]]()
+    slots = [strategy.gradients, strategy.parameters]
+    states = [transform.init(parameters) for transform in slots]
+
+    async def one() -> None:
+        for i, transform in enumerate(slots):
+            _, states[i] = await transform.apply(port, parameters.copy(), states[i])
+
+    for step in range(1, STEPS + 1):
+
+        def begin(op: Op[Any], step: int = step) -> Any:
+            what = op.what if isinstance(op, Start) else op
+            if isinstance(what, Push):
+                asked["push", step] += 1
+            if isinstance(what, Pull):
+                asked["pull", step] += 1
+            answer = parameters.flat.clone()
+            if isinstance(op, Start):
+                if not isinstance(op.what, Op):
+                    nested = Task(op.what)
+                    assert nested.resume(begin)
+                    return Work(nested.result())
+                return Work(answer)
+            return op.handle if isinstance(op, Work) else answer
+
+        task = Task(one())
+        assert task.resume(begin)
+        task.result()
+    elastic = "elastic" in str(strategy) or row.name == "easgd"
+    for step in range(1, STEPS + 1):
+        for kind in ("push", "pull"):
+            said = sum(p.exchange.server == kind and p.exchange.steps.has(step) for p in found.exchanges)
+            assert said == asked["push" if elastic else kind, step], (kind, step)
+
+
+def test_bytes_of_pushes_and_pulls() -> None:
+    """A message to each shard, by the codecs of either direction."""
+    found = pt.explain(
+        s.downpour(shards=2, push_every=5, pull_every=2, pull_codec=c.bf16()), 4, {"w": torch.empty(4096)}
+    )
+    assert found.at(5)[:4] == (8, 4 * 4 * 4096, 0, 0)
+    assert found.at(2)[:4] == (8, 0, 4 * 2 * 4096, 0)
+    assert found.mean[:3] == (8 / 5 + 8 / 2, 4 * 4 * 4096 / 5, 4 * 2 * 4096 / 2)
+
+
+# ---------------------------------------------------------------------- as a planner reads it
+
+
+def test_numbers_in_figures() -> None:
+    found = pt.explain(s.local_sgd(period=8, route=collectives.ring), workers=4, parameters=1000)
+    assert (found.strategy, found.workers, found.tensors, found.numel) == (
+        "local_sgd(period=8, route=ring)",
+        4,
+        1,
+        1000,
+    )
+    assert (found.parameter_bytes, found.memory_bytes) == (4000, 0)
+    assert found.at(7) == (0, 0, 0, 0, 0, 0, 0)
+    assert found.at(8) == (24, 0, 24_000, 0, 6000, 6, 0)
+    assert found.mean == (3, 0, 3000, 0, 750, 0.75, 0)
+    assert found.mean.bytes == 3000
+
+
+def test_a_hierarchy_counts_by_hosts() -> None:
+    found = pt.explain(s.sync_sgd(collectives.hierarchical()), 4, 1000, hosts=[0, 0, 1, 1]).at(1)
+    assert found == (2 * 2 + 4, 24_000, 0, 0, 4000 + 4000, 2 + 2, 0)
+
+
+def test_a_model_counts_what_is_trained() -> None:
+    model = torch.nn.Linear(10, 5)
+    model.bias.requires_grad_(False)
+    assert pt.explain(s.sync_sgd(), parameters=model).numel == 50
+
+
+def test_what_cannot_be_explained_is_refused_with_a_remedy() -> None:
+    async def own(port: Port, bundle: Bundle) -> Bundle:
+        return bundle
+
+    async def own_route(port: Port, buffer: Tensor) -> Tensor:
+        return buffer
+
+    with pytest.raises(ValueError, match="does not say what it costs; give its transform cost="):
+        pt.explain(Strategy("own", gradients=pt.core.stateless(own)))
+    with pytest.raises(ValueError, match="what route=own_route sends is not known; known are halving_doubling, native"):
+        pt.explain(s.sync_sgd(own_route))
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        pt.explain(s.sync_sgd(), workers=0)
+    with pytest.raises(ValueError, match="no parameters that are trained"):
+        pt.explain(s.sync_sgd(), parameters={})
+    with pytest.raises(ValueError, match="a host for each of 8 workers, got 2"):
+        pt.explain(s.sync_sgd(), hosts=[0, 1])
+    assert pt.explain(Strategy("none", gradients=identity())).exchanges == ()

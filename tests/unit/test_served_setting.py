@@ -1,0 +1,24 @@
+"""What a process is told that is started while a run with a parameter server goes on: it travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polytempo.engines.served_node import Setting
+from polytempo.server.layout import Span
+from polytempo.server.message import View
+
+VIEW = View(7, ((2, 3), (), (4,)), ((0, 1), (1, 5)), False, 3, ((Span(0, 4),), (), (Span(4, 2), Span(8, 1))))
+
+
+@pytest.mark.parametrize(("record", "snapshot"), [(None, None), (Path("/runs/a/record/0001"), 12)])
+def test_it_comes_back_from_json(record: Path | None, snapshot: int | None) -> None:
+    setting = Setting(VIEW, zero_s=123.25, record=record, snapshot=snapshot)
+    again = Setting.from_plain(json.loads(json.dumps(setting.to_plain())))
+    assert (again.record, again.snapshot) == (record, snapshot)
+    assert again.zero_s == pytest.approx(123.25, abs=1.0)  # the same clock, read twice
+    for field in VIEW.__struct_fields__:
+        assert getattr(again.view, field) == getattr(VIEW, field)
