@@ -61,8 +61,7 @@ def stepwise(
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         worker, members = arrival.worker, situation.members
-        waiting: dict[int, WaitingPushes] = dict(state["waiting"])
-        newcomers = tuple(state["newcomers"])
+        waiting, newcomers = dict(state["waiting"]), tuple(state["newcomers"])
         if arrival.kind == "pull":
             return state, [] if worker in waiting or worker in newcomers else [Answer(worker)]
         if arrival.kind == "push":

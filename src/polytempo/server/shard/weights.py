@@ -58,17 +58,14 @@ class Weights:
         self.summed = False
         self.partial_sums: dict[int, Tensor] = {}
         """Batch -> the sum of the parts of its gradient that are there, until an update includes it."""
-        self._idle: list[Tensor] = []
-        """Free memory for such sums."""
+        self._idle: list[Tensor] = []  # free memory for such sums
         self.leases: dict[int, list[tuple[int, int]]] = {}
         """Worker -> (sequence of the answered request, buffer that the answer lends; -1: it lends none)."""
         self.reads: dict[int, tuple[int, int]] = {}
         """Worker -> (version, buffer) of the weights that it read last."""
-        self.rates = StepRates()
-        """The rates of the gradients in the sum."""
+        self.rates = StepRates()  # of the gradients in the sum
         self.optimizer = optimizer
-        self._empty, self._keeps_reads = empty, keeps_reads
-        self._shown = shown
+        self._empty, self._keeps_reads, self._shown = empty, keeps_reads, shown
         self._terms: list[Term] = []
         self._speculates = optimizer.descends
         self._total_factor: Factor = 1.0
