@@ -25,7 +25,7 @@ from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.pending import Pair, Pending
-from polytempo.worlds.progress import Progress
+from polytempo.worlds.progress import ProgressThread
 from polytempo.worlds.shares import Shares
 from polytempo.worlds.strand import Strand
 from polytempo.worlds.trace import Event, Trace
@@ -43,7 +43,7 @@ class ProcessWorld:
     def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
         self.rank, self.size = rank, len(hosts)
         self.transport = Transport(rank, self.size, group)
-        self.progress = Progress() if group is None and len(set(hosts)) > 1 else None
+        self.progress = ProgressThread() if group is None and len(set(hosts)) > 1 else None
         """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
