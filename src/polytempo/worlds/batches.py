@@ -22,7 +22,7 @@ from typing import Any
 
 
 class Held:
-    """A message that waits for its batch, or is under way. What `Pending` needs of torch's Work."""
+    """A message that waits for its batch, or is under way. What `PendingOp` needs of torch's Work."""
 
     __slots__ = ("_batches", "begin", "channel", "is_send", "work")
 
