@@ -270,7 +270,8 @@ def test_what_drifts_is_compared_along_data_and_named_by_its_rank() -> None:
     assert "ranks 1, 3 have drifted apart" in second
 
 
-def test_a_step_that_one_half_skips_is_skipped_by_all() -> None:
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_step_that_one_half_skips_is_skipped_by_all(data: int) -> None:
     def work(world: ProcessWorld) -> list[float]:
         net = half(model_of(world))
         optimizer = SGD(net.parameters(), lr=0.1)
@@ -285,7 +286,7 @@ def test_a_step_that_one_half_skips_is_skipped_by_all() -> None:
             scaler.update()
         return [scaler.get_scale(), float(flat(net) != before)]
 
-    assert in_mesh(4, work) == [[4.0, 1.0]] * 4
+    assert in_mesh(2 * data, work, data=data, model=2) == [[4.0, 1.0]] * (2 * data)
 
 
 # ---- refusals ----

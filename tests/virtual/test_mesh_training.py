@@ -14,8 +14,10 @@ from polytempo.cluster import one_host
 from polytempo.core import Port, Strategy
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import Updates
+from polytempo.spec.job_calls import replica_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint import read_manifest, read_part
 from polytempo.training.checkpoint_folders import latest
 from polytempo.training.clipping import clip_grad_norm_
@@ -32,15 +34,15 @@ s = pt.strategies
 
 def context(port: Port, strategy: Strategy, options: RunOptions, observer: VirtualObserver) -> TrainingContext:
     """What a virtual rank of the mesh needs: its half, and its data rank's samples."""
-    job, ports = half_job(port.coordinates["model"]), ports_of(port)
-    torch.manual_seed(options.seed)
-    model, data = job.model(), job.data(None)
-    replica = Replica(model, job.optimizer(model.parameters(), job.lr), strategy, ports.data.size)
+    job, data_port = half_job(port.coordinates["model"]), ports_of(port).data
+    spec = RunSpec.of(job, strategy, port.size, options)
+    model, optimizer = replica_of(spec)
+    replica, data = Replica(model, optimizer, strategy, data_port.size), job.data(None)
     shard = DataShard(
-        data.training(), rank=ports.data.rank, size=ports.data.size, batch_size=job.batch_size, seed=options.seed
+        data.training(), rank=data_port.rank, size=data_port.size, batch_size=spec.batch_size, seed=spec.seed
     )
     take_step = priced_step(replica, job, 100.0, Updates(strategy.one_copy))
-    return TrainingContext(job, options, replica, shard, data, take_step, observer)
+    return TrainingContext(spec, replica, shard, data, take_step, observer)
 
 
 def simulated(strategy: Strategy, mesh: dict[str, int], options: RunOptions) -> list[TrainingSummary]:

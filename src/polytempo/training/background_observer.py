@@ -24,11 +24,11 @@ from polytempo.core.state import Scalar
 from polytempo.spec.options import RunOptions
 from polytempo.training.background import Background
 from polytempo.training.checkpoint_folders import CheckpointError, partial_folder
+from polytempo.training.checkpoint_writer import about, complete, part_of, written_part
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.ports import mesh_of
 from polytempo.training.program import Moment, TrainingContext, meets
-from polytempo.training.snapshot import about, complete, part_of, written_part
 from polytempo.worlds import ProcessWorld
 
 _MOST_WAITING = 2

@@ -74,7 +74,7 @@ def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
     Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Whoever calls it
-    has looked for NaN and infinities (`snapshot.written_part`).
+    has looked for NaN and infinities (`checkpoint_writer.written_part`).
     """
     _check_names(part)
     folder = partial_folder(root, step)

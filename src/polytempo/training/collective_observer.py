@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.training.checkpoint_writer import save
 from polytempo.training.evaluate import Evaluation, Score, evaluate, of_first_part, tensors_of
 from polytempo.training.ports import ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
-from polytempo.training.snapshot import save
 from polytempo.worlds import ProcessWorld
 
 

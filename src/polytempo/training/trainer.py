@@ -33,7 +33,7 @@ from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.ports import mesh_of
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
-from polytempo.training.snapshot import load
+from polytempo.training.resumption import load
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8

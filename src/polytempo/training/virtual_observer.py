@@ -15,11 +15,11 @@ from torch import Tensor
 
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.training.checkpoint_writer import about, complete, write_when_landed
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
-from polytempo.training.snapshot import about, complete, write_when_landed
 
 
 @dataclass

@@ -1,0 +1,143 @@
+"""How a training run goes on from a checkpoint, also with another number of ranks that hold the same parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polytempo.core import Mesh, Port, Strategy
+from polytempo.core.state import Saved, Scalar
+from polytempo.training.agree import agree
+from polytempo.training.checkpoint import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
+from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.training.optimizer_state import optimizer_restore
+from polytempo.training.ports import DATA, mesh_of, ports_of
+from polytempo.training.program import TrainingContext
+from polytempo.training.schedule_state import schedule_restore
+
+V = TypeVar("V")
+
+
+async def load(port: Port, context: TrainingContext, root: Path) -> int:
+    """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
+
+    With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
+    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks still owed
+    (residuals of error feedback) goes to exactly one rank each, so that their sum stays what it was. Another mesh
+    beside that is a ValueError.
+
+    A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
+    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError, as are
+    another strategy and another job.
+    """
+    folder = await _newest(port, root, context.replica.strategy)
+    manifest = read_manifest(folder)
+    _check(manifest.about, folder, context)
+    saved_ranks = _saved_ranks(folder, manifest.mesh, port)
+    try:
+        fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
+        raise ForeignCheckpoint(
+            f"{folder} does not fit this run ({type(error).__name__}: {error}); resume with the model and the "
+            "optimizer that saved it, or begin another run in another folder"
+        ) from error
+    if context.options.lr is not None:
+        _set_rates(context, fresh, folder)
+    return context.replica.step
+
+
+async def _newest(port: Port, root: Path, strategy: Strategy) -> Path:
+    """The newest checkpoint's folder, which must be the same on all ranks."""
+    folder = latest(root)
+    await agree(port, {"checkpoint": folder.name if folder else None})
+    if folder is not None:
+        return folder
+    if any(root.glob("snapshot-*-run.json")):
+        raise ValueError(
+            f"{root} holds snapshots of a parameter server, and {strategy} has none; resume with the --strategy that "
+            "saved them, or check --out"
+        )
+    raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
+
+
+def _check(about: Mapping[str, Scalar], folder: Path, context: TrainingContext) -> None:
+    strategy, job = str(context.replica.strategy), context.job.name
+    if about.get("strategy") != strategy:
+        raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
+    if about.get("job") != job:
+        raise ValueError(f"{folder} was saved by job {about.get('job')!r}, this run trains {job!r}; use another --out")
+
+
+def _saved_ranks(folder: Path, saved: Mesh, port: Port) -> list[int]:
+    """The saved ranks that held what this rank holds, along "data"."""
+    mine = mesh_of(port)
+    old, new = ({axis: n for axis, n in mesh.axes if axis != DATA and n > 1} for mesh in (saved, mine))
+    if old != new:
+        raise ValueError(
+            f"{folder} was saved by ranks in a {saved}, and this run's are in a {mine}; only the number of ranks along "
+            f"{DATA!r} may change: lay out this run like the saved one, or check --out"
+        )
+    own = saved.rank({axis: coordinate for axis, coordinate in mine.coordinates(port.rank).items() if axis != DATA})
+    return saved.group(own, [DATA] if DATA in saved.lengths else [])
+
+
+def _go_on(data: Port, context: TrainingContext, folder: Path, saved: Sequence[int]) -> list[Any]:
+    """Take over what ranks `saved` that held the same. Returns the learning rates that were in force before."""
+    own = read_part(folder, saved[data.rank % len(saved)])
+    synchronized = context.replica.strategy.synchronized
+    whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
+    model = _under(whole.tensors, "model/")
+    if not synchronized and len(saved) != data.size:
+        parts = [_under(read_part(folder, rank).tensors, "model/") for rank in saved]
+        model = {name: _mean([part[name] for part in parts]) for name in model}
+    context.replica.model.load_state_dict(model)
+    fresh = _rates(context.replica.optimizer)
+    optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
+    debtors = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
+    context.replica.restore(_strategy(own), [_strategy(part) for part in debtors])
+    context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
+    context.seconds = float(own.scalars["seconds"] or 0.0)
+    if context.scheduler is not None:
+        schedule_restore(context.scheduler, str(own.scalars["schedule"]))
+    return fresh
+
+
+def _strategy(part: CheckpointPart) -> Saved:
+    return Saved(_under(part.tensors, "strategy/"), _under(part.scalars, "strategy/"))
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    """Each parameter group's learning rate; under a schedule, the one that it began with."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+
+def _set_rates(context: TrainingContext, rates: list[Any], folder: Path) -> None:
+    optimizer = context.replica.optimizer
+    if context.scheduler is None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return
+    saved, given = ([float(rate) for rate in several] for several in (_rates(optimizer), rates))
+    if saved != given:
+        raise ValueError(
+            f"{folder} goes on with its schedule, which began at learning rate {saved}, and lr={context.options.lr} "
+            f"would begin it at {given}; resume without a learning rate"
+        )
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    return torch.stack(tensors).mean(dim=0)
+
+
+def _under(entries: Mapping[str, V], prefix: str) -> dict[str, V]:
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
