@@ -92,18 +92,19 @@ def test_the_source_is_a_paragraph() -> None:
 
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """One entry a strategy, a codec and a way; some names are both, so each says its kind."""
+    """One entry a strategy, a codec and a wire route; some names are both, so each says its kind."""
     with pytest.raises(SystemExit) as end:
         app(["strategies", "--json"])
     assert end.value.code == 0
     entries = json.loads(capsys.readouterr().out)
     names = {
-        kind: [entry["name"] for entry in entries if entry["kind"] == kind] for kind in ("strategy", "codec", "way")
+        kind: [entry["name"] for entry in entries if entry["kind"] == kind]
+        for kind in ("strategy", "codec", "wire route")
     }
     assert names == {
         "strategy": sorted(strategies.__all__),
         "codec": sorted(CODECS),
-        "way": ["all_gather", "reduce_scatter"],
+        "wire route": ["all_gather", "reduce_scatter"],
     }
     assert len(entries) == sum(map(len, names.values()))
 
@@ -119,7 +120,7 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
-    assert lines[-1].startswith("route=… takes ways in bf16_sgd, diloco, ")
+    assert lines[-1].startswith("route=… takes wire routes in bf16_sgd, diloco, ")
 
 
 @pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))
@@ -145,7 +146,7 @@ def test_the_package_offers_the_parser() -> None:
         pt.parse_strategy("dovnpour")
 
 
-KINDS = ("strategies", "codecs", "ways", "clusters", "stragglers")
+KINDS = ("strategies", "codecs", "wire_routes", "clusters", "stragglers")
 
 
 def test_what_the_source_declares_is_what_an_import_gives() -> None:

@@ -22,6 +22,7 @@ from polytempo.engines import rehearsal
 from polytempo.engines.rehearsal import Rehearsed, _rehearsed, rehearse
 from polytempo.spec.objective import loss_of
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 CLASSES, FEATURES = 3, 4
 
@@ -47,7 +48,7 @@ JOB = pt.Job(
 
 def rehearsed(job: pt.Job, strategy: Any = None, **options: Any) -> None:
     """What is made before the workers start, in this process."""
-    _rehearsed(job, [strategy or pt.strategies.sync_sgd()], RunOptions(**options))
+    _rehearsed([RunSpec.of(job, strategy or pt.strategies.sync_sgd(), 1, RunOptions(**options))])
 
 
 def raises(*_: Any) -> Any:
@@ -264,15 +265,18 @@ def test_every_strategy_of_a_job_is_rehearsed_and_none_twice(monkeypatch: pytest
     """A run with one strategy says nothing about the second one of a later `compare`."""
     job, tried = replace(JOB), []
 
-    def tries(job: pt.Job, strategies: Sequence[Strategy], options: RunOptions) -> Rehearsed:
-        tried.append([str(strategy) for strategy in strategies])
+    def tries(specs: Sequence[RunSpec]) -> Rehearsed:
+        tried.append([str(spec.strategy) for spec in specs])
         return Rehearsed(8, 0, ())
+
+    def rehearses(strategies: Sequence[Strategy], options: RunOptions) -> None:
+        rehearse([RunSpec.of(job, strategy, 2, options) for strategy in strategies])
 
     monkeypatch.setattr(rehearsal, "_tried", tries)
     fits, other = pt.strategies.sync_sgd(), pt.strategies.dgc()
     for strategies in ([fits], [fits], [fits, other], [other, fits]):
-        rehearse(job, strategies, RunOptions())
-    rehearse(job, [fits], RunOptions(lr=0.5))
+        rehearses(strategies, RunOptions())
+    rehearses([fits], RunOptions(lr=0.5))
     assert tried == [[str(fits)], [str(other)], [str(fits)]]
 
 

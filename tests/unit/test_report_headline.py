@@ -142,7 +142,7 @@ TABLE: list[tuple[str, list[RunRecord], str]] = [
         "c reaches 98 % accuracy 2.0x sooner than b (2.5 s instead of 5 s) and ends as accurate (98.0 %; b 98.0 %).",
     ),
     (
-        "accuracy that nobody has",
+        "an accuracy of zero",
         [run("a", [(1, 0.0), (2, 0.0)]), run("b", [(1, 0.0), (2, 0.0)], 200)],
         "b processes 2.0x as many samples per second as a and ends as accurate (0.0 %; a 0.0 %).",
     ),

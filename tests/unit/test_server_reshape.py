@@ -23,7 +23,7 @@ from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client, Pending
+from polytempo.server.worker.client import Client, PendingExchange
 
 TIMING = Timing(retry_s=0.1, longest_retry_s=0.2, beat_s=0.1, lost_s=5.0, worker_lost_s=5.0, starting_s=20.0)
 TICKETS, REPEATS, HUB = 60, 3, 100
@@ -39,7 +39,7 @@ class Learner:
         self.call: Ask | None = None
         self.calls, self.clock = 0, 0
         self.held: deque[int] = deque()
-        self.pending: Pending | None = None
+        self.pending: PendingExchange | None = None
         self.layout, self.ends = 0, False
         self.asked_s = -1.0
 

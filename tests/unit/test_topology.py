@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import polytempo as pt
 from polytempo.core import Mesh
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 
 
@@ -28,6 +31,21 @@ def test_a_parameter_server_stands_behind_the_workers() -> None:
     roles = ["worker"] * 2 + ["copy"] * 6 + ["coordinator", "evaluator", "copy"]
     assert [topology.role_of(node) for node in range(11)] == roles
     assert [topology.shard_of(node) for node in range(11)] == [None, None, 0, 0, 1, 1, 2, 2, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshape", "num_nodes"),
+    [
+        (pt.strategies.sync_sgd(), {}, 3),
+        (pt.strategies.async_sgd(), {}, 3 + 1 + 1),
+        (pt.strategies.async_sgd(shards=2, replicas=1), {}, 3 + 2 * 2 + 1),
+        (pt.strategies.async_sgd(), {1: 3, 2: 2, 3: 4}, 3 + 1 + (2 + 2) + 1),
+    ],
+)
+def test_a_run_says_its_nodes(strategy: pt.Strategy, reshape: dict[int, int], num_nodes: int) -> None:
+    spec = RunSpec.of(pt.jobs.find("digits"), strategy, 3, RunOptions(reshape=reshape))
+    assert spec.topology().num_nodes == num_nodes
+    assert [spec.topology(hosts=[0, 1]).host_of(node) for node in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

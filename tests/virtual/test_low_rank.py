@@ -261,13 +261,15 @@ def test_two_all_reduces_a_step_and_what_they_carry(exact_below: int, expected: 
     assert sent == expected
 
 
-def test_explain_says_what_is_sent() -> None:
+def test_the_cost_is_that_of_two_thin_sums() -> None:
+    """P and what is small, then Q; M stays here, with Q."""
     parameters = Bundle({"w": torch.zeros(1000, 1000), "b": torch.zeros(1000)})
-    [(lines, *_)] = low_rank(4).explain(parameters, 8)
-    assert (
-        lines[0] == "low_rank(rank=4): all-reduce of P, 16 kB, with 4 kB of small tensors, then of Q, 16 kB, by native"
-    )
-    assert lines[-1] == "each rank sends 63 kB; uncompressed 7.007 MB, 111.2 times as much"
+    cost = low_rank(4).cost
+    assert cost is not None
+    (exchange,), memory = cost(parameters, 8)
+    assert [each.numel for each in exchange.sums] == [4 * 1000 + 1000, 4 * 1000]
+    assert exchange.flops == 6 * 4 * 1000 * 1000
+    assert memory == 4 * (1000 * 1000 + 4 * 1000)
 
 
 # ----------------------------------------------------------------------------------------------------------- state

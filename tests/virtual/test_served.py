@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from polytempo import strategies
 from polytempo.cluster import Crash, ethernet, slow_host
 from polytempo.core import PolytempoError, Strategy
-from polytempo.core.rule import UpdateRule
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.data.batches import Batches
 from polytempo.data.plan import picks
 from polytempo.engines.run import join, run
@@ -25,7 +25,7 @@ from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
 from polytempo.report.metrics import read_metrics
 from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
@@ -38,7 +38,7 @@ UNTESTED = replace(DIGITS, data=lambda folder: Data(DIGITS.data(folder).train))
 
 
 def synchronous(shards: int) -> Strategy:
-    return served(f"hardsync, {shards} shards", service(hardsync(), shards=shards, replicas=0, deals="evenly"))
+    return served(f"hardsync, {shards} shards", Service(hardsync(), shards=shards, replicas=0, deals="evenly"))
 
 
 def serial(job: Job, steps: int) -> str:

@@ -48,7 +48,7 @@ from polytempo.server.message import (
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.rules.softsync import softsync
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
@@ -132,7 +132,7 @@ def test_one_worker_with_exact_wires_is_plain_to_the_bit(shards: int) -> None:
 
 
 def synchronous(shards: int, codec: Codec | None, pull_codec: Codec | None = None) -> Strategy:
-    made = service(hardsync(), shards=shards, replicas=1, deals="evenly", codec=codec, pull_codec=pull_codec)
+    made = Service(hardsync(), shards=shards, replicas=1, deals="evenly", codec=codec, pull_codec=pull_codec)
     return served(f"hardsync, {shards} shards", made)
 
 
@@ -334,7 +334,7 @@ def test_weights_that_have_overflowed_end_no_shard_and_are_told_to_who_pulls(pul
     (answer,) = machines[2].apply(Pull(1, 1, 1, 0, -1))
     assert isinstance(answer, Pulled)
     worker.pull(3)
-    told = rf"^shard 2 holds inf as w\[4003\], which pull_codec={pull_codec.name[:4]}.* lower the learning rate"
+    told = rf"^shard 2 holds inf as w\[4003\], which pull_codec={pull_codec.facts.name[:4]}.* lower the learning rate"
     with pytest.raises(Overflown, match=told):
         delivered(worker, machines)
     copy = shard(None, BY_ROWS[2], 2, pull_codec=pull_codec)

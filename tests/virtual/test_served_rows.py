@@ -15,11 +15,12 @@ from torch.utils.data import TensorDataset
 from polytempo import strategies
 from polytempo.cluster import Crash, ethernet
 from polytempo.core import Strategy
+from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.engines.simulate import simulate
 from polytempo.engines.simulate_served import simulate_served
 from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
@@ -126,7 +127,7 @@ def dense() -> Bag:
 
 
 def synchronous(shards: int) -> Strategy:
-    return served(f"hardsync, {shards} shards", service(hardsync(), shards=shards, replicas=0, deals="evenly"))
+    return served(f"hardsync, {shards} shards", Service(hardsync(), shards=shards, replicas=0, deals="evenly"))
 
 
 # --------------------------------------------------------------------------------------------- the same as without rows

@@ -19,9 +19,10 @@ from polytempo import strategies
 from polytempo.aggregation import krum, low_rank, median, merged, trimmed_mean, vote
 from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
 from polytempo.compression.packing import Packing, stripes, whole
-from polytempo.compression.through import shown, through
-from polytempo.core import Bundle, Codec, NotFinite, Port, Residual, State, Transform
+from polytempo.compression.through import through
+from polytempo.core import Bundle, Codec, NotFinite, Port, Residual, State, Strategy, Transform
 from polytempo.core.state import restored, saved
+from polytempo.spec.explanation import explain
 from polytempo.worlds import Outcome, VirtualWorld
 from process.crew import together
 
@@ -311,14 +312,15 @@ def test_every_codec_can_be_merged(row: Row) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
 def test_the_codec_chooses_its_way(row: Row) -> None:
     """As `through` says it in its table."""
-    said = through(row.make()).explain(Bundle(values(0, 0, torch.float32)), 4)[0].lines[0]
-    remembers = row.make().init(torch.zeros(1)) is not None
+    cost = through(row.make()).cost
+    assert cost is not None
+    ((exchange,), _) = cost(Bundle(values(0, 0, torch.float32)), 4)
     if row.summable:
-        assert ": all-reduce of" in said
-    elif row.sparse or remembers or not row.fixed:
-        assert ": all-gather, " in said
+        assert (exchange.by, exchange.reason) == ("native", "sum")
+    elif row.sparse or row.feeds_itself or not row.fixed:
+        assert exchange.by == "all_gather"
     else:
-        assert ": reduce-scatter of " in said
+        assert (exchange.by, exchange.reason) == ("reduce_scatter", "stripes")
 
 
 def refused() -> list[tuple[str, Callable[[], Transform], str]]:
@@ -396,39 +398,25 @@ def test_a_route_is_no_string(codec: Codec) -> None:
 # ---------------------------------------------------------------------- what it says that it sends
 
 
-def said_bytes(line: str) -> tuple[bool, float]:
-    """From `each rank sends at most 1.2 kB; …`: whether it is the most, and the bytes."""
-    match = re.match(r"each rank sends (at most )?([\d.e+]+) (\w+);", line)
-    assert match is not None, line
-    return bool(match[1]), float(match[2]) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[match[3]]
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
 @pytest.mark.parametrize("way", [way for way in WAYS if way.fed or way.row.feeds_itself], ids=label)
-def test_explain_says_the_bytes_that_a_world_counts(way: Way, num_ranks: int) -> None:
-    """Of the busiest rank, to the three figures that are shown; where wires vary, the most."""
-    transform = way.make()
-    parameters = Bundle(values(0, 0, torch.float32)).map(lambda flat: flat.to("meta"))
-    [(lines, says_bytes, *_)] = transform.explain(parameters, num_ranks)
-    assert says_bytes
-    is_most, said = said_bytes(lines[-1])
-    outcome = ran(transform, num_ranks, torch.float32, steps=1)
-    busiest = max(outcome.trace.bytes_sent[rank] for rank in range(num_ranks))
-    assert is_most == (not way.row.fixed)
-    if is_most:
-        assert busiest <= said * 1.005
+def test_the_cost_is_what_a_world_counts(way: Way, num_ranks: int) -> None:
+    """Bytes of the busiest rank, and of all; where wires vary, the most."""
+    strategy = Strategy("own", gradients=way.make())
+    found = explain(strategy, num_ranks, values(0, 0, torch.float32)).at(1)
+    outcome = ran(way.make(), num_ranks, torch.float32, steps=1)
+    sent = [outcome.trace.bytes_sent[rank] for rank in range(num_ranks)]
+    if way.row.fixed:
+        assert (max(sent), sum(sent)) == (found.busiest_bytes, found.bytes)
     else:
-        assert f"each rank sends {shown(busiest)};" in lines[-1]
+        assert sum(sent) <= found.bytes
 
 
-def test_explain_for_one_rank_and_for_another_route() -> None:
-    parameters = Bundle({"w": torch.zeros(1000)})
-    assert through(c.bf16()).explain(parameters, 1)[0].lines == [
-        "bf16(): nothing is sent, and nothing is encoded, by one worker alone"
-    ]
-    [part] = through(c.bf16(), route=tree).explain(parameters, 8)
-    assert part.lines[-1] == "each message is as long as wires of 2 kB make it; uncompressed 4 kB, 2 times as much"
-    assert not part.says_bytes
+def test_the_cost_for_one_rank_and_for_another_route() -> None:
+    parameters = {"w": torch.zeros(1000)}
+    assert explain(Strategy("own", gradients=through(c.bf16())), 1, parameters).exchanges == ()
+    found = explain(Strategy("own", gradients=through(c.bf16(), route=tree)), 8, parameters).at(1)
+    assert (found.bytes, found.busiest_bytes) == (2 * 7 * 2000, 3 * 2000)
 
 
 # ---------------------------------------------------------------------- messages

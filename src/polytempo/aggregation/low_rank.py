@@ -119,8 +119,8 @@ def low_rank(
     if exact_below < 0:
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
 
-    way = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
-    return Transform(way.init, way.apply, weighs=True, cost=way.cost, beside=averaging(route))
+    made = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
+    return Transform(made.init, made.apply, weighs=True, cost=made.cost, beside=averaging(route))
 
 
 @dataclass(frozen=True)

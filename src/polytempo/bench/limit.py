@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polytempo.bench.machine import cores
 from polytempo.core.errors import TimedOut
-from polytempo.native.arena import Address, own_arena, window
+from polytempo.native.arena import ArenaAddress, own_arena, window
 from polytempo.native.library import load, why_not
 
 BLOCK_COUNT = 1 << 18
@@ -61,7 +61,7 @@ class Limit:
         self._lines = arena.empty(self._library.pt_limit_lines_bytes(self.size), torch.uint8)
         mine = [arena.offset_of(tensor) for tensor in (self.data, self._staging, self._lines)]
         places = _told(group, [*arena.address, *mine])
-        self._windows = [None if r == self.rank else window(Address(*place[:4])) for r, place in enumerate(places)]
+        self._windows = [None if r == self.rank else window(ArenaAddress(*place[:4])) for r, place in enumerate(places)]
         bases = [arena.base if seen is None else seen.base for seen in self._windows]
         data, staging, lines = (
             [base + place[column] for base, place in zip(bases, places, strict=True)] for column in (4, 5, 6)

@@ -22,7 +22,7 @@ class RULES:
     within = staticmethod(within)
 
 
-class Drawn(NamedTuple):
+class DrawnRule(NamedTuple):
     """A rule, its promises, how tickets must be dealt for it, and whether it waits for workers."""
 
     rule: Rule
@@ -31,20 +31,20 @@ class Drawn(NamedTuple):
     waits: bool = False
 
 
-def draw_rule(random: Random, workers: int) -> Drawn:
+def draw_rule(random: Random, workers: int) -> DrawnRule:
     """Draw a rule, with the dealing of the strategy that uses it."""
     kind = random.randrange(7)
     if kind == 1:
-        return Drawn(softsync(random.randint(1, workers)), Promises(reads_own=False))
+        return DrawnRule(softsync(random.randint(1, workers)), Promises(reads_own=False))
     if kind == 2 and workers > 2:
         rule = random.choice([RULES.first(workers - 1), all_but(1)])
-        return Drawn(rule, Promises(may_drop=True, fresh=True), waits=True)
+        return DrawnRule(rule, Promises(may_drop=True, fresh=True), waits=True)
     if kind in (3, 6):
         bound = random.randint(0, 2)
-        return Drawn(RULES.within(bound), Promises(bound=bound), "evenly", waits=True)
+        return DrawnRule(RULES.within(bound), Promises(bound=bound), "evenly", waits=True)
     if kind == 4:
-        return Drawn(hardsync(), Promises(fresh=True), "evenly", waits=True)
-    return Drawn(on_arrival(), Promises())
+        return DrawnRule(hardsync(), Promises(fresh=True), "evenly", waits=True)
+    return DrawnRule(on_arrival(), Promises())
 
 
 def undivided(rule: Rule) -> Rule:

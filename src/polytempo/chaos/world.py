@@ -61,7 +61,7 @@ class Violation(Exception):  # a finding of a checker, not an error inside it
     """A machine broke a promise."""
 
 
-class Process:
+class ChaosProcess:
     """A node, and the machine that runs on it now, if there is one."""
 
     def __init__(self, make: Callable[[int, float], ChaosMachine], mortal: bool) -> None:
@@ -87,7 +87,7 @@ class World:
         self.plan = plan
         self.now_s = 0.0
         self.events = 0
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, ChaosProcess] = {}
         self.watchers: list[Watcher] = []
         self.allows: Callable[[Fault], bool] = lambda fault: True
         """Whether a fault may happen: one under which the servers promise nothing is left out."""
@@ -100,7 +100,7 @@ class World:
     def place(self, node: int, make: Callable[[int, float], ChaosMachine], *, mortal: bool = True) -> None:
         """`node` will be started when the world begins. `mortal`: its process may end by itself, when it has finished
         or raises what a user would see."""
-        self.processes[node] = Process(make, mortal)
+        self.processes[node] = ChaosProcess(make, mortal)
 
     def machine(self, node: int) -> Any:
         """The machine of `node`; None while it is dead."""
@@ -190,14 +190,14 @@ class World:
             case Death():
                 self.kill(fault.node)
 
-    def _deliver(self, node: int, process: Process, source: int, message: Message) -> None:
+    def _deliver(self, node: int, process: ChaosProcess, source: int, message: Message) -> None:
         self.note("→", node, "from", source, *summary(message))
         if process.machine is not None:
             for watcher in self.watchers:
                 watcher.arriving(self.now_s, node, source, message)
             self._act(node, process, "receive", self.now_s, source, message)
 
-    def _act(self, node: int, process: Process, what: str, *arguments: Any) -> None:
+    def _act(self, node: int, process: ChaosProcess, what: str, *arguments: Any) -> None:
         """Let a machine receive or tick. An error that its user would see ends its process, as in a real run."""
         if process.machine is None:
             return
@@ -218,7 +218,7 @@ class World:
             self.note("ends", node)
             self.kill(node)
 
-    def _handle(self, node: int, process: Process, outbox: Outbox) -> None:
+    def _handle(self, node: int, process: ChaosProcess, outbox: Outbox) -> None:
         """Send a machine's messages, let all watchers look, and plan its next tick."""
         for target, message in outbox:
             for watcher in self.watchers:

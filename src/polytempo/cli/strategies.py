@@ -9,14 +9,14 @@ from textwrap import fill
 from typing import NamedTuple
 
 from polytempo.cli.show import show_json, show_table
-from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, WAYS
+from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, WIRE_ROUTES
 from polytempo.spec.resolution import Function, signature_of
 
 WIDTH = 120
 
 
 class Entry(NamedTuple):
-    """A strategy, a codec or a way as the list shows it."""
+    """A strategy, a codec or a wire route as the list shows it."""
 
     name: str
     signature: str
@@ -30,12 +30,12 @@ def strategies(*, as_json: bool) -> None:
     found = [
         *_entries("strategy", STRATEGIES, signature_of),
         *_entries("codec", CODECS, signature_of),
-        *_entries("way", WAYS, lambda function: str(function.__name__)),
+        *_entries("wire route", WIRE_ROUTES, lambda function: str(function.__name__)),
     ]
     if as_json:
         show_json([entry._asdict() for entry in found])
         return
-    for kind in ("strategy", "codec", "way"):
+    for kind in ("strategy", "codec", "wire route"):
         rows = [(entry.signature, entry.summary, entry.source) for entry in found if entry.kind == kind]
         if kind != "strategy":
             print()
@@ -43,8 +43,8 @@ def strategies(*, as_json: bool) -> None:
             show_table((kind, "what it does", "source"), rows)
         else:
             _show_paragraphs(kind, rows)
-    takers = [name for name, function in STRATEGIES.items() if WAYS.keys() <= NAMES.routes_of(function).keys()]
-    print(f"\ncodec=… takes codecs\nroute=… takes ways in {', '.join(takers) or 'no strategy'}")
+    takers = [name for name, function in STRATEGIES.items() if WIRE_ROUTES.keys() <= NAMES.routes_of(function).keys()]
+    print(f"\ncodec=… takes codecs\nroute=… takes wire routes in {', '.join(takers) or 'no strategy'}")
 
 
 def _show_paragraphs(kind: str, rows: Sequence[tuple[str, str, str]]) -> None:

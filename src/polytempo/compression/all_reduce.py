@@ -22,7 +22,7 @@ def all_reduce(route: Route) -> WireRoute:
     Cost: the route's for K_c bytes; where the codec has a `statistic`, first an all-gather of a number for each tensor.
     """
 
-    async def path(port: Port, bundle: Bundle, state: Exchanged, plan: ExchangePlan) -> tuple[Bundle, Exchanged]:
+    async def wire_route(port: Port, bundle: Bundle, state: Exchanged, plan: ExchangePlan) -> tuple[Bundle, Exchanged]:
         given = contribution(port, bundle, plan)
         if plan.codec.facts.elementwise:
             return await _summed(port, route, given, plan.codec), Exchanged(state.step + 1, state.codecs)
@@ -56,7 +56,7 @@ def all_reduce(route: Route) -> WireRoute:
 
         return given.with_flat(await port.compute(decode, flops)), Exchanged(step, state.codecs | codecs)
 
-    return path
+    return wire_route
 
 
 async def _summed(port: Port, route: Route, given: Bundle, codec: Codec) -> Bundle:

@@ -1,4 +1,4 @@
-"""What encoded tensors meet by: a `WireRoute`, which way wires travel, for one `ExchangePlan`.
+"""`WireRoute`: how encoded tensors travel and become one, for one `ExchangePlan`.
 
 all_reduce       wires are numbers that may be added                  every rank decodes one sum
 all_gather       every rank sends its wire to every other             every rank decodes N wires

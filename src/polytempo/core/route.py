@@ -32,12 +32,12 @@ async def native(port: Port, buffer: Tensor) -> Tensor:
 
 
 def check_route(given: object) -> None:
-    """Raise TypeError for what cannot be called as a route is: a name, a codec's way, `hierarchical` without ()."""
+    """Raise TypeError for what cannot be called as a route is: a name, a wire route, `hierarchical` without ()."""
     try:
         inspect.signature(given).bind(None, None)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         name = getattr(given, "__name__", repr(given))
         raise TypeError(
             f"a route takes a port and a buffer, and {name} does not; use one of pt.collectives, such as ring or "
-            "hierarchical(), or leave out route (the ways of pt.compression carry a codec's wires, so they need one)"
+            "hierarchical(), or leave out route (those of pt.compression carry a codec's wires, so they need one)"
         ) from None

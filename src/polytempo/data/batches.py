@@ -1,4 +1,4 @@
-"""`Batches`: any batch of any epoch, by its number. What a worker needs whose batches are dealt one by one."""
+"""`Batches`: any batch of any epoch, by its number, for workers whose batches are dealt one by one."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """How many places."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of an epoch's samples. Where shards disagree, a sample may count as never and as twice used."""
+    """How often an epoch's samples were used. Where shards disagree, a sample may count as never and as twice used."""
 
     epoch: int
     num_samples: int
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 class _Page:
-    """What is known of one epoch."""
+    """The notes of one epoch."""
 
     def __init__(self, num_shards: int) -> None:
         self.dealt = Ranges()  # places
@@ -87,7 +87,7 @@ class _Page:
 
 @final
 class Ledger:
-    """Takes down what becomes of each ticket, and sums it up.
+    """Notes the fate of each ticket, and sums them up by epoch.
 
         ledger = Ledger(edges=[0, 4, 8, 11], num_shards=1)
         for ticket in 0, 1:
@@ -141,7 +141,7 @@ class Ledger:
         page.dropped[self._shard(shard)].setdefault(reason, Ranges()).add(*place)
 
     def refused(self, shard: int, ticket: int) -> None:
-        """The shard had it already, and said so."""
+        """The shard had applied the ticket before, and dropped the push."""
         self._shard(shard)
         self._find(ticket, None)[0].refused += 1
 
@@ -149,7 +149,7 @@ class Ledger:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """Those of which something is known."""
+        """The epochs with at least one note."""
         return tuple(sorted(self._pages))
 
     def verdict(self, epoch: int) -> Verdict:

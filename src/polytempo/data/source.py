@@ -24,7 +24,7 @@ from polytempo.data.plan import Pick
 
 
 class Source(NamedTuple):
-    """What `pt.shard` was given, read: a data set, the loader around it where there is one, and two settings."""
+    """The argument of `pt.shard`: a data set, the loader around it where there is one, and two settings."""
 
     dataset: Dataset[Any]
     loader: DataLoader[Any] | None
@@ -107,7 +107,7 @@ def from_tensors(
 
 
 class Chosen:
-    """The batch sampler of our loader: the lists of indices that it is told. Set `batches` before iterating."""
+    """The batch sampler of our loader: yields the lists of indices in `batches`. Set these before iterating."""
 
     def __init__(self) -> None:
         self.batches: Iterable[list[int]] = ()
@@ -131,7 +131,7 @@ def chosen_loader(source: Source, chosen: Chosen, generator: torch.Generator) ->
 
 
 def worker_settings(like: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader says about its worker processes and memory, to make another like it."""
+    """A loader's settings of worker processes and memory, to make another like it."""
     return {
         "num_workers": like.num_workers,
         "pin_memory": like.pin_memory,

@@ -1,4 +1,4 @@
-"""What became of an epoch's samples in a run: the account that its `result.json` gives.
+"""How often a run used the samples of each epoch: the account in its `result.json`.
 
     batches in order       0 ━━━━━━━ consumed ┄┄┄┄┄┄ num_samples     once up to there, the others never
     tickets of a server    ━━━┄┄━━━━━┄━━━┄┄┄┄                        once where every shard has the gradient

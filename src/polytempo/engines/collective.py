@@ -28,17 +28,16 @@ class RunTimedOut(PolytempoError):
 
 def collected(
     engine: Engine,
-    workers: int,
+    topology: Topology,
     tick: Callable[[], object] | None = None,
     timeout_s: float | None = None,
     ask_where: Callable[[Sequence[Process]], object] = lambda processes: None,
 ) -> list[Any]:
-    """Start `workers` ranks, wait until each has left its result, and return what they left, by rank.
+    """Start the topology's ranks, wait until each has left its result, and return what they left, by rank.
 
     `tick` is called a few times a second meanwhile, and may raise. `ask_where` lets processes write into their logs
     where they hang. Errors: `WorkerDied` for the first that fails, `RunTimedOut` after `timeout_s`.
     """
-    topology = Topology.collective(workers)
     processes = [engine.start(Role("rank", rank, rank), topology.host_of(rank)) for rank in topology.workers]
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while running := [process for process in processes if process.exit_code is None]:
@@ -46,7 +45,7 @@ def collected(
         engine.poll(min(left_s, _TICK_S if tick else _LONGEST_WAIT_S))
         if any(process.failed for process in processes):
             _await_all(engine, processes)
-            raise died([process for process in processes if process.failed], workers)
+            raise died([process for process in processes if process.failed], len(processes))
         if timeout_s is not None and time.monotonic() >= deadline:
             ask_where(running)
             _await_all(engine, processes)

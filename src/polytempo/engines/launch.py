@@ -11,6 +11,7 @@ from polytempo.engines.collective import collected
 from polytempo.engines.engine import Launch, Result, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.worker import RankInfo
+from polytempo.spec.topology import Topology
 
 
 def launch(
@@ -49,4 +50,4 @@ def launch(
         return work(RankInfo(role.node, workers, home, threads))
 
     with Local().open(Launch(at, None, dict, workers, workers, threads, logs)) as engine:
-        return collected(engine, workers, tick, timeout_s, engine.ask_where)
+        return collected(engine, Topology.collective(workers), tick, timeout_s, engine.ask_where)

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.message import Outbox
 
 Chain = tuple[int, ...]
-
-
-def num_added(shards: int, wanted: Mapping[int, int]) -> int:
-    """How many shards come in the context of a run that begins with `shards`."""
-    counts = [shards, *(number for _, number in sorted(wanted.items()))]
-    return sum(max(0, after - before) for before, after in pairwise(counts))
 
 
 class Reshapes:

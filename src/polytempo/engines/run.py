@@ -22,7 +22,7 @@ from polytempo.engines.init import init
 from polytempo.engines.rehearsal import rehearse
 from polytempo.engines.run_collective import run_collective
 from polytempo.engines.run_page import reported, show_rows
-from polytempo.engines.run_served import num_processes, run_served
+from polytempo.engines.run_served import run_served
 from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
@@ -73,7 +73,7 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     workers = specs[0].workers
     for spec in specs:
         check_workers(spec.strategy, workers)
-    check_processes(max(num_processes(spec) for spec in specs), workers)
+    check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:

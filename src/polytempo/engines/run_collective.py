@@ -54,7 +54,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             follower = _Follower(metrics, show)
         try:
             with setup.open(launch) as engine:
-                [answer, *_] = collected(engine, spec.workers, None if follower is None else follower.look)
+                [answer, *_] = collected(engine, spec.topology(), None if follower is None else follower.look)
         finally:
             for meeting in meetings:
                 meeting.close()

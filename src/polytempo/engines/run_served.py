@@ -25,7 +25,6 @@ from polytempo.report.progress import Progress
 from polytempo.server.message import Message, Outbox
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -76,14 +75,6 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
         return result
     run.leave_trace(outcome, options.out)
     return reported(result, options.out)
-
-
-def num_processes(spec: RunSpec) -> int:
-    """How many processes a run on this host has beside the launcher and its janitor."""
-    service = spec.strategy.server
-    if service is None:
-        return Topology.collective(spec.workers).num_nodes
-    return Topology.served(spec.workers, service.shards, service.replicas).num_nodes  # with the evaluator, but not us
 
 
 def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
@@ -230,7 +221,7 @@ class Launcher:
         for role in self._supervisor.running:
             if role.node not in stopped:
                 self._heard_s[role.node] = now_s
-                self._coordinator.failure_detector.heard(now_s, role.node)
+                self._coordinator.failure_detector.note_alive(now_s, role.node)
 
     def _waited_for(self, process: Process) -> str:
         """What a process that ended for want of others waited for, as far as it is known here."""

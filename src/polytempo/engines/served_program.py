@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
-from polytempo.engines.reshaping import num_added
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
@@ -58,7 +57,7 @@ _SLOWLY_BYTES_PER_S = 100e6
 
 
 class ServedProgram:
-    """Everything that is the same for all nodes. `topology` None: that of the strategy's own shards and copies.
+    """Everything that is the same for all nodes. `topology` None: the run's own, on one host.
 
     `see(model, data)` is called before anything is built on them; it may refuse them. Errors: ValueError where the
     shards cannot do what the job's optimizer and schedule say.
@@ -73,8 +72,7 @@ class ServedProgram:
         service, options = spec.strategy.server, spec.options
         assert service is not None, f"{spec.strategy} has no parameter server"
         self.spec = spec
-        added = num_added(service.shards, options.reshape)
-        self.topology = topology or Topology.served(spec.workers, service.shards, service.replicas, added)
+        self.topology = topology or spec.topology()
         self.data = data_of(spec.job, options.data)
         self.batches = Batches(
             self.data.training(),

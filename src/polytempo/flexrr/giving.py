@@ -126,7 +126,7 @@ class Giving:
 
     # ------------------------------------------------------------------ giving away
 
-    def heard(self, now_s: float, helper: int, position: Position) -> Outbox:
+    def offer_to(self, now_s: float, helper: int, position: Position) -> Outbox:
         """A helper is at `position`: give it slices from the end if it is well ahead."""
         known = self._helpers.setdefault(helper, _Helper(position))
         known.position = max(known.position, position)

@@ -206,10 +206,14 @@ class Peer:
             case Progress():
                 if self.covered:
                     return [(helper, Progress(*self._position))] if message.asks else []
-                return self._giving.heard(now_s, helper, Position(message.incarnation, message.clock, message.fraction))
+                return self._giving.offer_to(
+                    now_s, helper, Position(message.incarnation, message.clock, message.fraction)
+                )
             case BegunHelping():
                 self._giving.begun(helper, message.slice)
-                return self._giving.heard(now_s, helper, Position(message.incarnation, message.clock, message.fraction))
+                return self._giving.offer_to(
+                    now_s, helper, Position(message.incarnation, message.clock, message.fraction)
+                )
             case Helped():
                 self._giving.helped(helper, message.slice)
             case CancelGranted():

@@ -33,7 +33,7 @@ class Reassignment:
     """Clocks that a worker may be ahead of its helpees: 0 with barriers, the bound with bounded staleness."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for constants that contradict each other."""
+        """Raise ValueError for constants out of range, or that contradict each other."""
         for name in ("behind", "first_offer", "later_offers", "grain", "report_every"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(

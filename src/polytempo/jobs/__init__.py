@@ -1,4 +1,4 @@
-"""The jobs that ship, and how a job is found by what a person writes on the command line.
+"""The jobs that ship, and `find`: a job by its name or its module, as one writes it on the command line.
 
 Torch is imported when a job is found, not when this module is.
 """
@@ -83,7 +83,7 @@ def _no_module(text: str, name: str) -> ValueError:
 
 
 def _choice(file: str) -> str:
-    """What to write for each job of a file."""
+    """The argument of the command line for each job of a file."""
     have = _jobs_in(_from_file(Path(file)))
     if not have:
         return f"{file} has no jobs; write job = pt.Job(...) in it, and name it {file}:job"

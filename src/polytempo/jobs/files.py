@@ -1,4 +1,4 @@
-"""Finding a job's files in what was given as `--data`."""
+"""Finds a job's files by the argument `--data`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Block(NamedTuple):
     num_bytes: int
 
 
-class Address(NamedTuple):
+class ArenaAddress(NamedTuple):
     """The data by which a neighbour maps an arena."""
 
     pid: int
@@ -72,9 +72,9 @@ class Arena:
         self.used_bytes = 0
 
     @property
-    def address(self) -> Address:
+    def address(self) -> ArenaAddress:
         """The address by which neighbours map it."""
-        return Address(self._owner, self._descriptor, os.fstat(self._descriptor).st_ino, self.num_bytes)
+        return ArenaAddress(self._owner, self._descriptor, os.fstat(self._descriptor).st_ino, self.num_bytes)
 
     def allocate(self, num_bytes: int) -> Block:
         """A block of zeros, at least `num_bytes` long. Raises MemoryError when the arena or the machine has no more."""
@@ -181,7 +181,7 @@ class Arena:
 class Window:
     """A neighbour's arena, mapped here, and a descriptor that tells when its process has ended (-1: none)."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ArenaAddress) -> None:
         self.address = address
         self.num_bytes = address.num_bytes
         # Before the inode is compared: if that is right, this was the right process, and no later one of its number.
@@ -211,7 +211,7 @@ def _over(mapping: Mapping, offset: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 _own: Arena | None = None
-_windows: weakref.WeakValueDictionary[Address, Window] = weakref.WeakValueDictionary()
+_windows: weakref.WeakValueDictionary[ArenaAddress, Window] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 """The lock of these two. The garbage collector may run this code again in the same thread, hence an RLock."""
 
@@ -243,7 +243,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float3
     return own_arena().empty(shape, dtype) if sys.platform == "linux" else torch.zeros(shape, dtype=dtype)
 
 
-def window(address: Address) -> Window:
+def window(address: ArenaAddress) -> Window:
     """A window onto the arena at `address`, one for all callers of this process."""
     with _lock:
         found = _windows.get(address)

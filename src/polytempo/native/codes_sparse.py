@@ -1,4 +1,4 @@
-"""Kernels of the codecs that send a few elements: the Python face of `native/codes_sparse.cpp`.
+"""Kernels of the codecs that send a few elements: the Python interface of `native/codes_sparse.cpp`.
 
 Their twins are the torch versions of `compression`: `threshold`, `top_k`, `dgc`, and `entries`, which they share.
 """

@@ -10,12 +10,20 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from polytempo.native.arena import Arena, Block, Window
 
-if TYPE_CHECKING:
-    from polytempo.native.group import Group
+
+class JoinedGroup(Protocol):
+    """A group (`native.group.Group`) of which this process is a member."""
+
+    rank: int
+    names: list[int]
+    _library: Any
+
+    def leave(self) -> None:
+        """Leave the group."""
 
 
 class Remains(NamedTuple):
@@ -43,10 +51,10 @@ class _Forked:
 
 
 _leaving: deque[Remains] = deque()
-_present: weakref.WeakSet[Group] = weakref.WeakSet()
+_present: weakref.WeakSet[JoinedGroup] = weakref.WeakSet()
 
 
-def add(group: Group) -> None:
+def add(group: JoinedGroup) -> None:
     """`group` is left when this process ends, and cut off in its forked children."""
     _present.add(group)
 

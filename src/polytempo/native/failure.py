@@ -15,8 +15,8 @@ LOST_WHY = "Connection closed by peer: its process has ended, or it has left the
 """The reason of a lost peer, in the words of torch's own backends, for which scripts search."""
 
 
-class Members(Protocol):
-    """What errors say of a group (`native.group.Group`)."""
+class GroupFacts(Protocol):
+    """A group (`native.group.Group`), as errors describe it."""
 
     rank: int
     names: list[int]
@@ -26,16 +26,16 @@ class Members(Protocol):
         """The rank that broke the group."""
 
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
+        """The ranks that have not come."""
 
     def expecting(self, sent: ctypes.c_int64, expected: ctypes.c_int64) -> int:
         """The rank that expects other bytes than the culprit sends, and how many; -1: none does."""
 
     def call_of(self, rank: int) -> NativeCall:
-        """What a rank is in."""
+        """The call that a rank has announced."""
 
 
-def failure(group: Members, status: int, what: str, timeout_s: float) -> PolytempoError:
+def failure(group: GroupFacts, status: int, what: str, timeout_s: float) -> PolytempoError:
     """The error for the call `what`, which ended with LOST, LATE or MISMATCH."""
     me, culprit = group.names[group.rank], group.culprit
     if status == LATE:
@@ -49,7 +49,7 @@ def failure(group: Members, status: int, what: str, timeout_s: float) -> Polytem
     return PeerLost(me, None, what, group.names[culprit], LOST_WHY)
 
 
-def repeated(group: Members, first: PolytempoError, what: str) -> PolytempoError:
+def repeated(group: GroupFacts, first: PolytempoError, what: str) -> PolytempoError:
     """The error for the call `what` in a group that broke before, with the error `first`: one of the same kind."""
     me, reason = group.names[group.rank], f"the group broke in an earlier call: {first}"
     match first:
@@ -61,7 +61,7 @@ def repeated(group: Members, first: PolytempoError, what: str) -> PolytempoError
             return PeerLost(me, None, what, group.names[group.culprit], reason)
 
 
-def _disagreement(group: Members, culprit: int) -> str:
+def _disagreement(group: GroupFacts, culprit: int) -> str:
     """The ranks that disagree, and their calls."""
     sent, expected = ctypes.c_int64(), ctypes.c_int64()
     expecting = group.expecting(sent, expected)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from polytempo.native.arena import Address, Window, window
+from polytempo.native.arena import ArenaAddress, Window, window
 
 
 class Store(Protocol):
@@ -28,7 +28,7 @@ class Unreachable(RuntimeError):
 class Member(NamedTuple):
     """A rank's arena and its blocks in it, as the others need them."""
 
-    address: Address
+    address: ArenaAddress
     host: str
     staging: int
     rings: int
@@ -45,7 +45,7 @@ class Member(NamedTuple):
         if isinstance(message, dict):
             raise Unreachable(str(message["reason"]))
         address, host, staging, rings, control = message
-        return cls(Address(*map(int, address)), str(host), int(staging), int(rings), int(control))
+        return cls(ArenaAddress(*map(int, address)), str(host), int(staging), int(rings), int(control))
 
 
 def host_identity() -> str:

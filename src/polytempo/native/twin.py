@@ -1,4 +1,4 @@
-"""The native core's arithmetic once more, in plain PyTorch: what `native/kernels.h` says, and the oracle of its tests.
+"""The native core's arithmetic (`native/kernels.h`) in plain PyTorch: the oracle of its tests.
 
 Both give the same bits, wherever the result is a number; the payload of a NaN is left open.
 """
@@ -47,7 +47,7 @@ _COMBINE_BOOLS: dict[str, Combine] = _COMBINE | {
 
 
 def supports(dtype: torch.dtype, op: str) -> bool:
-    """Whether `op` means something for `dtype`: no bit operations on floats, no average but on floats."""
+    """Whether `op` is defined for `dtype`: bit operations are not on floats, the average is on floats only."""
     return op not in ("band", "bor", "bxor") if dtype.is_floating_point else op != "average"
 
 

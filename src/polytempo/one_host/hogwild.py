@@ -26,7 +26,7 @@ from polytempo.worlds import ProcessWorld
 
 _CHANNEL = 1011
 _VARIATION = 0.1
-"""How far a virtual worker's step may take longer or shorter, so that interleavings vary as on real cores."""
+"""The variation of a virtual worker's step time, so that interleavings vary as on real cores."""
 
 
 def is_hogwild(strategy: Strategy) -> bool:
@@ -55,7 +55,7 @@ class Baton:
             await self._coming
 
     async def hand_on(self, port: Port) -> None:
-        """Let the next rank have its turn."""
+        """Give the turn to the next rank."""
         if port.size == 1:
             return
         port = port.on_channel(_CHANNEL)
@@ -80,7 +80,7 @@ class Updates:
         self._baton = Baton()
 
     def varied(self, flops: float) -> float:
-        """What a step of `flops` costs this time: on real cores no two take equally long."""
+        """A step's cost, varied at random: on real cores no two steps take equally long."""
         return flops if self._random is None else flops * self._random.uniform(1 - _VARIATION, 1 + _VARIATION)
 
     async def perform(self, port: Port, work: Callable[[], Any], flops: float) -> None:
@@ -108,7 +108,7 @@ class TurnHooks:
 
     def __init__(self, world: ProcessWorld, optimizer: Optimizer, turn: Turn, common: Common | None = None) -> None:
         self.common = common
-        """The memory of the shared parameters, for who takes the hooks off to give back."""
+        """The memory of the shared parameters, which the caller frees after `remove`."""
         self._world, self._optimizer, self._turn = world, optimizer, turn
         self._baton = Baton()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -118,7 +118,7 @@ class TurnHooks:
         self.handles: list[RemovableHandle] = []
 
     def watch(self) -> TurnHooks:
-        """Hook the optimizer; what may refuse a step is hooked before, so that no turn is taken for nothing."""
+        """Hook the optimizer. Hook checks that may refuse a step before this, so that none takes a turn in vain."""
         self.handles += [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),

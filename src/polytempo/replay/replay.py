@@ -102,16 +102,7 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
     rerun.progress.check_stop(rerun.shards[0].version)
     rerun.perform()
     ends = [] if rerun.progress.stopped else [order.waits_for for order in rerun.orders if order.waits_for]
-    difference = rerun.progress.difference
-    whole = not ends and not rerun.progress.stopped
-    rows, row_difference = _compare_rows(recorded, rerun.rows, whole=whole)
-    scores, score_difference = _compare_scores(recorded, rerun.scored)
-    if difference is None and ends and recorded.whole and recorded.finals:
-        difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in rerun.errors.items())
-    difference = difference or row_difference or score_difference
-    at_end = difference is None and whole
-    if at_end:
-        difference = _compare_finals(recorded.finals, rerun.finals)
+    difference, num_rows = _compare(recorded, rerun, ends)
     facts = recorded.facts
     recorded_sha256 = None if recorded.result is None else recorded.result["parameters_sha256"]
     finals = list(rerun.finals.values())
@@ -126,13 +117,27 @@ def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None,
         stopped=f"{stop.kind} {stop.number}" if stop is not None and rerun.progress.stopped else None,
         ends=ends if difference is None else [],
         entries={order.name: [order.passed, len(order.entries)] for order in rerun.orders},
-        rows=rows + scores,
+        rows=num_rows,
         parameters_sha256=None if not finals else recorded_sha256 if recorded_sha256 in finals else finals[0],
         recorded_sha256=recorded_sha256,
         errors=rerun.errors,
         notes=_notes(recorded, job),
         pushes=[_seen(rerun, arrived) for shard in rerun.shards for arrived in shard.pushes],
     )
+
+
+def _compare(recorded: Recorded, rerun: Rerun, ends: Sequence[str]) -> tuple[str | None, int]:
+    """The first difference from the record, and how many rows of metrics are the same. `ends`: where records end."""
+    difference = rerun.progress.difference
+    whole = not ends and not rerun.progress.stopped
+    rows, row_difference = _compare_rows(recorded, rerun.rows, whole=whole)
+    scores, score_difference = _compare_scores(recorded, rerun.scored)
+    if difference is None and ends and recorded.whole and recorded.finals:
+        difference = f"{ends[0]} never came" + "".join(f"; worker {k} ended by {e}" for k, e in rerun.errors.items())
+    difference = difference or row_difference or score_difference
+    if difference is None and whole:
+        difference = _compare_finals(recorded.finals, rerun.finals)
+    return difference, rows + scores
 
 
 def _check(recorded: Recorded, job: Job, strategy: Strategy, stop: Stop | None) -> None:

@@ -18,7 +18,7 @@ from polytempo.report.summary import human_seconds
 
 BAR_INTERVAL_S = 0.1
 PLAIN_INTERVAL_S = 3.0
-"""Plain lines come no faster than this; the last state is always told."""
+"""Plain lines come no faster than this; the last state is always shown."""
 
 
 class Progress:

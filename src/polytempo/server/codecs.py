@@ -30,13 +30,13 @@ def check_pull_codec(codec: Codec | None) -> None:
     fit = "bf16(), fp16(), int8() or dynamic8()"
     if codec.facts.memory != "none":
         raise ValueError(
-            f"pull_codec={codec.facts.name} remembers what it has not sent, and what is pulled are the weights "
-            f"themselves, by whoever asks; use {fit}, without feedback"
+            f"pull_codec={codec.facts.name} keeps a residual for one receiver, and a shard sends the same weights to "
+            f"every worker that pulls; use {fit}, without feedback"
         )
     if codec.facts.sparse:
         raise ValueError(
-            f"pull_codec={codec.facts.name} does not keep every weight, and what it leaves out of a pull comes with no "
-            f"other one; use {fit}"
+            f"pull_codec={codec.facts.name} does not keep every weight, and no later pull brings what one leaves out; "
+            f"use {fit}"
         )
     loses = _loses(codec)
     if loses == inf:

@@ -227,7 +227,7 @@ class Encoder:
         return [Coding(self._parameters, spans, self._codec, self._dtype, own=False) for spans in shards]
 
 
-class Opened:
+class Decoder:
     """Decodes the pulls of a worker from the shards of `shards` into its flat vector."""
 
     def __init__(
@@ -293,7 +293,7 @@ class ShownEncoding:
     """A shard's weights as workers pull them: encoded once for each version.
 
     Weights that the codec refuses, because a step has made them infinite, travel as they are: the shard must go on, and
-    `Opened` raises the error at the worker that pulls them.
+    `Decoder` raises the error at the worker that pulls them.
     """
 
     def __init__(self, coding: Coding) -> None:

@@ -1,12 +1,12 @@
-"""A strategy's service, refused where it could never work: what all strategies with a server check in one place."""
+"""A strategy with a parameter server: its service is checked in one place, for all such strategies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from polytempo.core.codec import Codec, check_codec
-from polytempo.core.rule import Modified, Rate, Rule, Service, UpdateRule
+from polytempo.core.codec import check_codec
+from polytempo.core.rule import Service
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
 from polytempo.server.codecs import check_pull_codec, check_push_codec
@@ -15,56 +15,43 @@ from polytempo.server.worker.push import push
 
 MAX_REPLICAS = 2
 MAX_SHARDS = 64
-"""Each copy of a shard is a process of its own; more shards than this are a slip, not a plan."""
+"""Each copy of a shard is a process of its own; more shards than this are a mistake."""
 
 T = TypeVar("T")
 
 
-def service(
-    rule: Rule,
-    *,
-    shards: int,
-    replicas: int,
-    optimizer: UpdateRule | None = None,
-    modifiers: tuple[Modified, ...] = (),
-    deals: Literal["freely", "evenly"] = "freely",
-    warm_start: int = 0,
-    waits: bool = False,
-    rate: Rate | None = None,
-    codec: Codec | None = None,
-    pull_codec: Codec | None = None,
-    decays: Literal["shards", "workers"] = "shards",
-) -> Service:
-    """`Service` with its numbers checked, and its codecs.
+def check_service(service: Service) -> None:
+    """Raise ValueError for numbers or codecs that no parameter server can have.
 
     `replicas` are the further copies of each shard: with r of them, what was acknowledged survives the loss of any r
-    processes. "evenly" is for rules that make workers wait for each other (see `server.coordinator.batch_scheduler`).
+    processes. Deals "evenly" is for rules that make workers wait for each other (see
+    `server.coordinator.batch_scheduler`).
     """
-    if shards < 1:
-        raise ValueError(f"a parameter server needs at least 1 shard, got shards={shards}")
-    if shards > MAX_SHARDS:
-        raise ValueError(f"a parameter server has at most {MAX_SHARDS} shards, each a process, got shards={shards}")
-    if not 0 <= replicas <= MAX_REPLICAS:
-        raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={replicas}")
-    if warm_start < 0:
-        raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {warm_start}")
-    for each in (codec, pull_codec):
-        if each is not None:
-            check_codec(each)
-    check_push_codec(codec)
-    check_pull_codec(pull_codec)
-    return Service(
-        *(rule, optimizer, modifiers, shards, replicas, deals, warm_start, waits, rate),
-        codec=codec,
-        pull_codec=pull_codec,
-        decays=decays,
-    )
+    if service.shards < 1:
+        raise ValueError(f"a parameter server needs at least 1 shard, got shards={service.shards}")
+    if service.shards > MAX_SHARDS:
+        raise ValueError(
+            f"a parameter server has at most {MAX_SHARDS} shards, each a process, got shards={service.shards}"
+        )
+    if not 0 <= service.replicas <= MAX_REPLICAS:
+        raise ValueError(f"a shard has 0 to {MAX_REPLICAS} further copies, got replicas={service.replicas}")
+    if service.warm_start < 0:
+        raise ValueError(f"warm_start is a number of steps that one worker takes alone, got {service.warm_start}")
+    for codec in (service.codec, service.pull_codec):
+        if codec is not None:
+            check_codec(codec)
+    check_push_codec(service.codec)
+    check_pull_codec(service.pull_codec)
 
 
 def served(
     name: str, service: Service, gradients: Transform | None = None, parameters: Transform | None = None
 ) -> Strategy:
-    """The strategy `name`: unless told otherwise, each gradient is pushed and the parameters are pulled every step."""
+    """The strategy `name` with that server: by default it pushes each gradient and pulls the parameters every step.
+
+    Raises ValueError where `check_service` does.
+    """
+    check_service(service)
     return Strategy(
         name,
         gradients=push() if gradients is None else gradients,
@@ -75,7 +62,7 @@ def served(
 
 
 def choice(what: str, given: str, choices: Mapping[str, T]) -> T:
-    """What `given` stands for among `choices`."""
+    """The value of `given` among `choices`. ValueError where there is none, with the names that there are."""
     if given not in choices:
         raise ValueError(f"{what} must be one of {', '.join(choices)}, got {given!r}")
     return choices[given]

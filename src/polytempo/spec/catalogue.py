@@ -23,7 +23,7 @@ def _imported(folder: str) -> Mapping[str, Function]:
 
 
 NAMES = names(_imported)
-STRATEGIES, CODECS, WAYS = NAMES.strategies, NAMES.codecs, NAMES.ways
+STRATEGIES, CODECS, WIRE_ROUTES = NAMES.strategies, NAMES.codecs, NAMES.wire_routes
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -23,7 +23,7 @@ NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", 
 """What `compression` has besides codecs."""
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
-_WAYS = ("all_gather", "reduce_scatter")
+_WIRE_ROUTES = ("all_gather", "reduce_scatter")
 _CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
 _STRAGGLERS = ("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host")
 
@@ -36,7 +36,7 @@ class Names(NamedTuple):
 
     strategies: Mapping[str, Function]
     codecs: Mapping[str, Function]
-    ways: Mapping[str, Function]
+    wire_routes: Mapping[str, Function]
     """On which wires meet that cannot be summed."""
     clusters: Mapping[str, Function]
     stragglers: Mapping[str, Function]
@@ -74,7 +74,7 @@ class Names(NamedTuple):
         """
         parameter = inspect.signature(function).parameters.get("route")
         takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
-        return {**self.arguments["route"], **self.ways} if takes_wires else self.arguments["route"]
+        return {**self.arguments["route"], **self.wire_routes} if takes_wires else self.arguments["route"]
 
     def _no_strategy(self, name: str) -> str:
         """What to write in place of a codec, or of low_rank, where a strategy is needed."""
@@ -95,7 +95,7 @@ def names(load: Load) -> Names:
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
         codecs=codecs,
-        ways={name: compression[name] for name in _WAYS},
+        wire_routes={name: compression[name] for name in _WIRE_ROUTES},
         clusters={name: clusters[name] for name in _CLUSTERS},
         stragglers=stragglers,
         low_rank=aggregation["low_rank"],

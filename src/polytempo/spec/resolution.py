@@ -82,7 +82,7 @@ def _called(
         bound.arguments[name] = value(signature.parameters[name], given)
     try:
         return function(*bound.args, **bound.kwargs)
-    except TypeError as error:  # what the function refuses, such as a way for wires in place of a route
+    except TypeError as error:  # what the function refuses, such as a wire route in place of a route
         raise ValueError(str(error)) from error
 
 

@@ -9,7 +9,7 @@ pt.run(job, strategy, workers, …) ──▶ RunSpec ──▶ the programs of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from polytempo.core import Strategy
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
+from polytempo.spec.topology import Topology, num_added
 
 FORMAT = "polytempo-run-spec"
 VERSION = 1
@@ -64,6 +65,14 @@ class RunSpec:
     def seed(self) -> int:
         """What all randomness of the run is drawn from."""
         return self.options.seed
+
+    def topology(self, hosts: Sequence[int] = ()) -> Topology:
+        """The run's nodes. `hosts`: the host of each; empty: one host."""
+        service = self.strategy.server
+        if service is None:
+            return Topology.collective(self.workers, hosts)
+        added = num_added(service.shards, self.options.reshape)
+        return Topology.served(self.workers, service.shards, service.replicas, added, hosts)
 
     def __str__(self) -> str:
         """As progress shows it: "digits, local_sgd(period=8), 4 workers"."""

@@ -7,8 +7,9 @@ node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … �
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from polytempo.core import Mesh
@@ -47,13 +48,14 @@ class Topology:
         return cls(tuple(range(workers)), hosts=tuple(hosts), mesh=mesh)
 
     @classmethod
-    def served(cls, workers: int, shards: int, replicas: int, added: int = 0) -> Topology:
+    def served(cls, workers: int, shards: int, replicas: int, added: int = 0, hosts: Sequence[int] = ()) -> Topology:
         """`workers`, the copies of so many `shards`, the coordinator. `added` shards come later."""
         copies = 1 + replicas
         chains = tuple(
             tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(shards + added)
         )
-        return cls(tuple(range(workers)), chains[:shards], chains[shards:], workers + (shards + added) * copies)
+        coordinator = workers + (shards + added) * copies
+        return cls(tuple(range(workers)), chains[:shards], chains[shards:], coordinator, tuple(hosts))
 
     @property
     def is_served(self) -> bool:
@@ -106,3 +108,9 @@ class Topology:
         axes = plain["mesh"]
         mesh = None if axes is None else Mesh(tuple((axis, length) for axis, length in axes["axes"]))
         return cls(**{**plain, **chains, **flat, "mesh": mesh})
+
+
+def num_added(shards: int, wanted: Mapping[int, int]) -> int:
+    """How many shards come in the context of a run that begins with `shards`."""
+    counts = [shards, *(number for _, number in sorted(wanted.items()))]
+    return sum(max(0, after - before) for before, after in pairwise(counts))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.rate import rate_of
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def async_sgd(
@@ -38,7 +39,7 @@ def async_sgd(
     """
     return served(
         call_name(async_sgd, locals()),
-        service(
+        Service(
             on_arrival(),
             shards=shards,
             replicas=replicas,

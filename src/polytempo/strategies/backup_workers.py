@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from polytempo.core import Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.backups import all_but
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Strategy:
@@ -27,7 +28,7 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     section 3. There batches have one size, and N is fixed; here it is the number of workers at the time less b, at
     least 1.
     """
-    served_by = service(
+    served_by = Service(
         all_but(backups),
         shards=shards,
         replicas=replicas,

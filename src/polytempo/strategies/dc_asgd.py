@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.corrections import compensate
 from polytempo.server.rules.rate import rate_of
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
@@ -25,5 +26,5 @@ def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: fl
     """
     return served(
         call_name(dc_asgd, locals()),
-        service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),), rate=rate_of(rate)),
+        Service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),), rate=rate_of(rate)),
     )

@@ -42,7 +42,7 @@ def diloco(
 
 
 def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:
-    """The mean of what the workers moved, by `codec` if there is one; `native` then is the way that suits the codec."""
+    """The mean of what the workers moved, by `codec` if there is one; `native` is then what suits the codec."""
     if codec is None:
         return mean(route)  # type: ignore[arg-type]
     check_codec(codec)

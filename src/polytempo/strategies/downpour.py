@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.core.rule import UpdateRule
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.service import choice, served, service
+from polytempo.server.service import choice, served
 from polytempo.server.worker.pull import pull
 from polytempo.server.worker.push import push
 
@@ -46,7 +46,7 @@ def downpour(
     """
     return served(
         call_name(downpour, locals()),
-        service(
+        Service(
             on_arrival(),
             shards=shards,
             replicas=replicas,

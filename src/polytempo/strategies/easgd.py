@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Strategy, call_name, identity
-from polytempo.core.rule import UpdateRule
+from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.rules.elastic import elastic
 from polytempo.server.rules.elastic_share import elastic_share
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 from polytempo.server.worker.elastic_exchange import exchange
 
 
@@ -28,7 +28,7 @@ def easgd(
     """
     return served(
         call_name(easgd, locals()),
-        service(
+        Service(
             elastic_share(beta) if alpha is None else elastic(alpha),
             shards=shards,
             replicas=replicas,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from polytempo.core import Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.rate import rate_of
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def flexrr(
@@ -54,7 +55,7 @@ def flexrr(
         Reassignment(), helpers=helpers, behind=behind, first_offer=first_offer, later_offers=later_offers, grain=grain
     )
     rule = covered(parts.slices, bound)
-    served_by = service(
+    served_by = Service(
         rule, shards=shards, replicas=replicas, deals="evenly", waits=True, rate=rate_of(None) if bound else None
     )
     return served(

@@ -17,7 +17,7 @@ def local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec |
     what a codec without feedback leaves out is lost.
 
     `route`: how models are added up; `native` leaves that to the world. With a `codec`, `native` leaves it to the codec
-    (in `compression.through` that is route=None), and ways of `compression` can be given, too, such as `all_gather`.
+    (in `compression.through` that is route=None), and its wire routes can be given, too, such as `all_gather`.
 
     Cost: 1/H of synchronous SGD's communication; with a codec memory for θ_last, and for the residual.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.rate import rate_of
 from polytempo.server.rules.softsync import softsync as rule
 from polytempo.server.rules.staleness import constant, inverse
-from polytempo.server.service import choice, served, service
+from polytempo.server.service import choice, served
 
 
 def softsync(
@@ -39,7 +40,7 @@ def softsync(
     scales = {"constant": constant, "inverse": inverse}
     return served(
         call_name(softsync, locals()),
-        service(
+        Service(
             rule(n, choice("scale", scale, scales)),
             shards=shards,
             replicas=replicas,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.bounded_staleness import within
 from polytempo.server.rules.rate import rate_of
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def ssp(
@@ -32,7 +33,7 @@ def ssp(
     """
     return served(
         call_name(ssp, locals()),
-        service(
+        Service(
             within(bound),
             shards=shards,
             replicas=replicas,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
+from polytempo.core.rule import Service
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.softsync import softsync
 from polytempo.server.rules.staleness import inverse
-from polytempo.server.service import served, service
+from polytempo.server.service import served
 
 
 def staleness_aware(
@@ -41,7 +42,7 @@ def staleness_aware(
     """
     return served(
         call_name(staleness_aware, locals()),
-        service(
+        Service(
             on_arrival(inverse) if n is None else softsync(n, inverse),
             shards=shards,
             replicas=replicas,

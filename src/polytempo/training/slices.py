@@ -197,7 +197,7 @@ class Reassigned:
             taken = await self._port.take(wait_s)
             if taken is None:
                 return None
-            self._work_client.hear(*taken)
+            self._work_client.sort(*taken)
         return letters.popleft()
 
     def _regroup(self) -> None:

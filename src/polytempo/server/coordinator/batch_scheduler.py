@@ -196,7 +196,7 @@ class BatchScheduler:
         """How many batches are decided where all shards, dealt evenly, can save the same; dealt freely, 0: at once.
 
         It is the end of the step after the newest: no ticket behind it is dealt before `saved`, and until then there
-        is a step to do. So no shard can be further when it hears of the snapshot, and workers wait only where shards
+        is a step to do. So no shard can be further when the order to save comes, and workers wait only where shards
         take longer to answer than a step lasts.
         """
         if self.deals == "freely" or self.finished:

@@ -172,8 +172,8 @@ class Coordinator:
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message; the answer is what is to be sent because of it."""
-        self.failure_detector.heard(now_s, source)
-        self.reshaper.heard(source)
+        self.failure_detector.note_alive(now_s, source)
+        self.reshaper.note_alive(source)
         out: Outbox = []
         match message:
             case Beat():
@@ -224,7 +224,7 @@ class Coordinator:
     def _silent(self, now_s: float) -> list[int]:
         """The nodes to give up. Not the last copy with a state: it may be busy, and no node could take its place."""
         starting = self._expected | self._returning | self._chains.starting | self.reshaper.absent
-        return self.failure_detector.look(now_s, self._chains.replaceable, self.members, starting)
+        return self.failure_detector.silent_nodes(now_s, self._chains.replaceable, self.members, starting)
 
     def _notify_shards(self, now_s: float) -> Outbox:
         """Send the shards the members, if these have changed. A worker that rests is to them as one that has left."""
@@ -296,7 +296,7 @@ class Coordinator:
             return []  # the first deal is made when all workers that were started are here
         out: Outbox = []
         calls = self._calls
-        for worker, ask in calls.waiting.items():  # what cannot be answered yet, the batch scheduler remembers
+        for worker, ask in calls.waiting.items():  # the batch scheduler keeps calls that it cannot answer yet
             deal = self.scheduler.ask(ask.worker, ask.incarnation, ask.sequence, ask.done)
             if deal is not None and calls.was_answered(ask):
                 out.append((worker, replace(deal, layout=self.reshaper.layout)))  # once more

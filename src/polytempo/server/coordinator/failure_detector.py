@@ -18,7 +18,7 @@ class FailureDetector:
         self._heard_s: dict[int, float] = {}
         self._looked_s: float | None = None
 
-    def heard(self, now_s: float, node: int) -> None:
+    def note_alive(self, now_s: float, node: int) -> None:
         """`node` has sent a message, or its process was seen to run."""
         self._heard_s[node] = now_s
 
@@ -26,7 +26,9 @@ class FailureDetector:
         """`node` is lost, and watched no more."""
         self._heard_s.pop(node, None)
 
-    def look(self, now_s: float, copies: Collection[int], workers: Iterable[int], starting: set[int]) -> list[int]:
+    def silent_nodes(
+        self, now_s: float, copies: Collection[int], workers: Iterable[int], starting: set[int]
+    ) -> list[int]:
         """The nodes that have been silent for too long. Time in which this process stood still does not count."""
         timing = self._timing
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s

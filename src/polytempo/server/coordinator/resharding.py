@@ -126,7 +126,7 @@ class Reshaper:
         present = self.spans if self._change is None else self._change.target
         return self._planned[-1].target if self._planned else present
 
-    def heard(self, node: int) -> None:
+    def note_alive(self, node: int) -> None:
         """`node` lives."""
         self._absent.discard(node)
 

@@ -26,34 +26,38 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
         raise ValueError(f"within needs bound >= 0 steps, got {bound}")
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        worker, actions = arrival.worker, list[Action]()
-        clocks, offsets, pulls = dict(state["clocks"]), state["offsets"], dict(state["pulls"])
-        if arrival.kind == "left":
-            offsets = {m: offset for m, offset in offsets.items() if m != worker}
-            clocks.pop(worker, None)
-            pulls.pop(worker, None)
-        if arrival.kind in ("joined", "left"):
-            slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
-            clocks = {m: clocks.get(m, slowest) for m in situation.members}
-        if arrival.kind in ("pull", "push", "had") and worker not in offsets:
-            finished = arrival.clock - (arrival.kind != "pull")  # a push is of a step that is only now finished
-            offsets = {**offsets, worker: clocks[worker] - finished}
-        if arrival.kind == "pull":
-            pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
-        if arrival.kind in ("push", "had"):
-            clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
+        state, worker, actions = _advanced(state, arrival, situation), arrival.worker, list[Action]()
         if arrival.kind == "push":
             actions += applied(arrival, situation, scale)
-            if worker not in pulls:  # answers keep the order of requests, so none overtakes a pull that waits
+            if worker not in state["pulls"]:  # answers keep the order of requests, so none overtakes a pull that waits
                 actions.append(Answer(worker))
-        slowest = min(clocks.values(), default=0)
-        released = sorted(m for m, clock in pulls.items() if clock - bound <= slowest)
-        for m in released:
-            del pulls[m]
-            actions.append(Answer(m))
-        return {"clocks": clocks, "offsets": offsets, "pulls": pulls}, actions
+        slowest = min(state["clocks"].values(), default=0)
+        released = sorted(m for m, clock in state["pulls"].items() if clock - bound <= slowest)
+        pulls = {m: clock for m, clock in state["pulls"].items() if m not in released}
+        return {**state, "pulls": pulls}, [*actions, *map(Answer, released)]
 
     def init() -> RuleState:
         return {"clocks": {}, "offsets": {}, "pulls": {}}
 
     return Rule(call_name(within, locals()), init, receive)
+
+
+def _advanced(state: RuleState, arrival: Arrival, situation: Situation) -> RuleState:
+    """The members' clocks, the offsets of their own numbers from these, and the pulls that wait, after `arrival`."""
+    worker = arrival.worker
+    clocks, offsets, pulls = dict(state["clocks"]), state["offsets"], dict(state["pulls"])
+    if arrival.kind == "left":
+        offsets = {m: offset for m, offset in offsets.items() if m != worker}
+        clocks.pop(worker, None)
+        pulls.pop(worker, None)
+    if arrival.kind in ("joined", "left"):
+        slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
+        clocks = {m: clocks.get(m, slowest) for m in situation.members}
+    if arrival.kind in ("pull", "push", "had") and worker not in offsets:
+        finished = arrival.clock - (arrival.kind != "pull")  # a push is of a step that is only now finished
+        offsets = {**offsets, worker: clocks[worker] - finished}
+    if arrival.kind == "pull":
+        pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
+    if arrival.kind in ("push", "had"):
+        clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
+    return {"clocks": clocks, "offsets": offsets, "pulls": pulls}

@@ -39,7 +39,7 @@ def power(p: float) -> Staleness:
 
 
 def exponential(rate: float) -> Staleness:
-    """exp(-rate τ). With many workers it stops learning: at τ of some hundreds nothing of a gradient is left.
+    """exp(-rate τ). With many workers learning stops: at τ of some hundreds the rate is practically 0.
 
     That is why Zhang et al. (see `inverse`) rejected it. It is here for comparison, and for few workers.
     """

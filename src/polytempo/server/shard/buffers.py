@@ -1,4 +1,4 @@
-"""`Buffers`: memory that is lent, and not written until all its holders have released it.
+"""`BufferPool`: memory that is lent, and not written until all its holders have released it.
 
        hold ─▶ ┌────────┐
 take ─▶ held 1 │ tensor │ release ─▶ held 0: free, the next `take` gets it
@@ -21,7 +21,7 @@ def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-class Buffers:
+class BufferPool:
     """Tensors of one length by number, each with a count of its holders."""
 
     def __init__(self, numel: int, dtype: torch.dtype, empty: Empty) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.core.rule import Add
 from polytempo.server.encoding import ShownEncoding
-from polytempo.server.shard.buffers import Buffers, Empty
+from polytempo.server.shard.buffers import BufferPool, Empty
 from polytempo.server.shard.optimizer import Moments, Optimizer, Term, first_unfinite, init
 from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
 
@@ -49,7 +49,7 @@ class Weights:
         """How often the weights have changed."""
         self.steps = 0
         """How many steps the optimizer has made."""
-        self.buffers = Buffers(self.numel, self.dtype, empty)
+        self.buffers = BufferPool(self.numel, self.dtype, empty)
         self.current = self.buffers.take()
         self.buffers.tensors[self.current].copy_(values)
         self.moments = init(optimizer.rule, self.numel, self.dtype, empty)
@@ -272,7 +272,7 @@ class Weights:
         spare: list[Tensor],
     ) -> None:
         """Begin with these tensors; `held[0]` has the present weights, `spare` is free memory. Set the leases after."""
-        self.buffers = Buffers(self.numel, self.dtype, self._empty)
+        self.buffers = BufferPool(self.numel, self.dtype, self._empty)
         self.buffers.adopt(held, spare)
         self.current = 0
         self.buffers.hold(self.current)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, TimedOut
-from polytempo.server.encoding import Encoder, Opened
+from polytempo.server.encoding import Decoder, Encoder
 from polytempo.server.layout import Spans, part, place_
 from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
 from polytempo.server.pieces import split, without_tables
@@ -30,7 +30,7 @@ class Refused(PolytempoError):
     """A shard refused a request of this worker: a NaN, a wrong shape, or a worker that is no member."""
 
 
-class Pending:
+class PendingExchange:
     """A push or pull under way. `value` is its answer once it is `done`."""
 
     def __init__(self, what: str, waits_for: set[int]) -> None:
@@ -92,9 +92,9 @@ class Client:
         """The shards that hold something."""
         self._coming: View | None = None
         """A view of another layout, which takes effect as soon as no request is under way."""
-        self._pending: dict[tuple[int, int], Pending] = {}
+        self._pending: dict[tuple[int, int], PendingExchange] = {}
         self._next_push = NextPush()
-        self._pushed_batches: dict[Pending, tuple[int, ...]] = {}
+        self._pushed_batches: dict[PendingExchange, tuple[int, ...]] = {}
         self._done: list[int] = []
 
     def _begin_exchange(self, form: VectorFormat, shards: Sequence[Spans]) -> None:
@@ -108,11 +108,11 @@ class Client:
         numel = sum(span.numel for spans in self.shards for span in spans)
         self._pulled = (plain_empty if self._memory is None else self._memory.empty)(numel, form.dtype)
         dense, ranges = without_tables(form.parameters), self.shards
-        self._encoder = self._opened = None
+        self._encoder = self._decoder = None
         if form.codec is not None:
             self._encoder = Encoder(form.codec, dense, ranges, form.dtype, self.worker, self.incarnation)
         if form.pull_codec is not None:
-            self._opened = Opened(form.pull_codec, dense, ranges, form.dtype)
+            self._decoder = Decoder(form.pull_codec, dense, ranges, form.dtype)
 
     # ------------------------------------------------------------------ what the worker wants
 
@@ -143,12 +143,12 @@ class Client:
         running, self._pulled_running = self._pulled_running, None
         return running
 
-    def push(self, flat: Tensor, clock: int, samples: int = 0) -> Pending:
+    def push(self, flat: Tensor, clock: int, samples: int = 0) -> PendingExchange:
         """Begin a push; `flat` must stay unchanged until it is done. `samples` 0: those given to `begin`.
 
         Raises NotFinite where there is a codec and `flat` has NaN or an infinity: no shard would see it any more.
         """
-        pending = Pending(f"push of step {clock}", set(self._live))
+        pending = PendingExchange(f"push of step {clock}", set(self._live))
         messages = None if self._encoder is None else self._encoder.encode(flat)
         if self._memory is not None and messages is None:
             flat = self._memory.lend(flat, pending)
@@ -171,9 +171,9 @@ class Client:
         self._pushed_batches[pending] = facts.batches
         return pending
 
-    def pull(self, clock: int) -> Pending:
+    def pull(self, clock: int) -> PendingExchange:
         """Begin a pull. Its value is this client's own flat vector: read it before the next pull begins."""
-        pending = Pending(f"pull after step {clock}", set(self._live))
+        pending = PendingExchange(f"pull after step {clock}", set(self._live))
         for shard in self._live:
             basis = -1 if self._touched is None else self._touched.bases[shard]
             self._add(shard, partial(Pull, clock=clock, basis=basis), pending)
@@ -192,7 +192,7 @@ class Client:
 
     def flops(self, *, pushes: bool) -> float:
         """The cost of a push, or else of a pull, for this worker: the operations of its codec."""
-        coded = self._encoder if pushes else self._opened
+        coded = self._encoder if pushes else self._decoder
         return 0.0 if coded is None else coded.flops
 
     def residual(self) -> Tensor | None:
@@ -237,7 +237,7 @@ class Client:
         """How long nothing is to be done unless something arrives."""
         return min(asked.wait_s(now_s) for asked in self._asked)
 
-    def _add(self, shard: int, build: Callable[[int, int, int], Push | Pull], pending: Pending) -> None:
+    def _add(self, shard: int, build: Callable[[int, int, int], Push | Pull], pending: PendingExchange) -> None:
         request = self._asked[shard].add(build)
         self._pending[shard, request.sequence] = pending
 
@@ -252,10 +252,10 @@ class Client:
             return
         del self._pending[reply.shard, reply.sequence]
         if isinstance(reply, Pulled):
-            if self._opened is None:
+            if self._decoder is None:
                 place_(self._pulled, self.shards[reply.shard], reply.values)
             else:
-                self._opened.place_(self._pulled, reply.shard, reply.values)
+                self._decoder.place_(self._pulled, reply.shard, reply.values)
             if self._touched is not None:
                 self._touched.arrive(reply.shard, reply.version, reply.rows)
             self.versions[reply.shard] = reply.version
@@ -269,13 +269,13 @@ class Client:
             if self._memory is not None:
                 self._memory.take_back(pending)
 
-    def _refused(self, reply: Stranger, pending: Pending | None, now_s: float) -> None:
+    def _refused(self, reply: Stranger, pending: PendingExchange | None, now_s: float) -> None:
         """Ignore refusals at first: a head that was deposed and does not know it yet knows no new workers."""
         waited_s = self._asked[reply.shard].waited_s(now_s)
         if pending is not None and reply.incarnation == self.incarnation and waited_s > self.timing.lost_s:
             raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")
 
-    def _learn(self, reply: Pushed, pending: Pending) -> None:
+    def _learn(self, reply: Pushed, pending: PendingExchange) -> None:
         if reply.verdict == "refused":
             raise Refused(f"shard {reply.shard} refused the {pending.what}: {reply.reason}")
         self.dropped += reply.verdict == "dropped"
@@ -309,7 +309,7 @@ class Client:
         self._coming = None
         self.layout, self.shards = view.layout, view.spans
         self._live = [shard for shard, spans in enumerate(view.spans) if spans]
-        for coded in (self._encoder, self._opened):
+        for coded in (self._encoder, self._decoder):
             if coded is not None:
                 coded.move(view.spans)
         for chain in view.chains[len(self._asked) : len(view.spans)]:

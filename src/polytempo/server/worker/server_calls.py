@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
 from polytempo.server.message import Outbox, Reply, View
-from polytempo.server.worker.client import Client, Pending
+from polytempo.server.worker.client import Client, PendingExchange
 
 T = TypeVar("T")
 
@@ -44,14 +44,14 @@ class _Mail:
                 return await self.finished(await self.begun(op))
             case Start(Push() | Pull() as what):
                 return Work(await self.begun(what))
-            case Work(Pending() as pending):
+            case Work(PendingExchange() as pending):
                 return await self.finished(pending)
             case Take(wait_s):
                 return await self.taken(wait_s)
             case _:
                 return await op
 
-    async def begun(self, op: Push | Pull) -> Pending:
+    async def begun(self, op: Push | Pull) -> PendingExchange:
         """Send a push or pull on its way."""
         client = self._client
         if flops := client.flops(pushes=isinstance(op, Push)):
@@ -62,7 +62,7 @@ class _Mail:
         await self._post(client.outbox(await self._port.now()))
         return pending
 
-    async def finished(self, pending: Pending) -> Any:
+    async def finished(self, pending: PendingExchange) -> Any:
         """Wait for a push or pull."""
         await self._until(lambda: pending.done, None)
         return pending.value

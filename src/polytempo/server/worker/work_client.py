@@ -54,14 +54,14 @@ class WorkClient:
                 await port.post(Beat(client.worker, client.incarnation, client.epoch), client.coordinator)
             taken = await port.take(timing.retry_s)
             if taken is not None:
-                self.hear(*taken)
+                self.sort(*taken)
             if self._early is None and await port.now() > deadline_s:
                 raise TimedOut(client.worker, None, "call for work", timing.deadline_s)
             if taken is None:
                 await port.post(self._open, client.coordinator)
         return None
 
-    def hear(self, source: int, message: Parcel) -> None:
+    def sort(self, source: int, message: Parcel) -> None:
         """Sort a message of the mailbox, whichever part of the program took it: an answer, or a letter for others."""
         if not isinstance(message, Deal):
             self.letters.append((source, message))
