@@ -22,7 +22,7 @@ from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
-from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, ModelBuffers, MemberWeight
+from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
