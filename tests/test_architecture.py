@@ -237,13 +237,11 @@ UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|les
 NOT_YET_PLAIN = {
     "aggregation",
     "bench",
-    "cli",
     "collectives",
     "compression",
     "core",
     "engines",
     "interop",
-    "spec",
     "strategies",
     "training",
     "worlds",
@@ -267,7 +265,6 @@ SHARED_NAMES = {
     "Cast": "to be renamed: the codec, and what its kernels offer",
     "Figure": "to be renamed: a drawing, and a measured number",
     "Mail": "to be renamed: what a served node needs of a world, and a world's",
-    "Opened": "to be renamed: what a transfer needs of a group",
     "Strand": "to be renamed: a coroutine in the one world, and in the other",
 }
 """Public classes of two folders that share a name, each with its reason."""

@@ -178,28 +178,27 @@ def carry_out(plan: Sequence[Case], num_ranks: int, make: Callable[[Group, Case]
     assert wrong == [[]] * num_ranks, [plan[i] for rank in wrong for i in rank]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_reductions_equal_the_twin_bit_by_bit(size: int) -> None:
+def hold_for_plans(kinds: Sequence[str], size: int, make: Callable[[Group, Case], bool]) -> None:
+    """Carry out many plans of such calls."""
+
     @seed(SEED + size)
     @PLAN
-    @given(plans(REDUCTIONS, size))
+    @given(plans(kinds, size))
     def law(plan: list[Case]) -> None:
-        carry_out(plan, size, reduced)
+        carry_out(plan, size, make)
 
     print("seed", SEED + size)
     law()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_reductions_equal_the_twin_bit_by_bit(size: int) -> None:
+    hold_for_plans(REDUCTIONS, size, reduced)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_what_is_moved_comes_whole_and_to_the_right_place(size: int) -> None:
-    @seed(SEED + size)
-    @PLAN
-    @given(plans(MOVES, size))
-    def law(plan: list[Case]) -> None:
-        carry_out(plan, size, moved)
-
-    print("seed", SEED + size)
-    law()
+    hold_for_plans(MOVES, size, moved)
 
 
 def test_every_run_gives_the_same_bits_on_every_rank() -> None:

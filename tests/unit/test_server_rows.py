@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from plain_rules import in_pairs, on_arrival
 from polytempo.core.rule import (
     Action,
     Add,
@@ -47,19 +48,6 @@ NUMEL = 56
 SGD = UpdateRule("sgd")
 
 R = TypeVar("R", bound=Reply)
-
-
-def on_arrival(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, list[Action]]:
-    actions: list[Action] = [Add(arrival.worker), Update()] if arrival.kind == "push" else []
-    return state, [*actions, Answer(arrival.worker)]
-
-
-def in_pairs(state: int, arrival: Arrival, situation: Situation) -> tuple[int, list[Action]]:
-    """Every second gradient makes an update; all are answered at once."""
-    if arrival.kind != "push":
-        return state, [Answer(arrival.worker)]
-    end: list[Action] = [Update(2.0)] if state else []
-    return 1 - state, [Add(arrival.worker, 0.5), *end, Answer(arrival.worker)]
 
 
 def together(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, list[Action]]:

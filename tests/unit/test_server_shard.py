@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plain_rules import in_pairs, on_arrival
 from polytempo.core.rule import (
     Action,
     Add,
@@ -58,11 +59,6 @@ both_ways = pytest.mark.parametrize(
 )
 
 
-def on_arrival(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, list[Action]]:
-    actions: list[Action] = [Add(arrival.worker), Update()] if arrival.kind == "push" else []
-    return state, [*actions, Answer(arrival.worker)]
-
-
 def together(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, list[Action]]:
     """One gradient of each member makes an update. State: who has pushed, as often as it has."""
     pushed = tuple(w for w in state["pushed"] if w in situation.members)
@@ -75,14 +71,6 @@ def together(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, l
             rest.remove(worker)
         return {"pushed": tuple(rest)}, [*adds, Update(len(adds)), *(Answer(w) for w in situation.members)]
     return {"pushed": pushed}, [Answer(arrival.worker)] if arrival.kind == "pull" else []
-
-
-def in_pairs(state: int, arrival: Arrival, situation: Situation) -> tuple[int, list[Action]]:
-    """Every second gradient makes an update; all are answered at once."""
-    if arrival.kind != "push":
-        return state, [Answer(arrival.worker)]
-    end: list[Action] = [Update(2.0)] if state else []
-    return 1 - state, [Add(arrival.worker, 0.5), *end, Answer(arrival.worker)]
 
 
 def elastic(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any, list[Action]]:

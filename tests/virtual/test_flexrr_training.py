@@ -24,6 +24,7 @@ from polytempo.engines.simulate_served import _Run
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 from slices import verdicts
 
 __all__ = ["served"]
@@ -70,13 +71,13 @@ class Ran(NamedTuple):
 
 
 def trained(strategy: Strategy, cluster: Cluster = EVEN, steps: int = 2, of: Job | None = None) -> Ran:
-    run = _Run(of or job(), strategy, WORKERS, cluster, RunOptions(steps=steps), False)
-    outcome = run.world.run(run.program)
+    run = _Run(RunSpec.of(of or job(), strategy, WORKERS, RunOptions(steps=steps)), cluster, False)
+    outcome = run.world.run(run.act)
     result = run.finish(outcome)
     survivor = next(rank for rank, attendance in enumerate(outcome.results) if attendance is not None)
     weights = torch.cat([p.detach().flatten() for p in run.courses[survivor].model.parameters()])
     assert strategy.server is not None
-    return Ran(result, weights, verdicts(strategy, run.batches, run.coordinator.statistics))
+    return Ran(result, weights, verdicts(strategy, run.program.batches, run.coordinator.statistics))
 
 
 # ------------------------------------------------------------------------------- synchronous SGD, and how long it takes
