@@ -14,7 +14,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.engines import run_served
-from polytempo.engines.engine import Engine, EngineSetup, Launch, Process, Result, Role
+from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Result, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_served import Launcher
@@ -96,7 +96,7 @@ def opened(setup: EngineSetup, job: pt.Job, *, ranks: int = 1, logs: Path | None
         meeting.close()
 
 
-def awaited(engine: Engine) -> Process:
+def awaited(engine: Engine) -> EngineProcess:
     """The next process that ends."""
     for _ in range(100):
         if gone := engine.poll(LONG_S):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.engine import Failure, Process, Role
+from polytempo.engines.engine import EngineProcess, Failure, Role
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.run_served import Launcher
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
@@ -29,9 +29,9 @@ class Processes:
         self.running = [Role("worker", 0, 0), Role("worker", 1, 1), Role("copy", COPY, 2, shard=0)]
         self.stopped: list[Role] = []
         self.killed: list[int] = []
-        self.gone: list[Process] = []
+        self.gone: list[EngineProcess] = []
 
-    def look(self) -> list[Process]:
+    def look(self) -> list[EngineProcess]:
         gone, self.gone = self.gone, []
         return gone
 
@@ -104,6 +104,6 @@ def test_one_that_gives_up_waiting_tells_whom_it_waited_for(tmp_path: Path) -> N
     processes = Processes()
     launcher = launcher_of(processes, timeout_s=20.0)
     failure = Failure("TimedOut", True, "call for work")
-    processes.gone = [Process(processes.running[0], tmp_path / "log", exit_code=1, failure=failure)]
+    processes.gone = [EngineProcess(processes.running[0], tmp_path / "log", exit_code=1, failure=failure)]
     with pytest.raises(WorkerDied, match=r"worker-1 had batches in hand: give a timeout_s of more than 20 where"):
         launcher.tick(1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.engine import Engine, Process, Role
+from polytempo.engines.engine import Engine, EngineProcess, Role
 from polytempo.engines.failures import died, last_lines, quote
 from polytempo.spec.topology import Topology
 
@@ -31,7 +31,7 @@ def collected(
     topology: Topology,
     tick: Callable[[], object] | None = None,
     timeout_s: float | None = None,
-    ask_where: Callable[[Sequence[Process]], object] = lambda processes: None,
+    ask_where: Callable[[Sequence[EngineProcess]], object] = lambda processes: None,
 ) -> list[Any]:
     """Start the topology's ranks, wait until each has left its result, and return what they left, by rank.
 
@@ -55,14 +55,14 @@ def collected(
     return [json.loads(process.result or b"null") for process in processes]
 
 
-def _await_all(engine: Engine, processes: Sequence[Process]) -> None:
+def _await_all(engine: Engine, processes: Sequence[EngineProcess]) -> None:
     """Wait until all have ended, for a moment at most."""
     until = time.monotonic() + _GRACE_S
     while any(process.exit_code is None for process in processes) and time.monotonic() < until:
         engine.poll(max(0.0, until - time.monotonic()))
 
 
-def _timed_out(running: Sequence[Process], timeout_s: float) -> RunTimedOut:
+def _timed_out(running: Sequence[EngineProcess], timeout_s: float) -> RunTimedOut:
     ranks = [process.role.node for process in running]
     who = ", ".join(f"rank {rank}" for rank in ranks)
     quoted = quote(f"Where rank {ranks[0]} was", last_lines(running[0].log, "(most recent call first)"))

@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(eq=False)
-class Process:
+class EngineProcess:
     """A process that an engine has started, as the engine knows it since the last `poll`."""
 
     role: Role
@@ -78,7 +78,7 @@ class Process:
         return self.exit_code is not None and (self.exit_code != 0 or self.result is None)
 
 
-class Address(NamedTuple):
+class EngineAddress(NamedTuple):
     """Where the processes of an engine meet each other and their program."""
 
     host: str
@@ -95,16 +95,16 @@ class Engine(Protocol):
     """Starts processes, sees them end, and ends them."""
 
     @property
-    def address(self) -> Address:
+    def address(self) -> EngineAddress:
         """Where they meet."""
 
-    def start(self, role: Role, host: int = 0) -> Process:
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
         """Start the process of `role` on the topology's host `host`."""
 
-    def poll(self, wait_s: float = 0.0) -> list[Process]:
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """The processes that have ended since the last poll; waits for one at most for `wait_s`."""
 
-    def stop(self, process: Process | None = None) -> None:
+    def stop(self, process: EngineProcess | None = None) -> None:
         """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
 
 

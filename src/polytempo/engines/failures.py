@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
-from polytempo.engines.engine import Process
+from polytempo.engines.engine import EngineProcess
 
 _LAST_LINES = 20
 _LITTLE_BYTES = 64 << 10
@@ -31,13 +31,13 @@ class WorkerDied(PolytempoError):
         super().__init__(message)
 
 
-def died(failed: Sequence[Process], size: int, who: str | None = None, why: str = "") -> WorkerDied:
+def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why: str = "") -> WorkerDied:
     """The error that names the first cause: who ended on its own rather than for want of a peer.
 
     `who` names it where it has another name than its rank; `why` is a sentence about what it waited for.
     """
 
-    def order(worker: Process) -> tuple[bool, int, bool, int]:
+    def order(worker: EngineProcess) -> tuple[bool, int, bool, int]:
         symptom = worker.failure is not None and worker.failure.symptom
         return symptom, worker.ended, worker.failure is not None, worker.role.node
 
@@ -75,7 +75,7 @@ def _full_disks(*folders: Path) -> str:
     return ""
 
 
-def how(worker: Process) -> str:
+def how(worker: EngineProcess) -> str:
     """How a process ended, in words."""
     code = worker.exit_code or 0
     if code < 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from polytempo.core.files import made
 from polytempo.engines import janitor
-from polytempo.engines.engine import Address, Launch, Process, Result, Role
+from polytempo.engines.engine import EngineAddress, EngineProcess, Launch, Result, Role
 from polytempo.engines.fork import fork, held_signals
 from polytempo.engines.threads import threads_per_worker
 from polytempo.engines.worker import RankInfo, failure_of, result_path, serve
@@ -33,7 +33,7 @@ class Local:
             logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
             made(logs)
             engine = LocalEngine(
-                launch.work, Address("127.0.0.1", threads, home, inherits=True), notes, logs, launch.most
+                launch.work, EngineAddress("127.0.0.1", threads, home, inherits=True), notes, logs, launch.most
             )
             try:
                 yield engine
@@ -44,18 +44,20 @@ class Local:
 class LocalEngine:
     """See `Engine`. `size` is what its processes take for their world's size."""
 
-    def __init__(self, work: Callable[[Role], Result], address: Address, notes: int, logs: Path, size: int) -> None:
+    def __init__(
+        self, work: Callable[[Role], Result], address: EngineAddress, notes: int, logs: Path, size: int
+    ) -> None:
         assert address.home is not None
         self._work, self._address, self._home, self._notes = work, address, address.home, notes
         self._logs, self._size = logs, size
         self._children = Children(self._read)
 
     @property
-    def address(self) -> Address:
+    def address(self) -> EngineAddress:
         """See `Engine`."""
         return self._address
 
-    def start(self, role: Role, host: int = 0) -> Process:
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. Its standard output goes to `logs/ROLE.log`."""
         rank_info = RankInfo(role.life, self._size, self._home, self._address.threads)
         log, launcher = self._logs / f"{role}.log", os.getpid()
@@ -64,15 +66,15 @@ class LocalEngine:
             child = self._children.add(Child(role, log, pid=pid, notes=self._notes))
         return child
 
-    def poll(self, wait_s: float = 0.0) -> list[Process]:
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """See `Engine`."""
         return self._children.poll(wait_s)
 
-    def stop(self, process: Process | None = None) -> None:
+    def stop(self, process: EngineProcess | None = None) -> None:
         """See `Engine`."""
         self._children.stop(process)
 
-    def ask_where(self, processes: Sequence[Process]) -> None:
+    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
         self._children.signal(processes, signal.SIGUSR1)
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from polytempo.core import PolytempoError, files
-from polytempo.engines.engine import Engine, EngineSetup, Launch, Process, Role
+from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
@@ -212,7 +212,7 @@ class Launcher:
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
 
-    def _died(self, process: Process) -> WorkerDied:
+    def _died(self, process: EngineProcess) -> WorkerDied:
         return died([process], self._run.most_lives, who=str(process.role), why=self._waited_for(process))
 
     def _see_alive(self, now_s: float) -> None:
@@ -223,7 +223,7 @@ class Launcher:
                 self._heard_s[role.node] = now_s
                 self._coordinator.failure_detector.note_alive(now_s, role.node)
 
-    def _waited_for(self, process: Process) -> str:
+    def _waited_for(self, process: EngineProcess) -> str:
         """What a process that ended for want of others waited for, as far as it is known here."""
         if process.failure is None or not process.failure.symptom:
             return ""

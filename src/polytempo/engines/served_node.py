@@ -73,7 +73,7 @@ class Setting(NamedTuple):
         )
 
 
-class Mail(Protocol):
+class Mailboxes(Protocol):
     """Gives each process its mailbox."""
 
     def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
@@ -81,7 +81,7 @@ class Mail(Protocol):
 
 
 def act(
-    program: ServedProgram, role: Role, setting: Setting, mail: Mail, arenas: Arenas | None = None
+    program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None = None
 ) -> Mapping[str, Any] | None:
     """Be `role` until the run is over. `arenas`: memory that all processes share, one for each life."""
     part = _Part(program, role, setting, mail, arenas)
@@ -92,7 +92,9 @@ def act(
 
 
 class _Part:
-    def __init__(self, program: ServedProgram, role: Role, setting: Setting, mail: Mail, arenas: Arenas | None) -> None:
+    def __init__(
+        self, program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None
+    ) -> None:
         self._program, self._role, self._setting, self._arenas = program, role, setting, arenas
         self._topology, self._timing = program.topology, program.timing
         self._chains = setting.view.chains

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
-from polytempo.engines.engine import Address, Process, Role
+from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.engines.events import RunEvents
 from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore
 from polytempo.engines.recording import Recording, facts_now, has_ended
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
-from polytempo.engines.served_node import Mail, Setting, act
+from polytempo.engines.served_node import Mailboxes, Setting, act
 from polytempo.engines.served_program import ServedProgram
 from polytempo.engines.tally import Tally
 from polytempo.server.coordinator.coordinator import Coordinator
@@ -81,7 +81,7 @@ class ServedRun:
         self._rendezvous: Rendezvous | None = None
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
-    def meet(self, address: Address) -> None:
+    def meet(self, address: EngineAddress) -> None:
         """Say how processes find each other: over shared memory where they have this one's, else by encrypted TCP.
 
         Call it before the first of them is started, and `close` at the end.
@@ -91,7 +91,7 @@ class ServedRun:
             self._arenas = Arenas(self.most_lives, program.arena_bytes)
             directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
             directory.open()
-            self._mail: Mail = directory
+            self._mail: Mailboxes = directory
             return
         self._rendezvous, self._keys = Rendezvous.held(address.host), make_keys()
         self._mail = MailboxStore(self._rendezvous, address.host, self._keys, program.mail_bytes)
@@ -213,7 +213,7 @@ class ServedRun:
 
     # ------------------------------------------------------------------ what comes of it
 
-    def outcome(self, ended: Sequence[Process]) -> ServedOutcome:
+    def outcome(self, ended: Sequence[EngineProcess]) -> ServedOutcome:
         """What the processes left."""
         attendances, excerpts = [], list[dict[str, Any]]()
         threads, finals = 1, dict[str, str]()

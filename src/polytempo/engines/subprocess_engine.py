@@ -21,7 +21,7 @@ from typing import IO, Any
 from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.capacity import limits
-from polytempo.engines.engine import Address, Failure, Launch, Process, Role
+from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.fork import held_signals
 from polytempo.engines.worker_processes import Child, Children
 
@@ -46,7 +46,7 @@ class Subprocess:
             threads = launch.threads or max(1, limits().cores // launch.workers)
             logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
             made(logs)
-            engine = SubprocessEngine(self.python, spec, launch, Address(_HOST, threads), home, notes, logs)
+            engine = SubprocessEngine(self.python, spec, launch, EngineAddress(_HOST, threads), home, notes, logs)
             try:
                 yield engine
             finally:
@@ -58,7 +58,7 @@ class SubprocessEngine:
     """See `Engine`."""
 
     def __init__(
-        self, python: str, spec: str, launch: Launch, address: Address, home: Path, notes: int, logs: Path
+        self, python: str, spec: str, launch: Launch, address: EngineAddress, home: Path, notes: int, logs: Path
     ) -> None:
         self._python, self._spec, self._launch, self._address = python, spec, launch, address
         self._home, self._notes, self._logs = home, notes, logs
@@ -66,11 +66,11 @@ class SubprocessEngine:
         self._children = Children(self._read)
 
     @property
-    def address(self) -> Address:
+    def address(self) -> EngineAddress:
         """See `Engine`."""
         return self._address
 
-    def start(self, role: Role, host: int = 0) -> Process:
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. What it prints goes to `logs/ROLE.log`."""
         path = self._logs / f"{role}.log"
         path.unlink(missing_ok=True)  # it may be a link
@@ -99,11 +99,11 @@ class SubprocessEngine:
             pass  # it has ended already: `poll` will find it
         return child
 
-    def poll(self, wait_s: float = 0.0) -> list[Process]:
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """See `Engine`."""
         return self._children.poll(wait_s)
 
-    def stop(self, process: Process | None = None) -> None:
+    def stop(self, process: EngineProcess | None = None) -> None:
         """See `Engine`."""
         self._children.stop(process)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from polytempo.engines.engine import Engine, Process, Role
+from polytempo.engines.engine import Engine, EngineProcess, Role
 from polytempo.spec.topology import Topology
 
 
@@ -18,8 +18,8 @@ class ProcessSupervisor:
 
     def __init__(self, engine: Engine, topology: Topology) -> None:
         self._engine, self._topology = engine, topology
-        self._running: dict[int, Process] = {}
-        self.ended: list[Process] = []
+        self._running: dict[int, EngineProcess] = {}
+        self.ended: list[EngineProcess] = []
         """Those that have ended, in that order."""
         self._lives = 0
 
@@ -30,7 +30,7 @@ class ProcessSupervisor:
         self._running[node] = self._engine.start(role, self._topology.host_of(node))
         return role
 
-    def look(self, wait_s: float = 0.0) -> list[Process]:
+    def look(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """Those that have ended since the last look; waits for one at most for `wait_s`."""
         gone = self._engine.poll(wait_s)
         for process in gone:
@@ -44,7 +44,7 @@ class ProcessSupervisor:
         if node in self._running:
             self._engine.stop(self._running[node])
 
-    def process_on(self, node: int) -> Process | None:
+    def process_on(self, node: int) -> EngineProcess | None:
         """The process that runs on `node`."""
         return self._running.get(node)
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from polytempo.engines import janitor
-from polytempo.engines.engine import Process
+from polytempo.engines.engine import EngineProcess
 
 _END_S = 2.0
 """How long a worker may take to end when asked."""
@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 
 @dataclass(eq=False)
-class Child(Process):
+class Child(EngineProcess):
     """A child of this process, which leads a process group of its own."""
 
     pid: int = -1
@@ -44,16 +44,16 @@ class Children:
         self._all.append(child)
         return child
 
-    def poll(self, wait_s: float) -> list[Process]:
+    def poll(self, wait_s: float) -> list[EngineProcess]:
         """See `Engine`."""
         look(self._all, time.monotonic() + wait_s)
         gone = [child for child in self._all if child.exit_code is not None and child not in self._told]
         self._told.update(gone)
         for child in gone:
             self._read(child)
-        return list[Process](gone)
+        return list[EngineProcess](gone)
 
-    def stop(self, process: Process | None) -> None:
+    def stop(self, process: EngineProcess | None) -> None:
         """See `Engine`. Stopped processes end, too."""
         if process is not None:
             self.signal([process], signal.SIGKILL)
@@ -61,7 +61,7 @@ class Children:
         self.signal(self._all, signal.SIGCONT)
         end(self._all)
 
-    def signal(self, processes: Sequence[Process], number: signal.Signals) -> None:
+    def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
         """Send a signal to those of `processes` that run."""
         for child in self._all:
             if child in processes and child.exit_code is None:

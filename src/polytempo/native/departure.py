@@ -115,5 +115,6 @@ def allocate_all(arena: Arena, sizes: Sequence[int]) -> list[Block]:
 
 
 def free_all(arena: Arena, blocks: Sequence[Block]) -> None:
+    """Free what this process still holds."""
     for block in blocks:
         arena.free(block)

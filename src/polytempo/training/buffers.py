@@ -1,4 +1,4 @@
-"""`Buffers`: the buffers of a model, which meet when ranks do: beside the strategy's messages, or along with them.
+"""`ModelBuffers`: the buffers of a model, which meet when ranks do: beside the strategy's messages, or along with them.
 
 "average"      running statistics of batch and instance norms: their mean, a gossip's mix, a robust merge; no others
 "broadcast"    all buffers: rank 0's
@@ -37,7 +37,7 @@ class MemberWeight(NamedTuple):
     """The rank whose buffers count where they cannot be averaged: the first that has not left."""
 
 
-class Buffers:
+class ModelBuffers:
     """The buffers of `model` by one rule. Raises ValueError for a rule that there is none of."""
 
     def __init__(self, model: nn.Module, rule: BufferRule) -> None:

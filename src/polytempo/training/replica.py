@@ -22,7 +22,7 @@ from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
-from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, Buffers, MemberWeight
+from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
@@ -62,7 +62,7 @@ class Replica:
         """What losses were multiplied by, where a transform must not see it."""
         self.trainable = trainable(model, optimizer)
         self.guard = None if allow_nan else Guard(model, self.trainable)
-        self.buffers = Buffers(model, buffer_rule)
+        self.buffers = ModelBuffers(model, buffer_rule)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
         self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
         self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []

@@ -22,11 +22,11 @@ from typing import Any
 
 
 class Held:
-    """A message that waits for its batch, or is under way. What `Pending` needs of torch's Work."""
+    """A message that waits for its batch, or is under way. What `PendingOp` needs of torch's Work."""
 
     __slots__ = ("_batches", "begin", "channel", "is_send", "work")
 
-    def __init__(self, batches: Batches, channel: int, is_send: bool, begin: Callable[[], Any]) -> None:
+    def __init__(self, batches: MessageBatches, channel: int, is_send: bool, begin: Callable[[], Any]) -> None:
         self._batches, self.channel, self.is_send, self.begin = batches, channel, is_send, begin
         self.work: Any = None
 
@@ -41,7 +41,7 @@ class Held:
         self.work.wait(*limit)
 
 
-class Batches:
+class MessageBatches:
     """The messages of one rank that are held. `backend`: torch's, which begins and ends batches."""
 
     def __init__(self, backend: Any) -> None:

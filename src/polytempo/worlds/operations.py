@@ -29,7 +29,7 @@ class Flight:
 
 
 @dataclass(slots=True, eq=False)
-class Strand:
+class VirtualStrand:
     """A coroutine of a rank: its program, or something that it started."""
 
     task: Task[Any]
@@ -75,7 +75,7 @@ def signature(op: Collective[Any]) -> str:
     raise TypeError(f"{op!r} is no collective of a world")
 
 
-def who_waits_for_what(now_s: float, strands: Sequence[Sequence[Strand]], meetings: Iterable[Meeting]) -> str:
+def who_waits_for_what(now_s: float, strands: Sequence[Sequence[VirtualStrand]], meetings: Iterable[Meeting]) -> str:
     """The text of a deadlock: a line for each of the ranks' unfinished strands."""
     absent = {
         id(flight): sorted(set(meeting.first.members) - set(meeting.arrived))

@@ -39,7 +39,7 @@ class RankWorld(Protocol):
         """Whether the program itself asks, not a thread that goes on meanwhile."""
 
 
-class Pending:
+class PendingOp:
     """An operation under way, or finished. Its line is in the trace once it has been waited for."""
 
     __slots__ = ("_arriving", "answer", "done", "error", "event", "op", "work", "world")
@@ -102,7 +102,7 @@ class Pair:
 
     __slots__ = ("coming", "going")
 
-    def __init__(self, coming: Pending, going: Pending) -> None:
+    def __init__(self, coming: PendingOp, going: PendingOp) -> None:
         self.coming, self.going = coming, going
 
     @property

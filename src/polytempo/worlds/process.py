@@ -24,8 +24,8 @@ from polytempo.native.library import available
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
-from polytempo.worlds.pending import Pair, Pending
-from polytempo.worlds.progress import Progress
+from polytempo.worlds.pending import Pair, PendingOp
+from polytempo.worlds.progress import ProgressThread
 from polytempo.worlds.shares import Shares
 from polytempo.worlds.strand import Strand
 from polytempo.worlds.trace import Event, Trace
@@ -43,7 +43,7 @@ class ProcessWorld:
     def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
         self.rank, self.size = rank, len(hosts)
         self.transport = Transport(rank, self.size, group)
-        self.progress = Progress() if group is None and len(set(hosts)) > 1 else None
+        self.progress = ProgressThread() if group is None and len(set(hosts)) > 1 else None
         """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
@@ -102,7 +102,7 @@ class ProcessWorld:
     @staticmethod
     def waits_for(answer: Any) -> bool:
         """Whether what `perform` returned has to be waited for."""
-        return isinstance(answer, Pending | Pair | Strand)
+        return isinstance(answer, PendingOp | Pair | Strand)
 
     # ------------------------------------------------------------------ operations
 
@@ -171,7 +171,7 @@ class ProcessWorld:
             case _:
                 return self._started(self.issue(op))
 
-    def issue(self, op: Op[Any]) -> Pending | Pair:
+    def issue(self, op: Op[Any]) -> PendingOp | Pair:
         """Begin an operation that other ranks take part in."""
         match op:
             case Send(buffer, to):
@@ -189,7 +189,7 @@ class ProcessWorld:
     @staticmethod
     def _started(awaited: Any) -> Any:
         """What is awaited now: it is held no longer."""
-        if isinstance(awaited, Pending | Pair):
+        if isinstance(awaited, PendingOp | Pair):
             awaited.start()
         return awaited
 
@@ -197,9 +197,9 @@ class ProcessWorld:
         now_s, step = self.now_s(), self.step if self.in_program else _UNTIL_AWAITED
         return Event(self.rank, step, kind, sent_bytes, now_s, now_s, peer)
 
-    def _begun(self, op: Any, event: Event, begin: Callable[[Any], Begun]) -> Pending:
+    def _begun(self, op: Any, event: Event, begin: Callable[[Any], Begun]) -> PendingOp:
         try:
-            return Pending(self, op, event, begin(op))
+            return PendingOp(self, op, event, begin(op))
         except RuntimeError as error:
             raise self.translated(op, event, error) from error
 

@@ -1,4 +1,4 @@
-"""`Progress`: a thread that advances the strands of a rank while its program computes.
+"""`ProgressThread`: a thread that advances the strands of a rank while its program computes.
 
     program   launch A ── launch B ── backward ────────── wait A ── wait B ── step
     thread             A: round 2 ── A: round 3 ── B: round 2 ──┘ hands over what the program waits for
@@ -49,7 +49,7 @@ class Launched(Protocol):
         """Keep a line for the trace."""
 
 
-class Progress:
+class ProgressThread:
     """The strands of one world that are not over, and the thread that advances them."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from polytempo.core import WAITING, Op, Program, Task
 from polytempo.core.op import Alone, Compute, Now, Recv, Send, SendReceive, Start, Work
-from polytempo.worlds.pending import Pair, Pending, Postponed, RankWorld
-from polytempo.worlds.progress import Modes, Progress
+from polytempo.worlds.pending import Pair, PendingOp, Postponed, RankWorld
+from polytempo.worlds.progress import Modes, ProgressThread
 from polytempo.worlds.trace import Event
 
 
@@ -31,9 +31,9 @@ class Strand:
         "world",
     )
 
-    def __init__(self, world: RankWorld, coroutine: Program[Any], progress: Progress | None = None) -> None:
+    def __init__(self, world: RankWorld, coroutine: Program[Any], progress: ProgressThread | None = None) -> None:
         self.world, self.task, self.progress = world, Task(coroutine), progress
-        self.waits_for: Pending | Pair | Postponed | Strand | None = None
+        self.waits_for: PendingOp | Pair | Postponed | Strand | None = None
         self.done = False
         """Whether it is over, as far as the program knows. What a thread has done counts when it is waited for."""
         self.taken = False

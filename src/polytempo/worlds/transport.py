@@ -33,7 +33,7 @@ from polytempo.core.op import (
     ReduceScatter,
     Send,
 )
-from polytempo.worlds.batches import Batches
+from polytempo.worlds.batches import MessageBatches
 from polytempo.worlds.wire_tag import wire_tag
 
 _LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
@@ -55,7 +55,7 @@ class Transport:
         self._groups: dict[tuple[int, ...], Any] = {}
         self.batched = frozenset({"cuda"})
         """The devices whose messages travel in batches (see `worlds.batches`)."""
-        self._batches: Batches | None = None
+        self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:
         """Use the groups that `other` has made, and leave it those that are made here."""
@@ -90,7 +90,7 @@ class Transport:
         if tensor.device.type not in self.batched:
             return begin()
         if self._batches is None:
-            self._batches = Batches(_batching(self._whole, tensor.device))
+            self._batches = MessageBatches(_batching(self._whole, tensor.device))
         return self._batches.hold(op.channel, isinstance(op, Send), begin)
 
     # ------------------------------------------------------------------ collectives

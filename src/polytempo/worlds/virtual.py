@@ -37,7 +37,7 @@ from polytempo.worlds.mailbox import NodeMailbox
 from polytempo.worlds.meetings import Collectives
 from polytempo.worlds.messages import Messages
 from polytempo.worlds.network import Network
-from polytempo.worlds.operations import Flight, Strand, who_waits_for_what
+from polytempo.worlds.operations import Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.trace import Event, Trace
 
@@ -79,7 +79,7 @@ class VirtualWorld:
         self._pushed = 0
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
-        self._strands: list[list[Strand]] = [[] for _ in range(num_ranks)]
+        self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
         network = Network(cluster, self.hosts)
         self._processors = Processors(self, cluster, self.hosts, seed)
         self._messages = Messages(self, network)
@@ -109,7 +109,7 @@ class VirtualWorld:
             for rank in range(self.size):
                 self._schedule_crashes(rank)
                 flight = Flight("program", rank, 0, 0.0)
-                self._begin(Strand(Task(program(self.port(rank))), flight, main=True))
+                self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
             while self._heap and self._running:
                 time_s, _, flight_or_none, action = heapq.heappop(self._heap)
                 if flight_or_none is not None and flight_or_none.done:
@@ -135,17 +135,17 @@ class VirtualWorld:
 
     # ------------------------------------------------------------------ coroutines
 
-    def _begin(self, strand: Strand) -> None:
+    def _begin(self, strand: VirtualStrand) -> None:
         self._strands[strand.flight.rank].append(strand)
         self._resume(strand, None, None)
 
-    def _resume(self, strand: Strand, value: Any, error: Exception | None) -> None:
+    def _resume(self, strand: VirtualStrand, value: Any, error: Exception | None) -> None:
         """Run a coroutine until it has to wait."""
         strand.waits_for = None
         if strand.flight.rank not in self.lost and strand.task.resume(partial(self._answer, strand), value, error):
             self._finish(strand)
 
-    def _answer(self, strand: Strand, op: Op[Any]) -> Any:
+    def _answer(self, strand: VirtualStrand, op: Op[Any]) -> Any:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
         rank = strand.flight.rank
         match op:
@@ -166,7 +166,7 @@ class VirtualWorld:
             case _:
                 return self._wait(strand, self._issue(rank, op))
 
-    def _wait(self, strand: Strand, flight: Flight) -> Any:
+    def _wait(self, strand: VirtualStrand, flight: Flight) -> Any:
         strand.waits_for = flight
         flight.waiters.append(partial(self._resume, strand))
         return WAITING
@@ -175,10 +175,10 @@ class VirtualWorld:
         if isinstance(what, Op):
             return self._issue(rank, what)
         flight = Flight("coroutine", rank, self._step[rank], self.now_s)
-        self._begin(Strand(Task(what), flight, main=False))
+        self._begin(VirtualStrand(Task(what), flight, main=False))
         return flight
 
-    def _finish(self, strand: Strand) -> None:
+    def _finish(self, strand: VirtualStrand) -> None:
         rank, task = strand.flight.rank, strand.task
         self._strands[rank].remove(strand)
         if not strand.main:

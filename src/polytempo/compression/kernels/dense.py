@@ -14,14 +14,14 @@ from polytempo.core import EncodeContext
 from polytempo.native import codes_dense
 
 
-class Cast(Encoding, Protocol):
+class CastEncoding(Encoding, Protocol):
     """`fp16` and `bf16`."""
 
     def limit(self, terms: int) -> float:
         """The largest magnitude of which that many have a finite sum."""
 
 
-class Blocks(Encoding, Protocol):
+class BlockEncoding(Encoding, Protocol):
     """`int8` and `dynamic8`."""
 
     @property
@@ -32,7 +32,7 @@ class Blocks(Encoding, Protocol):
         """A wire's scales and codes."""
 
 
-class Bits(Encoding, Protocol):
+class BitEncoding(Encoding, Protocol):
     """`one_bit` and `sign`."""
 
     def row_length(self, like: Tensor) -> int:
@@ -45,7 +45,7 @@ class Bits(Encoding, Protocol):
         """The numbers on the wire, float32, and the words of bits."""
 
 
-class Signs(Bits, Protocol):
+class SignEncoding(BitEncoding, Protocol):
     """`sign`."""
 
     def turned(self, x: Tensor, when: EncodeContext) -> Tensor:
@@ -69,7 +69,9 @@ def _room(encoding: Encoding, x: Tensor, out: Tensor | None) -> Tensor:
     return room(encoding.facts.name, num_bytes, x, out, dtype)
 
 
-def _encode_cast(encoding: Cast, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+def _encode_cast(
+    encoding: CastEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
     wire = _room(encoding, x, out)
     bad = codes_dense.cast_(x, residual, encoding.limit(when.terms), wire)
     if residual is not None:
@@ -77,7 +79,7 @@ def _encode_cast(encoding: Cast, x: Tensor, residual: Tensor | None, when: Encod
     return wire
 
 
-def _add_cast_(encoding: Cast, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_cast_(encoding: CastEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     codes_dense.add_cast_(whole(encoding.facts.name, wire, out, out.numel(), encoding.size(out).dtype), out)
 
 
@@ -85,7 +87,7 @@ CAST = Kernels(_fits, _add_cast_, None, _fits, _encode_cast)
 
 
 def _encode_int8(
-    encoding: Blocks, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: BlockEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = _room(encoding, x, out)
     parts = encoding.parts(wire, x)
@@ -95,7 +97,7 @@ def _encode_int8(
     return wire
 
 
-def _add_int8_(encoding: Blocks, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_int8_(encoding: BlockEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     parts = encoding.parts(wire, out)
     codes_dense.add_int8_(parts.scales, parts.codes, encoding.block, out)
 
@@ -104,7 +106,7 @@ INT8 = Kernels(_fits, _add_int8_, from_zeros(_add_int8_), _fits, _encode_int8)
 
 
 def _encode_dynamic8(
-    encoding: Blocks, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: BlockEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = _room(encoding, x, out)
     parts = encoding.parts(wire, x)
@@ -114,7 +116,7 @@ def _encode_dynamic8(
     return wire
 
 
-def _add_dynamic8_(encoding: Blocks, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_dynamic8_(encoding: BlockEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     parts = encoding.parts(wire, out)
     codes_dense.add_dynamic8_(parts.scales, parts.codes, encoding.block, tree(), out)
 
@@ -123,7 +125,7 @@ DYNAMIC8 = Kernels(_fits, _add_dynamic8_, from_zeros(_add_dynamic8_), _fits, _en
 
 
 def _encode_one_bit(
-    encoding: Bits, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: BitEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = _room(encoding, x, out)
     means, words = encoding.parts(wire, x)
@@ -132,7 +134,7 @@ def _encode_one_bit(
     return wire
 
 
-def _add_bits_(encoding: Bits, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_bits_(encoding: BitEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     means, words = encoding.pairs(wire, out)
     codes_dense.add_one_bit_(means, words, out, encoding.row_length(out))
 
@@ -141,7 +143,7 @@ ONE_BIT = Kernels(_fits, _add_bits_, from_zeros(_add_bits_), _fits, _encode_one_
 
 
 def _encode_sign(
-    encoding: Signs, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: SignEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = _room(encoding, x, out)
     scale, words = encoding.parts(wire, x)

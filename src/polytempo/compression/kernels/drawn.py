@@ -16,7 +16,7 @@ from polytempo.native import codes_drawn
 from polytempo.native.codes_drawn import Fields
 
 
-class Drawn(Encoding, Protocol):
+class DrawnEncoding(Encoding, Protocol):
     """`natural`."""
 
     @property
@@ -24,7 +24,7 @@ class Drawn(Encoding, Protocol):
         """What else draws depend on."""
 
 
-class Levels(Drawn, Protocol):
+class LevelEncoding(DrawnEncoding, Protocol):
     """`qsgd`."""
 
     @property
@@ -39,7 +39,7 @@ class Levels(Drawn, Protocol):
         """Elements of a bucket of that tensor."""
 
 
-class Ternary(Drawn, Protocol):
+class TernaryEncoding(DrawnEncoding, Protocol):
     """`terngrad`."""
 
     @property
@@ -72,7 +72,7 @@ def _given(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _encode_natural(
-    encoding: Drawn, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: DrawnEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out)
     if codes_drawn.natural_encode(_given(x, residual), residual, draw_key(encoding.seed, when), wire) >= 0:
@@ -80,13 +80,13 @@ def _encode_natural(
     return wire
 
 
-def _decode_natural(encoding: Drawn, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+def _decode_natural(encoding: DrawnEncoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     wire, out = opened(encoding.facts.name, encoding.size(like).num_bytes, like, wire), torch.empty_like(like)
     codes_drawn.natural_decode(wire, out, add=False)
     return out
 
 
-def _add_natural_(encoding: Drawn, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_natural_(encoding: DrawnEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire)
     codes_drawn.natural_decode(wire, out, add=True)
 
@@ -95,7 +95,7 @@ NATURAL = Kernels(_decodes, _add_natural_, _decode_natural, _encodes, _encode_na
 
 
 def _encode_qsgd(
-    encoding: Levels, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: LevelEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)
     layout = (encoding.bucket_of(x), encoding.levels, encoding.fields, draw_key(encoding.seed, when))
@@ -104,17 +104,17 @@ def _encode_qsgd(
     return wire
 
 
-def _decode_qsgd(encoding: Levels, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+def _decode_qsgd(encoding: LevelEncoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     out = torch.empty_like(like)
     _qsgd(encoding, wire, out, add=False)
     return out
 
 
-def _add_qsgd_(encoding: Levels, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_qsgd_(encoding: LevelEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     _qsgd(encoding, wire, out, add=True)
 
 
-def _qsgd(encoding: Levels, wire: Tensor, out: Tensor, *, add: bool) -> None:
+def _qsgd(encoding: LevelEncoding, wire: Tensor, out: Tensor, *, add: bool) -> None:
     wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire, torch.uint8)
     codes_drawn.qsgd_decode(wire, out, encoding.bucket_of(out), encoding.levels, encoding.fields, add=add)
 
@@ -135,7 +135,7 @@ def scaler_of(codec: str, x: Tensor, residual: Tensor | None, clip: float) -> fl
 
 
 def _encode_terngrad(
-    encoding: Ternary, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: TernaryEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     own = scaler_of(encoding.facts.name, x, residual, encoding.clip or 0.0)
     wire = room(encoding.facts.name, encoding.size(x, when.terms).num_bytes, x, out).view(torch.int32)
@@ -145,17 +145,17 @@ def _encode_terngrad(
     return wire
 
 
-def _decode_terngrad(encoding: Ternary, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+def _decode_terngrad(encoding: TernaryEncoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
     out = torch.empty_like(like)
     _terngrad(encoding, wire, out, when, add=False)
     return out
 
 
-def _add_terngrad_(encoding: Ternary, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_terngrad_(encoding: TernaryEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     _terngrad(encoding, wire, out, when, add=True)
 
 
-def _terngrad(encoding: Ternary, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
+def _terngrad(encoding: TernaryEncoding, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
     words, scaler = encoding.opened(wire, out, when)
     codes_drawn.terngrad_decode(words, out, scaler, when.terms, encoding.fields(when.terms), add=add)
 

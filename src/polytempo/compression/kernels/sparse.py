@@ -14,7 +14,7 @@ from polytempo.core import EncodeContext
 from polytempo.native import codes_sparse
 
 
-class Largest(Encoding, Protocol):
+class LargestEncoding(Encoding, Protocol):
     """`top_k`."""
 
     def num_sent(self, like: Tensor) -> int:
@@ -30,7 +30,7 @@ class Largest(Encoding, Protocol):
         """Where indices and values begin on a wire, and bytes of compressed indices."""
 
 
-class Over(Encoding, Protocol):
+class OverEncoding(Encoding, Protocol):
     """`threshold`."""
 
     def tau_of(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
@@ -48,7 +48,7 @@ def _serves(*tensors: Tensor) -> bool:
 
 
 def _encode_top_k(
-    encoding: Largest, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: LargestEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     name, k, fixed = encoding.facts.name, encoding.num_sent(x), encoding.facts.fixed
     plain = room(name, encoding.plain_bytes(x), x, out if fixed else None, torch.uint8)
@@ -62,7 +62,7 @@ def _encode_top_k(
     return wire
 
 
-def _add_top_k_(encoding: Largest, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_top_k_(encoding: LargestEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     start, end, length = encoding.opened(wire, out)
     if length:
         add_decoded_(encoding.decode(wire, out, when), out, encoding.facts.name)
@@ -74,7 +74,7 @@ TOP_K = Kernels(_serves, _add_top_k_, from_zeros(_add_top_k_), _serves, _encode_
 
 
 def _encode_threshold(
-    encoding: Over, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    encoding: OverEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
 ) -> Tensor:
     tau = encoding.tau_of(x, residual, when)
     count, bad = codes_sparse.SourceArrays(x, residual).count_over(tau)
@@ -84,7 +84,7 @@ def _encode_threshold(
     return wire
 
 
-def _add_threshold_(encoding: Over, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+def _add_threshold_(encoding: OverEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
     words, tau, is_map = encoding.opened(wire, out)
     if not codes_sparse.add_threshold(out, words, tau, is_map):
         raise ValueError(f"a wire of {encoding.facts.name} has entries that a tensor of {out.numel()} elements has not")
