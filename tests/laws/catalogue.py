@@ -128,6 +128,16 @@ SERVED = [
 ]
 """Those with a parameter server, which the harness of the others does not start."""
 
+
+def runs_alone(row: Row) -> bool:
+    """Whether one worker is enough."""
+    service = row.make().server
+    return service is None or service.least_workers == 1
+
+
+ONE_WORKER = [row for row in SERVED if runs_alone(row)]
+"""Those of `SERVED` that one worker can run."""
+
 HELPED = [
     Row("flexrr", lambda: s.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), joined=True),
     Row("flexrr", lambda: s.flexrr(shards=2), joined=True, exact=False),

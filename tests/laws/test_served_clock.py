@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laws.catalogue import SERVED, Row, label
+from laws.catalogue import ONE_WORKER, SERVED, Row, label
 from laws.clock import (
     DECAY,
     EPOCHS,
@@ -69,7 +69,7 @@ def settings(optimizer: str) -> list[Setting]:
     ]
 
 
-@every_row
+@pytest.mark.parametrize("row", ONE_WORKER, ids=label)
 @every_optimizer
 def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> None:
     strategy = row.make()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws.catalogue import SERVED, Row, label
+from laws.catalogue import ONE_WORKER, SERVED, Row, label
 from laws.definitions import downpour, easgd, stepped
 from laws.harness import Setting, flat, model
 from laws.served import NUM_BATCHES, Runner, batches_of, data_of, loss, served, serviced
@@ -16,12 +16,13 @@ from polytempo.cluster import Stragglers, constant, exponential, lognormal
 __all__ = ["served"]
 
 every_row = pytest.mark.parametrize("row", SERVED, ids=label)
+every_row_of_one_worker = pytest.mark.parametrize("row", ONE_WORKER, ids=label)
 
 
 # ---------------------------------------------------------------------------------------------------------- one worker
 
 
-@every_row
+@every_row_of_one_worker
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_one_worker_equals_its_definition_bitwise(row: Row, optimizer: str, served: Runner) -> None:
     setting = Setting(optimizer, torch.float32)
@@ -35,7 +36,7 @@ def test_one_worker_equals_its_definition_bitwise(row: Row, optimizer: str, serv
     assert torch.equal(served(row.make(), 1, 13, setting).weights, expected)
 
 
-@every_row
+@every_row_of_one_worker
 def test_neither_shards_nor_replicas_change_a_bit_of_one_worker(row: Row, served: Runner) -> None:
     plain = served(row.make(), 1, 8)
     for shards, replicas in ((4, 0), (2, 1)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from laws.catalogue import SERVED, Row, label
+from laws.catalogue import ONE_WORKER, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
 from polytempo.engines.simulate import simulate
 from polytempo.spec.job import Data, Job
@@ -58,7 +58,7 @@ def seen(batches: float) -> float:
 CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.4))
 
 
-@pytest.mark.parametrize("row", SERVED, ids=label)
+@pytest.mark.parametrize("row", ONE_WORKER, ids=label)
 def test_alone_they_are_what_torch_makes_of_them(row: Row) -> None:
     """Who pushes now and then loses what its statistics took in while a fetch was under way; elastic ones lag."""
     result = simulate(job(), row.make(), 1, CLUSTER, steps=STEPS)
