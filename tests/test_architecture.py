@@ -234,22 +234,9 @@ def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
 
 
 UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|lest)\b", re.IGNORECASE)
-NOT_YET_PLAIN = {
-    "aggregation",
-    "bench",
-    "collectives",
-    "compression",
-    "core",
-    "engines",
-    "interop",
-    "strategies",
-    "training",
-    "worlds",
-}
-"""Folders in which such words are left; the list only gets shorter."""
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if folder(path) not in NOT_YET_PLAIN], ids=where)
+@every_file
 def test_sentences_name_their_subject(path: Path) -> None:
     """ "No worker holds it", not "nobody holds it": the reader need not guess who could."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)

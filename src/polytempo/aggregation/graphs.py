@@ -18,7 +18,7 @@ def ring_graph(step: int, num_ranks: int) -> list[list[float]]:
 
 
 def complete(step: int, num_ranks: int) -> list[list[float]]:
-    """Everybody with everybody: the exact mean."""
+    """Every rank with every rank: the exact mean."""
     return _uniform([set(range(num_ranks))] * num_ranks)
 
 

@@ -83,7 +83,7 @@ def krum(wrong: int = 1) -> Merge:
             )
         stacked = torch.stack(list(buffers))
         distances = torch.stack([((stacked - each) ** 2).sum(dim=1) for each in stacked]).fill_diagonal_(torch.inf)
-        distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)  # whoever sends NaN is far from everybody
+        distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a rank that sends NaN is far from all
         nearest = distances.sort(dim=1).values[:, : num_ranks - wrong - 2]
         return stacked.index_select(0, nearest.sum(dim=1).argmin().reshape(1)).squeeze(0)
 

@@ -15,7 +15,7 @@ def vote(buffers: Sequence[Tensor]) -> Tensor:
     a coordinate that the others agree on. Zero and NaN are no vote.
 
     It looks at one coordinate at a time, but the answer can be a tie, for which a code of one bit has no word. So it
-    says `coordinate_wise = False`: whole buffers are gathered, and nobody encodes the answer again.
+    says `coordinate_wise = False`: whole buffers are gathered, and no rank encodes the answer again.
 
     Source: J. Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", 2019,
     Algorithm 1. There the server's answer travels as one bit, so a tie is decided by the sign of zero.

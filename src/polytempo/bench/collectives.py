@@ -87,7 +87,7 @@ def _taken(
 
 
 def _contenders(crew: BenchRank, case: Case, mpi_run: Callable[[int], list[float]] | None) -> list[Contender]:
-    """Everybody who can do it, on the same tensor where they can share one."""
+    """All contenders that can do it, on the same tensor where they can share one."""
     make, size = OPERATIONS[case.operation], crew.size
     count = max(elements(case.num_bytes, size), size)
     tensor = torch.zeros(count)

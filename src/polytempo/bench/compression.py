@@ -64,7 +64,7 @@ class Costs(NamedTuple):
     serial_bytes: float
     rounds: float
     sent_bytes: float
-    """By rank 0, on its way to anybody: what a trace counts."""
+    """By rank 0, to all ranks: what a trace counts."""
     way: str
 
     def communication_s(self, link: Link) -> float:
@@ -109,7 +109,7 @@ def check(plan: CompressionPlan) -> None:
     if len(plan.sizes) < 2 or min(plan.sizes) < 1:
         raise ValueError("--model: at least two layers of at least one unit, such as 784-2048-10")
     if not 2 <= plan.workers <= _MAX_WORKERS:
-        raise ValueError(f"--workers {plan.workers}: from 2 to {_MAX_WORKERS}; one worker has nobody to send to")
+        raise ValueError(f"--workers {plan.workers}: from 2 to {_MAX_WORKERS}; one worker has no other to send to")
     if not plan.candidates:
         raise ValueError("--codecs: name at least one")
     parameters = sum((a + 1) * b for a, b in pairwise(plan.sizes))
@@ -203,7 +203,7 @@ def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: i
 
 
 class _Step(NamedTuple):
-    """One step of rank 0: seconds of computing, virtual seconds until it was over, bytes to anybody."""
+    """One step of rank 0: seconds of computing, virtual seconds until it was over, bytes to all ranks."""
 
     computing_s: float
     passed_s: float

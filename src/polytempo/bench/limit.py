@@ -77,7 +77,7 @@ class Limit:
         return self._timed(calls, self._library.pt_limit_barrier)
 
     def direct(self, calls: int) -> list[float]:
-        """Seconds of each of so many all-reduces of everybody's `data`, in place."""
+        """Seconds of each of so many all-reduces of all ranks' `data`, in place."""
         return self._timed(calls, self._library.pt_limit_direct, self.data.numel())
 
     def staged(self, tensor: Tensor) -> Callable[[int], list[float]]:
@@ -113,7 +113,7 @@ def _declared(size: int) -> Any:
 
 
 def _told(group: dist.ProcessGroup, mine: list[Any]) -> list[list[int]]:
-    """Everybody's numbers, in the order of ranks."""
+    """All ranks' numbers, in the order of ranks."""
     numbers = torch.tensor(mine, dtype=torch.int64)
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
     dist.all_gather(everyone, numbers, group=group)

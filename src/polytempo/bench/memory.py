@@ -97,7 +97,7 @@ def _measured(plan: MemoryPlan, name: str) -> tuple[int, int]:
         crew.barrier()
         with _watched(looks):
             _train(crew, name, plan, looks)
-        crew.barrier()  # nobody leaves, and hands its shared pages on to the others, while they still look
+        crew.barrier()  # no rank leaves, and hands its shared pages on to the others, while they still look
         return [before, looks]
 
     before, during = zip(*crewed(work, plan.workers), strict=True)

@@ -85,7 +85,7 @@ def send_recv(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:
 
 
 def barrier(group: dist.ProcessGroup, tensor: Tensor) -> Prepared:
-    """Wait for everybody."""
+    """Wait for all ranks."""
     return Prepared(lambda: dist.barrier(group=group), tensor, tensor, [group.rank() + 1.0])
 
 

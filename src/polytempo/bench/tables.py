@@ -33,7 +33,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def missing(result: Mapping[str, Any]) -> list[str]:
-    """A line for everybody who could not be measured: who, why, and the remedy."""
+    """A line for each contender that could not be measured: its name, why, and the remedy."""
     return [f"{NAMES[name]} is not measured: {reason}" for name, reason in result["missing"].items()]
 
 

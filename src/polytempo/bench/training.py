@@ -142,7 +142,7 @@ def _optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
 def _step(
     workload: Workload, model: nn.Module, batches: Sequence[Batch], optimizer: torch.optim.Optimizer | None = None
 ) -> Callable[[], None]:
-    """The loop's body that everybody writes."""
+    """The loop's body as users write it."""
     updates = optimizer or _optimizer(workload, model)
     coming = cycle(batches)
 

@@ -22,7 +22,7 @@ Statistic = Literal["median", "mean"]
 
 
 class Contender(NamedTuple):
-    """Somebody who can be timed. `run(calls)` makes that many calls; it returns seconds a call, of each or of parts."""
+    """A contender to time. `run(calls)` makes that many calls; it returns seconds a call, of each or of parts."""
 
     name: str
     run: Callable[[int], Sequence[float]]

@@ -1,4 +1,4 @@
-"""Star: everybody sends to one root, which adds and sends back. The single parameter server.
+"""Star: every rank sends to one root, which adds and sends back. The single parameter server.
 
 Source: the parameter-server side of F. Iandola et al., "FireCaffe", 2016, section 4.
 """

@@ -16,8 +16,8 @@ from polytempo.core import Bundle, Codec, CodecState, EncodeContext, NotFinite, 
 def all_reduce(route: Route) -> WireRoute:
     """Wires are added on their way by `route`, as numbers. The answer lies where the bundle lay.
 
-    Of 16-bit tensors `exact` and `random_k` have wires of 16 bits: sums of these are rounded on their way, which nobody
-    owes, and may become infinite. `all_gather` adds them in float32.
+    Of 16-bit tensors `exact` and `random_k` have wires of 16 bits: sums of these are rounded on their way, which no
+    residual keeps, and may become infinite. `all_gather` adds them in float32.
 
     Cost: the route's for K_c bytes; where the codec has a `statistic`, first an all-gather of a number for each tensor.
     """

@@ -96,7 +96,7 @@ class Accumulated(NamedTuple):
     """The sum of its u that was not sent."""
 
     def given(self) -> tuple[list[Tensor], Accumulated]:
-        """What is given where nobody else is left, and the state after it: v, and not u, which is part of v already.
+        """What is given where no other rank is left, and the state after it: v, and not u, which is part of v already.
 
         Giving v is sending all of it, and the paper's masking stops the momentum of what is sent: else what is late
         would push on in a direction that may be an old one. So u is 0 afterwards.

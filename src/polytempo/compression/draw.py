@@ -1,4 +1,4 @@
-"""Draws that nobody has to send or to keep: each is a function of (seed, step, rank, tensor) and of the element.
+"""Draws that no rank has to send or to keep: each is a function of (seed, step, rank, tensor) and of the element.
 
     key    = splitmix64 over seed, step, rank, tensor                    64 bits
     draw i = lowbias32(i xor key's lower half), with the upper half between its two multiplications     32 bits

@@ -79,7 +79,7 @@ def check_finite(bundle: Bundle, codec: Codec, states: Mapping[str, CodecState],
 
 
 def flushed(bundle: Bundle, state: Exchanged) -> tuple[Bundle, Exchanged]:
-    """Alone, nobody needs an encoding: what was owed when there were others is given, and nothing is owed any more."""
+    """Alone, no rank needs an encoding: what was owed when there were others is given, and nothing is owed any more."""
     codecs: dict[str, CodecState] = {}
     for name, codec_state in state.codecs.items():
         owed, codecs[name] = _given(codec_state)

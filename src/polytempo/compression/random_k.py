@@ -72,11 +72,11 @@ class RandomK:
         return min(max(1, math.ceil(self.ratio * like.numel())), like.numel())
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """Of k values: nobody has to be told the indices."""
+        """Of k values: every rank knows the indices."""
         return WireSize(self.num_sent(like) * like.element_size(), like.dtype)
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
-        """The values drawn. Looks at all of x for what is no number, also where nobody would see it."""
+        """The values drawn. Looks at all of x for what is no number, also where it is not drawn."""
         check_finite(self.facts.name, x)
         return x.reshape(-1)[self.drawn(x, when)]
 

@@ -11,7 +11,7 @@ from polytempo.core import Bundle, Port
 
 
 async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: ExchangePlan) -> tuple[Bundle, Exchanged]:
-    """Two-sided compression: codes go to the owner of each stripe, and the owner's codes of the sum to everybody.
+    """Two-sided compression: codes go to the owner of each stripe, and the owner's codes of the sum to all ranks.
 
     A rank's own stripe goes into the sum as it is, residual included, so there is nothing else to remember for it: the
     same memory then keeps what the encoding of the *sum* leaves, the second residual. Both are parts of what all ranks

@@ -1,4 +1,4 @@
-"""k of n places, drawn without telling anybody: the same on all ranks. See `random_k`."""
+"""k of n places, drawn without a message: the same on all ranks. See `random_k`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Bundle:
         views    "w1": (2, 2)  "b1": (2,)  ...
 
     `share` is this rank's part of the whole: its samples over all ranks' samples, or None where
-    every rank counts the same. Ownership moves with a bundle: whoever is given one may overwrite
+    every rank counts the same. Ownership moves with a bundle: a function that is given one may overwrite
     its flat buffer.
     """
 

@@ -29,7 +29,7 @@ class EncodeContext(NamedTuple):
     """Which encoding of which tensor this is: all that a codec may depend on besides the values.
 
     Random numbers are a pure function of the codec's seed, of (step, rank, tensor, life), and of the element's
-    position, so an context can be repeated, and nobody has to send a generator's state.
+    position, so a context can be repeated, and no rank has to send a generator's state.
     """
 
     step: int = 1
@@ -47,7 +47,7 @@ class EncodeContext(NamedTuple):
 
 
 ALONE = EncodeContext()
-"""The context of somebody who just wants to see a tensor encoded."""
+"""The context where a tensor is encoded by itself, to look at it."""
 
 
 class Law(NamedTuple):

@@ -37,7 +37,7 @@ class TimedOut(PolytempoError):
 
 
 class Deadlock(PolytempoError):
-    """Every rank of a virtual world waits for something that nobody will do."""
+    """Every rank of a virtual world waits for something that no rank will do."""
 
 
 class JobFailed(PolytempoError):

@@ -96,7 +96,7 @@ class Parcel(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Post(Op[None]):
-    """Put `message` into the mailbox of node `to`. Finished when it has left; nobody says whether it arrives."""
+    """Put `message` into the mailbox of node `to`. Finished when it has left; whether it arrives is not known."""
 
     message: Parcel
     to: int

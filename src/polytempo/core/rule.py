@@ -161,7 +161,7 @@ class Service:
 
     `optimizer` None: the job's own, moved into the shards. `decays` says who adds the weight decay that belongs to the
     gradient: the "shards", to each update's, or the "workers", to each batch's, before they step and push.
-    `deals` "freely": whoever is free takes the next batch;
+    `deals` "freely": a worker that is free takes the next batch;
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
     the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
     job's learning rate as it is. `reassigns`: workers help each other by these constants (a

@@ -111,7 +111,7 @@ def residual_tensors(state: Any) -> Iterator[Tensor]:
 def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
     """`state` with residuals in memory of their own, so that who applies from it spends only the duplicate.
 
-    `free`: memory that nobody needs, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of
+    `free`: memory that is not in use, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of
     the residuals, and nothing for a state without.
     """
     if isinstance(state, Residual):

@@ -12,7 +12,7 @@ from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
 Turn = Literal["together", "free", "locked", "in_turn"]
-"""Who writes to one copy of the parameters, and when: all ranks' gradients make one update, everybody at any time,
+"""Who writes to one copy of the parameters, and when: all ranks' gradients make one update, each rank at any time,
 one after the other, or in the order of ranks, each once."""
 
 

@@ -35,8 +35,9 @@ class Transform(NamedTuple):
     it did nothing, and None in its place when this step must have no update at all.
 
     An optimizer step may need several exchanges, of which one counts. So `apply` may be called again from the same
-    state, and then does what it did. Of the state it overwrites nothing but what is `Residual`, and nobody else
-    may overwrite what it answers and the state still holds; who calls it twice gives it a `duplicate`.
+    state, and then does what it did. Of the state it overwrites nothing but what is `Residual`, and its
+    caller does not overwrite what it answers and the state still holds; a caller that applies twice gives it a
+    `duplicate`.
 
     `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
     part may be exchanged while the rest is still being computed.

@@ -84,7 +84,7 @@ def _polytempo(environ: Mapping[str, str]) -> RankPlace:
 def _torch(environ: Mapping[str, str]) -> RankPlace:
     by_ray = "TORCHELASTIC_RUN_ID" not in environ and any(name.startswith("RAY_") for name in environ)
     rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    # A world of one meets nobody, so it may do without an address.
+    # A world of one meets no other rank, so it needs no address.
     address = _text(environ, "MASTER_ADDR") if size > 1 else environ.get("MASTER_ADDR")
     port = _integer(environ, "MASTER_PORT") if size > 1 or "MASTER_PORT" in environ else None
     one_host = size == 1 or address in (_LOOPBACK, "localhost", "::1")

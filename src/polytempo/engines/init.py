@@ -204,7 +204,7 @@ def _leave() -> None:
 
     gloo's threads let go of tensors, for which they take Python's lock; a thread that asks for it after Python has
     ended aborts the process ("terminate called without an active exception"). The threads end with the last
-    reference to their group, so nobody may hold one any longer: neither our world nor torch's default arguments.
+    reference to their group, so none may be left: neither in our world nor in torch's default arguments.
     """
     if dist.is_initialized():
         current().forget_groups()

@@ -50,7 +50,7 @@ def swept(home: Path) -> Iterator[int]:
         os.close(write_end)
         with suppress(ChildProcessError):  # where the caller ignores SIGCHLD, the kernel has collected it
             os.waitpid(janitor, 0)
-        shutil.rmtree(home, ignore_errors=True)  # only where somebody killed the janitor
+        shutil.rmtree(home, ignore_errors=True)  # only where the janitor was killed
 
 
 def begin(notes: int) -> None:
@@ -97,7 +97,7 @@ def _is_left(home: Path) -> bool:
 
 
 def _note(notes: int, line: bytes) -> None:
-    with suppress(BrokenPipeError):  # somebody killed the janitor: the launcher still cleans up itself
+    with suppress(BrokenPipeError):  # the janitor was killed: the launcher still cleans up itself
         os.write(notes, line)
 
 

@@ -10,7 +10,7 @@ from polytempo.engines.environment import parsed_url
 
 
 class Rendezvous:
-    """Texts by key. Whoever reaches `url` can read and write them: they are addresses, and no secrets.
+    """Texts by key. A process that reaches `url` can read and write them: they are addresses, and no secrets.
 
     Close it: the process that holds the store has threads for it as long as it is open, and a process with threads
     is no good parent of forked ones.

@@ -1,6 +1,6 @@
 """`Reshapes`: after which epochs a run goes on with how many shards. The same in both worlds.
 
-epoch 0 … e   all tickets done, nobody holds anything ──▶ start copies, add_shard / drain_shard ──▶ epoch e+1 …
+epoch 0 … e   all tickets done, no worker holds one ──▶ start copies, add_shard / drain_shard ──▶ epoch e+1 …
 """
 
 from __future__ import annotations

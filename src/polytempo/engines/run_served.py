@@ -178,7 +178,7 @@ class Launcher:
             role.node: role
             for role in [*(process.role for process in self._supervisor.ended), *self._supervisor.running]
         }
-        for node in self._silent:  # those given up so late that nobody has looked since
+        for node in self._silent:  # those given up after the last look
             self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
         for role in self._supervisor.running:
@@ -287,7 +287,7 @@ class Launcher:
             )
 
     def _hear(self, event: tuple[str, int]) -> None:
-        """Whoever the coordinator gives up must not go on by itself: a process that only stood still, say."""
+        """A process that the coordinator gives up must not go on by itself: one that only stood still, say."""
         self._reshapes.hear(event)
         what, node = event
         if what == "silent":

@@ -133,7 +133,7 @@ class _Run:
         return OffTheClock(points, self.program.scorer(), dtype, self.tally.take_row, lambda: self.world.now_s)
 
     def _nodes(self) -> dict[int, Node]:
-        """The copies of the shards, each with the first view: so nobody's first request comes too early."""
+        """The copies of the shards, each with the first view: so no first request comes too early."""
         topology, nodes = self.topology, dict[int, Node]()
         view = View(1, topology.chains, ())
         for number, chain in enumerate((*topology.chains, *topology.spares)):
@@ -225,7 +225,7 @@ class _Launcher:
                 self._noticed.add(rank)
                 out += self._coordinator.lose(now_s, rank)
         if self._noticed.issuperset(self._workers):
-            raise PolytempoError("every worker is lost, so nobody can go on; let fewer of them crash")
+            raise PolytempoError("every worker is lost, so the run cannot go on; let fewer of them crash")
         return out
 
 
@@ -242,7 +242,7 @@ def _timing(step_s: float) -> Timing:
 
 
 def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:
-    """About how long a step takes: its computation, and everybody's way to one server and back."""
+    """About how long a step takes: its computation, and all workers' messages to one server and back."""
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     network = cluster.network
     return flops / cluster.flops_per_s + 4 * network.latency_s + 2 * workers * num_bytes / network.bytes_per_s

@@ -141,7 +141,7 @@ def _end_group(group: int) -> None:
 
 
 def _is_running(group: int) -> bool:
-    """Whether one of a group runs; a dead one that nobody has collected yet does not."""
+    """Whether one of a group runs; a dead one that no process has collected yet does not."""
     os.killpg(group, 0)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

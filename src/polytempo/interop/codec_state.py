@@ -1,4 +1,4 @@
-"""`ParameterCodecState`: a transform's state by parameter, for buckets that somebody else cuts, and cuts again.
+"""`ParameterCodecState`: a transform's state by parameter, for buckets that DDP cuts, and cuts again.
 
 step 1   [ w3 b3 w2 ] [ b2 w1 b1 ]      DDP's first guess
 step 2   [ b3 w3 ] [ b2 w2 b1 w1 ]      as gradients arrived: every bucket takes the parts of its parameters along

@@ -55,12 +55,12 @@ class _Exchange:
             self.end(work(), None)
         except BaseException as error:
             error.add_note(f"while DDP exchanged the gradients of {', '.join(self._names)}")
-            let_go(error)  # before anybody else has it, whose frames are none of ours
+            let_go(error)  # before a caller has it, whose frames are none of ours
             self.end(None, error)
         return self._error
 
     def end(self, answer: Tensor | None, error: BaseException | None) -> None:
-        """Tell whoever waits."""
+        """Tell the threads that wait."""
         self._answer, self._error = answer, error
         self._over.set()
         self._first.set_result(None)
@@ -102,7 +102,7 @@ class _Meeting:
         with torch.no_grad():
             strand = self.world.launch(program)
         pending: Any = strand.waits_for
-        if pending is None:  # it went wrong, or there is nobody to exchange with
+        if pending is None:  # it went wrong, or there is no other rank
             self.perform(exchange, strand.wait)
             return
 
@@ -115,7 +115,7 @@ class _Meeting:
         pending.work.get_future().then(ended)
 
     def perform(self, exchange: _Exchange, work: Callable[[], Tensor]) -> None:
-        """What a thread does for a bucket. Whoever fails leaves, so that the others do not wait for it."""
+        """What a thread does for a bucket. A rank that fails leaves, so that the others do not wait for it."""
         if self.failed is not None:
             exchange.end(None, self.failed)
             return
@@ -252,7 +252,7 @@ def _at_once(meeting: _Meeting, buffer: Tensor, work: Callable[[], Tensor]) -> F
     """Issue the exchange on a stream of its own, behind what has filled the bucket.
 
     Nothing here waits for the device unless the codec does (a check for NaN reads a number). The future notes the
-    stream, and whoever waits for it, DDP, lets its own stream wait; the buffer's memory is kept until both are through.
+    stream, and DDP, which waits for it, lets its own stream wait; the buffer's memory is kept until both are through.
     """
     assert meeting.stream is not None
     future: Future[Tensor] = Future(devices=[buffer.device])

@@ -43,7 +43,7 @@ def transport_like(group: Any) -> Any:
 def leave(own: list[Any], world: ProcessWorld) -> None:
     """End `world` and its transport, the only thing in `own`. Ranks that still wait for this one raise `PeerLost`.
 
-    gloo closes its connections when nobody holds it any more; so whoever wants to leave holds it in a list, and calls
+    gloo closes its connections when no reference to it is left; so a rank that leaves holds it in a list, and calls
     `let_go` before where something has failed.
     """
     world.forget_groups()
@@ -55,7 +55,7 @@ def let_go(error: BaseException) -> None:
     """Clear the frames that `error`, and what it follows from, came through; frames that still run stay as they are.
 
     A traceback keeps its frames' variables. Among them is the work that failed, and gloo's work holds its connections:
-    as long as somebody keeps the error, ranks that wait for this one would wait on.
+    as long as the error is referenced, ranks that wait for this one would wait on.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: each gradient updates the server's parameters as it arrives; nobody waits for anybody."""
+"""Asynchronous SGD: each gradient updates the server's parameters as it arrives; no worker waits for another."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def flexrr(
     A worker that is more than `behind` of its batch behind a helper offers it `first_offer` of the batch, and each time
     that this is begun `later_offers` more. A slice, what a worker does between two looks at its mail, is `grain` of a
     batch, at least one sample. A helper's gradient counts as the helped worker's, so with `bound` = 0 the mean over
-    the step's samples is that of synchronous SGD, to rounding, whoever did what:
+    the step's samples is that of synchronous SGD, to rounding, whichever worker did what:
 
         θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ      mᵢ = the samples behind gradient gᵢ
 

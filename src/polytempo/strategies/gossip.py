@@ -1,4 +1,4 @@
-"""Gossip (D-PSGD): each worker averages with a few neighbours; nobody talks to everybody."""
+"""Gossip (D-PSGD): each worker averages with a few neighbours only."""
 
 from __future__ import annotations
 

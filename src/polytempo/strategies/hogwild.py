@@ -12,7 +12,7 @@ Update = Literal["free", "locked", "in_turn"]
 def hogwild(update: Update = "free") -> Strategy:
     """Every worker: read the parameters as they are, compute a gradient, subtract it from them as they are by then.
 
-    θᵥ ← θᵥ - γ gᵥ for the components v that the gradient touches. Nobody waits, so of two writes to one component at
+    θᵥ ← θᵥ - γ gᵥ for the components v that the gradient touches. No worker waits, so of two writes to one component at
     the same moment one may be lost; where gradients are sparse that is rare. For comparison, as in the paper:
     `update="locked"` lets one worker write at a time (AIG), and `update="in_turn"` lets them write in the order of
     ranks, each once (round-robin: gradients are N - 1 updates old).

@@ -12,7 +12,7 @@ def one_bit_sgd(route: WireRoute | None = None, exact_below: int = 1024) -> Stra
 
     v = g + r; each row of v becomes its signs, the mean of its entries ≥ 0 and the mean of the others; r ← v - v̂.
     Without a `route`, the owner of a stripe adds the ranks' codes and encodes the sum again, with a second residual;
-    `all_gather` sends every code to everybody instead, and encodes once. Tensors of fewer than `exact_below` elements
+    `all_gather` sends every code to all ranks instead, and encodes once. Tensors of fewer than `exact_below` elements
     travel as they are. With one worker nothing is encoded.
 
     Cost: 2(N-1)/N · (1/32 of float32's bytes, and 8 bytes a row); memory for one more gradient, in

@@ -15,7 +15,7 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
     step) is odd or even, for one bit has no word for 0. That is the optimizer's gradient: under SGD every parameter
     moves by the learning rate (and by its weight decay), so that has to be about a hundredth of SGD's. All workers
     weigh the same, and fewer than half of them cannot turn a vote. A parameter without a gradient on any worker (the
-    row of an embedding that nobody used) stays where it is if their number N is even; if it is odd, it goes forth and
+    row of an embedding that no rank used) stays where it is if their number N is even; if it is odd, it goes forth and
     back, and is never farther than one step from where it was.
     With `feedback` (EF-signSGD): v = g + r; v̂ = mean|v| · sign(v); r ← v - v̂; the mean of the v̂, with SGD's learning
     rate. Tensors of fewer than `exact_below` elements travel as they are, and are voted on all the same, where
@@ -28,7 +28,7 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024) -> Strategy:
     Source: J. Bernstein, J. Zhao, K. Azizzadenesheli and A. Anandkumar, "signSGD with majority vote is communication
     efficient and fault tolerant", 2019; S. P. Karimireddy, Q. Rebjock, S. U. Stich and M. Jaggi, "Error feedback fixes
     SignSGD and other gradient compression schemes", 2019. The former's server sends the majority's bit back; here
-    everybody gathers all votes and counts. Its momentum on the workers is not part of this.
+    every rank gathers all votes and counts. Its momentum on the workers is not part of this.
     """
     if feedback:
         transform = through(fed_back(sign(scaled=True)), exact_below=exact_below)

@@ -1,4 +1,4 @@
-"""n-softsync: the server makes an update of every c = ⌊λ/n⌋ gradients, whoever they are from."""
+"""n-softsync: the server makes an update of every c = ⌊λ/n⌋ gradients, from whichever workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel (SSP): asynchronous, but nobody runs away from the slowest."""
+"""Stale synchronous parallel (SSP): asynchronous, but no worker runs away from the slowest."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from polytempo.worlds.threads import close_at_exit, ended
 
 Job = Callable[[], None]
-"""Something to do. It must not raise: nobody would hear it."""
+"""Something to do. It must not raise: no caller would hear it."""
 
 
 class Background:

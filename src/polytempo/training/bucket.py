@@ -36,7 +36,7 @@ class Bucket:
     """Parameters of one dtype and device, the state of their transform, and the memory of their flat buffer.
 
     state ──▶ exchange ──▶ tentative ──▶ commit (optimizer.step) ──▶ state
-      └─────▶ exchange ──▶ tentative ──▶ nobody steps: the next exchange starts from `state` again
+      └─────▶ exchange ──▶ tentative ──▶ no step: the next exchange starts from `state` again
     """
 
     def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], empty: Empty | None = None) -> None:

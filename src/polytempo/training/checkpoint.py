@@ -73,7 +73,7 @@ class CheckpointPart:
 def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
-    Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. Whoever calls it
+    Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. A caller
     has looked for NaN and infinities (`checkpoint_writer.written_part`).
     """
     _check_names(part)

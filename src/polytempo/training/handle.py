@@ -106,7 +106,7 @@ class Handle:
             yield
             return
         if self._turns is not None:
-            self.world.drive(_met(port))  # so that nobody writes while others read
+            self.world.drive(_met(port))  # so that no rank writes while others read
         agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
         named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
         own = [(tensor, tensor.data) for name, tensor in named if name in agreed]
@@ -123,7 +123,7 @@ class Handle:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Ranks may leave the loop inside after different numbers of steps; nobody hangs.
+        """Ranks may leave the loop inside after different numbers of steps; no rank hangs.
 
         A rank that leaves goes on taking part with weight zero until all have left; those that are still
         active count the same, whatever `pt.shard` says. All end with the same parameters and running

@@ -18,7 +18,7 @@ from polytempo.worlds import ProcessWorld
 class Loaded:
     """Notices when parameters come from elsewhere, and lets what a strategy remembers of the old ones begin anew.
 
-    That is what `from_anchor` holds (DiLoCo, and local SGD with a codec). Whoever loads other parameters for a while
+    That is what `from_anchor` holds (DiLoCo, and local SGD with a codec). A loop that loads others for a while
     and then its own again has changed nothing.
     """
 

@@ -1,7 +1,7 @@
 """`RateSchedule`: a job's learning-rate schedule by the place of a batch in the run, not by a worker's own steps.
 
     ticket   0 1 2 3   4 5 6 7   8 9 …      3 workers, 4 batches an epoch, so the schedule has 1 step an epoch
-    step     0 0 0 0   1 1 1 1   2 2 …      of it, whoever takes a ticket, and however often it is dealt
+    step     0 0 0 0   1 1 1 1   2 2 …      of it, whichever worker takes a ticket, however often it is dealt
 
 So the rates of a run do not depend on which worker is slow, on a worker's lives, or on where the run was resumed.
 """

@@ -1,4 +1,4 @@
-"""`Scorer`: the test score of parameters that somebody else trains, with a model of its own."""
+"""`Scorer`: the test score of parameters that other processes train, with a model of its own."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class _Worker:
         return answer
 
     def taken_rows(self) -> list[bytes]:
-        """The rows of metrics that nobody has taken yet."""
+        """The rows of metrics that have not been taken yet."""
         rows, self._rows = self._rows, []
         return rows
 

@@ -1,10 +1,10 @@
-"""A worker's share of a step where workers help each other (FlexRR): its batch in slices, whoever computes them.
+"""A worker's share of a step where workers help each other (FlexRR): its batch in slices, by any worker.
 
     own slices ──▶ summed ────────────────────────────────▶ the push that closes the share, left to the strategy
     slices of others, contested ones ──▶ each pushed at once, a part (`server.rules.coverage`)
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
-torch from (seed, ticket, slice), so it is the same work whoever does it. A slice is collated by itself, so batches may
+torch from (seed, ticket, slice), so it is the same work on every worker. A slice is collated by itself, so batches may
 be of any form; what looks at a batch as a whole, such as padding, sees a slice instead. Batch norms are refused
 (`training.requirements`), and a loss must be a mean over samples.
 """
@@ -83,7 +83,7 @@ class Reassigned:
         """Do the batch of `ticket` together with others. What this worker summed is on the parameters' `.grad` then,
         and its numbers with the client, for the push that closes the share of its step number `step`.
 
-        Each slice is pushed with the rates of its own ticket, whoever does it.
+        Each slice is pushed with the rates of its own ticket, on whichever worker.
         """
         samples = self._context.batches.pick(ticket.batch).local_samples
         self._rates_at = rates_at
@@ -92,7 +92,7 @@ class Reassigned:
         if clock > self._clock:
             self._clock = clock
             await covered_step(self._port, self._peer, clock, samples, self._work, ticket)
-        else:  # what its peers know of this clock is that it is covered, so nobody would help
+        else:  # what its peers know of this clock is that it is covered, so none would help
             await self._by_itself(clock, ticket, samples)
         self._close(share)
         loss = None if share.losses is None else share.losses / share.computed
@@ -128,7 +128,7 @@ class Reassigned:
         """What was summed goes with the push that closes the share."""
 
     async def _push_alone(self, do: Do) -> None:
-        """A part. It is answered at once, so whoever hears that it is done may close the share."""
+        """A part. It is answered at once, so a caller that hears of its end may close the share."""
         assert do.ticket is not None
         share, client = self._share, self._client
         flat = Bundle(dict(zip(self._parameters, await self._compute(do), strict=True))).flat
@@ -176,7 +176,7 @@ class Reassigned:
         return self._batches[ticket.number]
 
     def _close(self, share: _Share) -> None:
-        """All other slices are with the shards: hand the rest to whoever pushes next."""
+        """All other slices are with the shards: hand the rest to the next push."""
         own, slices = sum(piece.samples for piece in share.own), self._constants.slices
         if own:
             torch._foreach_div_(share.sums, share.samples if self._is_apart else own)

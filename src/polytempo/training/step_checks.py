@@ -27,7 +27,7 @@ class StepChecks:
         thawed = self._frozen and any(parameter.requires_grad for parameter in self._frozen)
         if thawed or held != self._held:
             what = "a frozen parameter needs gradients now" if thawed else "the optimizer was given other parameters"
-            raise RuntimeError(f"{what}, which nobody exchanges; call detach() on the handle and attach again")
+            raise RuntimeError(f"{what}, which no hook exchanges; call detach() on the handle and attach again")
         if [p.dtype for p in self._replica.trainable.values()] != self._dtypes:
             raise RuntimeError(
                 "parameters have another dtype than at attach, and gradients travel in that; convert the model first, "

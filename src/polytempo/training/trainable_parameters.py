@@ -17,7 +17,7 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
         shapes = [list(p.shape) for key, p in held.items() if key in strangers]
         raise ValueError(
             f"the optimizer trains {len(shapes)} tensors that are no parameters of the model, the first of shape "
-            f"{shapes[0]}; nobody would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
+            f"{shapes[0]}; no rank would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
         )
     return found
 

@@ -17,7 +17,7 @@ class HostLock:
 
     Those that share it stand in a line in `store`. Each says there where it has the file: process, descriptor, device
     and inode. The next one opens the file of the last before it that still lives, through `/proc`, and makes one where
-    none does. So all that live have one file, whoever has died.
+    none does. So all that live have one file, whichever process has died.
 
     The file stays open until the process ends, for a later world of the same store finds it there. A process holds
     the lock as a whole: threads of one do not exclude each other.

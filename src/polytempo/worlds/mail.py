@@ -1,6 +1,6 @@
 """The mail world: one process that talks to others through its mailbox alone, as a parameter server's nodes do.
 
-A coroutine advances when it is launched, or while somebody waits. Whoever waits serves all: messages go to the
+A coroutine advances when it is launched, or while one waits. A coroutine that waits serves all: messages go to the
 coroutines that take, in the order in which they have asked.
 """
 
@@ -112,7 +112,7 @@ class MailWorld:
         self.waited_s = 0.0
         """Seconds spent waiting for mail."""
         self.unseen: dict[_Strand, Exception] = {}
-        """Coroutines that failed and that nobody has awaited since; see `check_unseen`."""
+        """Coroutines that failed and that were not awaited since; see `check_unseen`."""
         self._mailbox = mailbox
         self._lock = lock
         self._zero_s = time.monotonic() if zero_s is None else zero_s
@@ -156,7 +156,7 @@ class MailWorld:
         taker.strand.resume(mail)
 
     def check_unseen(self) -> None:
-        """Raise the first error of a coroutine that nobody awaited, before this node waits or ends: nobody may ever."""
+        """Raise the first error of a coroutine that was not awaited, before this node waits or ends."""
         for strand, error in self.unseen.items():
             del self.unseen[strand]
             raise error

@@ -12,7 +12,7 @@ from polytempo.worlds.queues import MessageQueues
 
 
 class NodeMailbox:
-    """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes, and nobody hears of it.
+    """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes without an error.
 
     A message travels as a send does: it takes the sender's end of the link, then the receiver's. It is not copied;
     who posts it leaves it unchanged.

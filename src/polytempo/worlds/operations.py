@@ -82,7 +82,7 @@ def who_waits_for_what(now_s: float, strands: Sequence[Sequence[VirtualStrand]],
         for meeting in meetings
         for flight, _ in meeting.arrived.values()
     }
-    lines = [f"deadlock at {now_s:.6f} s: nobody can go on."]
+    lines = [f"deadlock at {now_s:.6f} s: no rank can go on."]
     for rank, of_rank in enumerate(strands):
         for flight in (strand.waits_for for strand in of_rank):
             if flight is not None:

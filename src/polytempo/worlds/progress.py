@@ -54,7 +54,7 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Whoever runs a launched strand holds its lock."""
+        """The thread that runs a launched strand holds its lock."""
         self._launched: deque[ReferenceType[Launched]] = deque()
         self._inside: Launched | None = None
         """The strand that the thread advances, also while it waits for a message."""

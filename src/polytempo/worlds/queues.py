@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class MessageQueues(Generic[Key, Item]):
-    """For each key what has arrived and nobody has asked for, or who has asked and nothing has arrived.
+    """For each key what has arrived unasked, or the ranks that have asked before it arrives.
 
     Both are served first come, first served.
     """

@@ -100,7 +100,7 @@ class VirtualWorld:
         """Run `program(port)` on every rank until all have finished.
 
         Errors: the first uncaught error of a rank that an injected crash did not kill (with
-        `raises=False` it is in the outcome instead); `Deadlock` when nobody can go on.
+        `raises=False` it is in the outcome instead); `Deadlock` when no rank can go on.
         """
         if self._began:
             raise ValueError("a virtual world runs one program; make another VirtualWorld for another run")
@@ -283,7 +283,7 @@ class VirtualWorld:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """A rank is gone: whoever needs it hears of it `detection_s` after its death."""
+        """A rank is gone: ranks that need it hear of it `detection_s` after its death."""
         self.lost[rank] = self.now_s
         self._mail.close(rank)
         self._messages.lose(rank)

@@ -55,7 +55,7 @@ class Hosts:
             self._leaders = dist.ProcessGroupGloo(place, self._firsts.index(rank), len(self._firsts), timeout)
 
     def issue(self, patience_s: float = 0.0) -> bool:
-        """Nobody knows what the ranks of other hosts have come to."""
+        """The state of the ranks of other hosts is not known here."""
         return False
 
     def leave(self) -> None:
@@ -63,7 +63,7 @@ class Hosts:
         self.local.leave()
 
     def disconnect(self) -> None:
-        """Close the connections to other hosts: gloo does when nobody holds it. Nothing may be done here afterwards."""
+        """Close the connections to other hosts, as gloo does with its last reference. Nothing may be done here then."""
         self.gloo = self._leaders = None
 
     # ------------------------------------------------------------------ host by host
@@ -169,7 +169,7 @@ class HostsGroup(SharedMemoryGroup):
     group: Hosts
 
     def abort(self) -> None:
-        """Leave the group, and close the connections to other hosts, whoever holds the group yet."""
+        """Leave the group, and close the connections to other hosts, whatever still refers to the group."""
         self.shutdown()
         self.group.disconnect()
 
@@ -190,7 +190,7 @@ class HostsGroup(SharedMemoryGroup):
         return self.group.gloo.recv(list(tensors), source, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """Receive from whoever sends first."""
+        """Receive from the rank that sends first."""
         return self.group.gloo.recv_anysource(list(tensors), tag)
 
 

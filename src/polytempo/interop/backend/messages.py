@@ -1,4 +1,4 @@
-"""`Courier`: messages under way, as torch's `Work`, and a thread for those that nobody waits for."""
+"""`Courier`: messages under way, as torch's `Work`, and a thread for those that no caller waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRACE_S = 0.002
 
 
 class Courier:
-    """Sees to messages that nobody waits for yet: a thread, made when there is one."""
+    """Finishes messages that no caller waits for yet: a thread, made when there is one."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -294,7 +294,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._courier.take(self.group.receive(flat, source, tag), back, self.timeout)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """Receive from whoever sends first."""
+        """Receive from the rank that sends first."""
         return self.recv(tensors, -1, tag)
 
     # ------------------------------------------------------------------ other devices

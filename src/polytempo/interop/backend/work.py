@@ -1,10 +1,10 @@
 """`Lane`: runs a group's collectives one after the other, in the order in which they were issued.
 
-A collective waits for the other ranks, and whoever issued it may have better things to do. So:
+A collective waits for the other ranks, while its caller may go on computing. So:
 
     blocking                       in the caller, after what was issued before
     async, all others are there    in the caller: it takes no longer than the work itself
-    async, otherwise               queued; a thread takes it, or whoever waits for it first
+    async, otherwise               queued; a thread takes it, or the first caller that waits
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Finished(Work):
 
 
 DONE = Finished(None)
-"""What a blocking collective answers in which nobody looks for tensors."""
+"""What a blocking collective answers whose tensors no caller reads."""
 
 
 class Queued(Work):
@@ -76,7 +76,7 @@ class Queued(Work):
         self._future: Future[Any] | None = None
 
     def perform(self) -> None:
-        """Do it. Called once, by whoever holds the lane, who then lets it go and calls `announce`.
+        """Do it. Called once, by the thread that holds the lane, which then lets it go and calls `announce`.
 
         What is no Exception (Ctrl-C) is raised here as well. The call counts as made: the other ranks have made it.
         """
@@ -131,9 +131,7 @@ class Queued(Work):
     def get_future(self) -> Future[Any]:
         """A future that gets the tensors, or the error."""
         if getattr(_thread, "announces", False) and not self._done:
-            self._lane.work_off(
-                until=self
-            )  # whoever waits for it here keeps this thread, perhaps the only one, waiting
+            self._lane.work_off(until=self)  # a wait for it here would keep this thread, perhaps the only one, waiting
         if self._done and self._error is None:
             return Finished(self._result).get_future()
         with self._lane.futures:
