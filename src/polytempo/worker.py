@@ -1,5 +1,14 @@
 """A process of a run that was started by name: `python -m polytempo.worker`, with its orders as JSON on standard input.
 
+    spec        the run: `RunSpec.to_json()`
+    role        `Role._asdict()`
+    setting     `Launch.setting()`
+    host        where the others reach this process
+    size        `Launch.most`
+    threads     how many it computes with
+    launcher    the process that must be its parent: it dies with it
+    notes       a file that it inherits, from `engines.janitor.swept`; the process leads its own group
+
 Its answer, {"result": …} or {"failure": …}, is the only thing that it writes to standard output; all else goes to
 standard error. Engines start it; there is no other use for it.
 """

@@ -27,7 +27,8 @@ class Row(NamedTuple):
     """The function in `polytempo.strategies`."""
     make: Callable[[], Strategy]
     alone: str = "torch"
-    """With one rank it equals plain torch, or what `definitions.py` has under this name."""
+    """With one rank it equals plain torch, or what `ALONE` in `test_laws.py` has under this name (with a
+    parameter server: the first test of `test_served_laws.py`)."""
     joined: bool = False
     """N ranks equal one rank on the joined batch."""
     meets: Callable[[int], bool] | None = None

@@ -93,7 +93,10 @@ def test_messages_and_bytes_are_those_of_a_simulated_step(row: Row, num_ranks: i
         for step in range(1, STEPS + 1):
             said = found.at(step)
             messages, num_bytes, busiest = counted(trace, step)
-            assert (said.messages, said.bytes) == (messages, num_bytes), step
+            assert (said.messages, said.bytes) == (messages, num_bytes), (
+                f"step {step} of {num_ranks} ranks: its cost says {said.messages} messages and {said.bytes} bytes, "
+                f"its ops are {messages} and {num_bytes} (with one rank `apply` should await none)"
+            )
             assert busiest <= said.busiest_bytes <= busiest + 64 * num_ranks, step
     total = [found.at(step) for step in range(1, STEPS + 1)]
     assert (sum(t.messages for t in total), sum(t.bytes for t in total)) == counted(trace, None)[:2]

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from laws.catalogue import HELPED, ROUTES, ROWS, SERVED, Row, label
 from laws.definitions import delayed, diloco
 from laws.harness import HOST, Rank, Setting, plain_torch, run
 from polytempo import strategies
 from polytempo.aggregation import complete
-from polytempo.core import Port
+from polytempo.core import Port, Strategy
 from polytempo.core.state import saved
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.worlds import VirtualWorld
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=label)
 every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+
+
+def delayed_by_name(strategy: Strategy, setting: Setting) -> list[Tensor]:
+    """The delay is read from the strategy's name."""
+    match = re.search(r"delay=(\d+)", str(strategy))
+    assert match is not None
+    return delayed(12, int(match[1]), setting)
+
+
+ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
+    "torch": lambda strategy, setting: plain_torch(12, setting),
+    "delayed": delayed_by_name,
+    "anchored": lambda strategy, setting: diloco(12, 4, 1.0, 0.0, setting),
+    "diloco": lambda strategy, setting: diloco(12, 5, 0.7, 0.9, setting),
+}
+"""A row's `alone` -> the weights after each of 12 steps of one rank."""
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -32,18 +50,11 @@ def test_one_rank_equals_its_definition_bitwise(row: Row) -> None:
     for optimizer in ("sgd", "momentum", "adam"):
         setting = Setting(optimizer, torch.float32)
         strategy = row.make()
-        if row.alone == "torch":
-            expected = plain_torch(12, setting)
-        elif row.alone == "delayed":
-            match = re.search(r"delay=(\d+)", str(strategy))
-            assert match is not None
-            expected = delayed(12, int(match[1]), setting)
-        elif row.alone == "anchored":
-            expected = diloco(12, 4, 1.0, 0.0, setting)
-        else:
-            expected = diloco(12, 5, 0.7, 0.9, setting)
+        assert row.alone in ALONE, f"the row says alone={row.alone!r}; ALONE has {', '.join(ALONE)}: add a line there"
+        expected = ALONE[row.alone](strategy, setting)
         (rank,), _ = run(strategy, 1, 12, setting)
-        assert all(torch.equal(a, b) for a, b in zip(rank.history, expected, strict=True))
+        differ = [step for step, (a, b) in enumerate(zip(rank.history, expected, strict=True), 1) if not a.equal(b)]
+        assert not differ, f"with {optimizer} the weights are not those of alone={row.alone!r} after steps {differ}"
 
 
 @every_route

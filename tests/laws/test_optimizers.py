@@ -126,7 +126,9 @@ def test_rates_decay_and_momentum_are_those_of_the_docstring(row: Row, workers: 
         target = expected(row, optimized, workers)
         assert len(ends) == workers
         for end in ends:
-            assert (end - target).abs().max() < tolerance(row, workers), f"{optimized}: {end} is not {target}"
+            assert (end - target).abs().max() < tolerance(row, workers), (
+                f"{optimized}: {end} is not {target}; where the docstring says so, say it in INSTEAD"
+            )
 
 
 @pytest.mark.parametrize("optimized", [each for each in OPTIMIZED if each.decays], ids=str)

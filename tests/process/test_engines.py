@@ -118,7 +118,7 @@ def test_a_process_leaves_its_result_and_its_log(setup: EngineSetup, tmp_path: P
         ended = awaited(engine)
         assert ended is started
         assert engine.poll() == []
-    assert (ended.exit_code, ended.failure, ended.failed) == (0, None, False)
+    assert (ended.exit_code, ended.failure, ended.failed) == (0, None, False), ended.log.read_text()
     assert ended.result is not None
     assert ended.log == tmp_path / "logs" / "rank-0.log"
     assert ended.log.exists()
@@ -132,7 +132,7 @@ def test_one_that_fails_says_why(setup: EngineSetup, tmp_path: Path) -> None:
     assert ended.exit_code == 1
     assert ended.failed
     assert ended.result is None
-    assert ended.failure is not None
+    assert ended.failure is not None, ended.log.read_text()
     assert "no such data" in ended.failure.message
     assert "no such data" in ended.log.read_text()
 

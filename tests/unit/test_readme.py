@@ -175,7 +175,8 @@ def test_the_readme_is_read_in_a_minute() -> None:
 def test_every_strategy_is_in_the_table() -> None:
     """Of the page that lists them, and in no other row."""
     listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(strategies.__all__)
+    wrong = set(listed) ^ set(strategies.__all__)
+    assert sorted(listed) == sorted(strategies.__all__), f"docs/strategies/index.md: {wrong or 'a row is there twice'}"
     for first_page in (README, read("docs/index.md")):
         assert f"with {len(strategies.__all__)} distributed strategies" in first_page
 

@@ -38,7 +38,8 @@ def test_seeds_bring_every_rule_and_every_fault() -> None:
     """Else a green run would say little."""
     drawn = [draw(seed) for seed in range(SEEDS)]
     rules = {scenario.rule.name.partition("(")[0] for scenario in drawn}
-    assert rules == {"on_arrival", "softsync", "first", "all_but", "within", "hardsync"}
+    expected = {"on_arrival", "softsync", "first", "all_but", "within", "hardsync"}
+    assert rules == expected, f"a new rule of draw_rule belongs here: {rules ^ expected}"
     faults = {type(fault).__name__ for scenario in drawn for fault in scenario.plan.faults}
     assert faults == {"Cut", "ProcessPause", "Death"}
     assert {scenario.replicas for scenario in drawn} == {0, 1}

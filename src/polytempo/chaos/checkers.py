@@ -17,7 +17,8 @@ from polytempo.core.errors import PolytempoError
 from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, Reply
 from polytempo.server.worker.client import Client, Refused
 
-_MOST_LATE = "late"
+_HAD = "had already"
+"""Why a shard drops what it has; any other reason is the rule's."""
 
 
 class Promises(NamedTuple):
@@ -28,7 +29,7 @@ class Promises(NamedTuple):
     reads_own: bool = True
     """Whether an acknowledged push is in the weights, and not only in a sum."""
     may_drop: bool = False
-    """Whether a push may be left out because it came late."""
+    """Whether the rule may leave out a push."""
     fresh: bool = False
     """Whether no gradient that is used may have been computed on older weights."""
 
@@ -119,7 +120,7 @@ class Checkers:
             raise Violation(f"node {source} answers a request that no worker made: {reply}")
         if reply.verdict == "refused":
             raise Violation(f"node {source} refused a good push of worker {reply.worker}: {reply.reason}")
-        if reply.verdict == "dropped" and reply.reason == _MOST_LATE:
+        if reply.verdict == "dropped" and reply.reason != _HAD:
             if not self._promises.may_drop:
                 raise Violation(f"node {source} dropped a push of worker {reply.worker}: {reply.reason}")
             self._late[reply.shard].update(push.tickets)
