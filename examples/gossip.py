@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import polytempo as pt
-from polytempo.aggregation import Graph, complete, exponential, mix, random_pairs, ring_graph
+from polytempo.aggregation import Graph, complete, exponential_graph, mix, random_pairs, ring_graph
 
 RANKS, ROUNDS = 16, 8
 
@@ -31,5 +31,5 @@ def spreads(graph: Graph) -> list[float]:
     return [max(values) - min(values) for values in zip(*outcome.results, strict=True)]
 
 
-for graph in (ring_graph, random_pairs(seed=0), exponential, complete):
+for graph in (ring_graph, random_pairs(seed=0), exponential_graph, complete):
     print(f"{graph.__name__:22}" + "".join(f"{spread:8.3f}" for spread in spreads(graph)))

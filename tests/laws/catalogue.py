@@ -63,7 +63,7 @@ ROWS = [
     ),
     Row("diloco", lambda: s.diloco(period=5), alone="diloco", meets=lambda step: step % 5 == 0),
     Row("gossip", s.gossip),
-    Row("gossip", lambda: s.gossip(aggregation.exponential)),
+    Row("gossip", lambda: s.gossip(aggregation.exponential_graph)),
     Row("gossip", lambda: s.gossip(aggregation.random_pairs(seed=3), period=2)),
     Row("gossip", lambda: s.gossip(aggregation.complete), meets=lambda step: True),
     Row("delayed_sgd", lambda: s.delayed_sgd(delay=1), alone="delayed", meets=lambda step: True),

@@ -81,7 +81,7 @@ PLAIN = [
     strategies.diloco(period=4),
     strategies.delayed_sgd(),
     strategies.gossip(),
-    strategies.gossip(aggregation.exponential),
+    strategies.gossip(aggregation.exponential_graph),
     strategies.gossip(aggregation.random_pairs(seed=3), period=2),
     strategies.adasum(),
     strategies.adasum(of="updates"),
@@ -99,8 +99,8 @@ def test_statistics_cost_their_size_on_every_edge(strategy: Strategy) -> None:
 
 
 def test_gossip_mixes_statistics_by_its_matrix() -> None:
-    """At every step those of the step's graph, which exponential changes from step to step."""
-    for graph in (aggregation.ring_graph, aggregation.exponential):
+    """At every step those of the step's graph, which the exponential one changes from step to step."""
+    for graph in (aggregation.ring_graph, aggregation.exponential_graph):
         alone = torch.stack([statistics(net) for net in trained(strategies.gossip(graph, period=9), steps=1)[0]])
         mixed = torch.stack([statistics(net) for net in trained(strategies.gossip(graph), steps=1)[0]])
         torch.testing.assert_close(mixed, torch.tensor(graph(0, RANKS), dtype=torch.float64) @ alone)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helpers import CLUSTER
 from laws.catalogue import ROUTES
-from polytempo.aggregation import Graph, adasum, complete, exponential, low_rank, mix, random_pairs, ring_graph
+from polytempo.aggregation import Graph, adasum, complete, exponential_graph, low_rank, mix, random_pairs, ring_graph
 from polytempo.collectives import halving_doubling, hierarchical, ring, tree
 from polytempo.compression import bf16, through
 from polytempo.core import Bundle, Op, Port, Program, Transform
@@ -71,7 +71,7 @@ def by(transform: Transform) -> Exchange:
     return exchange
 
 
-GRAPHS: list[Graph] = [ring_graph, complete, exponential, random_pairs()]
+GRAPHS: list[Graph] = [ring_graph, complete, exponential_graph, random_pairs()]
 EXCHANGES: dict[str, Exchange] = {
     **{route.__name__: route for route in [*ROUTES, hierarchical(tree), hierarchical(halving_doubling)]},
     **{f"mix({graph.__name__})": by(mix(graph)) for graph in GRAPHS},

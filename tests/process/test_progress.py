@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 import polytempo as pt
-from polytempo.aggregation import exponential
+from polytempo.aggregation import exponential_graph
 from polytempo.collectives import halving_doubling, native, ring, star, tree
 from polytempo.core import PeerLost, Port, Strategy, TimedOut
 from polytempo.engines.init import init
@@ -178,7 +178,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     },
     "delayed_sgd": lambda: pt.strategies.delayed_sgd(delay=2),
     "delayed_sgd(ring)": lambda: pt.strategies.delayed_sgd(delay=1, route=ring),
-    "gossip": lambda: pt.strategies.gossip(exponential),
+    "gossip": lambda: pt.strategies.gossip(exponential_graph),
     "adasum": pt.strategies.adasum,
     "power_sgd": lambda: pt.strategies.power_sgd(rank=1, exact_below=1),
     "one_bit_sgd": lambda: pt.strategies.one_bit_sgd(exact_below=1),

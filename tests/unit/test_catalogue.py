@@ -50,7 +50,7 @@ def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
         "sync_sgd(route=hierarchical)",
         "sync_sgd(route=hierarchical(between=tree))",
         "gossip(graph=ring)",
-        "gossip(graph=exponential, period=2)",
+        "gossip(graph=exponential_graph, period=2)",
         "gossip(graph=random_pairs(seed=3))",
         "gossip(graph=complete)",
         "robust_sgd(merge=median)",

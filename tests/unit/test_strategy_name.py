@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from polytempo import strategies
-from polytempo.aggregation import exponential, krum, random_pairs, trimmed_mean
+from polytempo.aggregation import exponential_graph, krum, random_pairs, trimmed_mean
 from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
 from polytempo.compression import dgc, int8, prune, random_k, threshold, top_k
 from polytempo.core import Codec, Strategy, call_name, identity
@@ -58,7 +58,7 @@ def test_the_routes_go_by_the_names_of_the_command_line() -> None:
             strategies.diloco(period=20, route=tree),
             "diloco(period=20, outer_lr=0.7, outer_momentum=0.9, route=tree)",
         ),
-        (strategies.gossip(exponential), "gossip(graph=exponential, period=1)"),
+        (strategies.gossip(exponential_graph), "gossip(graph=exponential_graph, period=1)"),
         (strategies.robust_sgd(krum(2)), "robust_sgd(merge=krum(wrong=2))"),
     ],
 )

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import after_steps, applied, bundle, bundles, normal
-from polytempo.aggregation import Graph, complete, exponential, mix, random_pairs, ring_graph
+from polytempo.aggregation import Graph, complete, exponential_graph, mix, random_pairs, ring_graph
 
-GRAPHS: list[Graph] = [ring_graph, complete, exponential, random_pairs(), random_pairs(seed=7)]
+GRAPHS: list[Graph] = [ring_graph, complete, exponential_graph, random_pairs(), random_pairs(seed=7)]
 every_graph = pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
 
 T = 1 / 3
@@ -25,10 +25,10 @@ T = 1 / 3
         (ring_graph, 0, 3, [[T, T, T]] * 3),
         (ring_graph, 0, 4, [[T, T, 0, T], [T, T, T, 0], [0, T, T, T], [T, 0, T, T]]),
         (complete, 0, 4, [[0.25] * 4] * 4),
-        (exponential, 0, 4, [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5], [0.5, 0, 0, 0.5]]),
-        (exponential, 1, 4, [[0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]]),
-        (exponential, 2, 4, [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5], [0.5, 0, 0, 0.5]]),
-        (exponential, 9, 1, [[1]]),
+        (exponential_graph, 0, 4, [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5], [0.5, 0, 0, 0.5]]),
+        (exponential_graph, 1, 4, [[0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]]),
+        (exponential_graph, 2, 4, [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5], [0.5, 0, 0, 0.5]]),
+        (exponential_graph, 9, 1, [[1]]),
     ],
 )  # fmt: skip
 def test_weights(graph: Graph, step: int, num_ranks: int, weights: list[list[float]]) -> None:
@@ -92,7 +92,7 @@ def test_ranks_come_together(graph: Graph, num_ranks: int) -> None:
 def test_the_exponential_graph_reaches_the_exact_mean_in_log_n_steps(num_ranks: int) -> None:
     steps = num_ranks.bit_length() - 1
     start = [torch.tensor([float(rank)]) for rank in range(num_ranks)]
-    histories = after_steps(mix(exponential), steps, bundles(start))
+    histories = after_steps(mix(exponential_graph), steps, bundles(start))
     assert [row.tolist() for row in at_step(histories, steps - 1)] == [[(num_ranks - 1) / 2]] * num_ranks
     assert steps == 1 or spread(at_step(histories, steps - 2)) > 0
 
@@ -109,8 +109,8 @@ def test_a_mix_is_the_matrix_of_its_step() -> None:
     start = torch.stack(normal(5))
     expected = start
     for step in range(2):
-        expected = torch.tensor(exponential(step, 5), dtype=torch.float64) @ expected
-    histories = after_steps(mix(exponential), 2, bundles(list(start)))
+        expected = torch.tensor(exponential_graph(step, 5), dtype=torch.float64) @ expected
+    histories = after_steps(mix(exponential_graph), 2, bundles(list(start)))
     torch.testing.assert_close(torch.stack(at_step(histories, 1)), expected, rtol=1e-14, atol=1e-15)
 
 

@@ -1,7 +1,7 @@
 """How the ranks' updates become one: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
 
 from polytempo.aggregation.adasum import adaptive_sum, adasum
-from polytempo.aggregation.graphs import Graph, complete, exponential, random_pairs, ring_graph
+from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, ring_graph
 from polytempo.aggregation.low_rank import low_rank
 from polytempo.aggregation.mean import mean
 from polytempo.aggregation.mix import mix
@@ -16,7 +16,7 @@ __all__ = [
     "adaptive_sum",
     "adasum",
     "complete",
-    "exponential",
+    "exponential_graph",
     "from_anchor",
     "krum",
     "low_rank",

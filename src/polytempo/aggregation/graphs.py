@@ -22,7 +22,7 @@ def complete(step: int, num_ranks: int) -> list[list[float]]:
     return _uniform([set(range(num_ranks))] * num_ranks)
 
 
-def exponential(step: int, num_ranks: int) -> list[list[float]]:
+def exponential_graph(step: int, num_ranks: int) -> list[list[float]]:
     """One peer a step: at step t rank i halves with rank i + 2^(t mod ⌈log₂N⌉).
 
     Reaches the exact mean in log₂N steps where N is a power of two.

@@ -117,7 +117,8 @@ def _arguments(
     }
     graphs: Mapping[str, object] = {
         "ring": aggregation["ring_graph"],
-        **{name: aggregation[name] for name in ("ring_graph", "exponential", "complete")},
+        "exponential": aggregation["exponential_graph"],
+        **{name: aggregation[name] for name in ("ring_graph", "exponential_graph", "complete")},
         "random_pairs": Factory(aggregation["random_pairs"]),
     }
     merges: Mapping[str, object] = {

@@ -10,7 +10,7 @@ from polytempo.synchronization import every
 def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
     """After every `period` steps, mix the model with the neighbours' in the graph.
 
-    θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential`, `complete` or `random_pairs()`.
+    θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential_graph`, `complete` or `random_pairs()`.
 
     Running statistics (batch norm) are mixed with the same neighbours by the same W. Optimizers stay local. No worker
     talks to others than its neighbours, but for an evaluation, which is of the mean of all models.
