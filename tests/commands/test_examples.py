@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 UNDER_TORCHRUN = ("own_loop.py", "trainer.py")
 QUOTED = ("simulate_stragglers.py",)
-"""What the README quotes word for word; under the virtual clock it is the same everywhere."""
+"""What docs/simulator.md quotes word for word; under the virtual clock it is the same everywhere."""
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +31,7 @@ def test_an_example_runs_and_shows_something(example: Path, tmp_path: Path) -> N
     shown = shown_by([str(example)], tmp_path)
     assert shown.strip()
     if example.name in QUOTED:
-        assert f"```text\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert f"```text\n{shown}```" in (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)

@@ -161,7 +161,9 @@ def test_offsets_tell_what_lies_in_it(small: Arena) -> None:
 
 def test_a_full_arena_says_how_full(small: Arena) -> None:
     small.allocate(40 * KIB)
-    with pytest.raises(MemoryError, match=r"for 32768 bytes: .* has 65536 bytes, of which 40960 are in use; let go"):
+    with pytest.raises(
+        MemoryError, match=r"for 32768 bytes: .* has 65536 bytes, of which 40960 are in use; free tensors"
+    ):
         small.allocate(32 * KIB)
 
 

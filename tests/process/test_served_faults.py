@@ -6,11 +6,11 @@ that does harm; `faults.py` beside it does a hundred times as much of it.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -201,15 +201,22 @@ def test_a_new_copy_may_die_before_it_has_its_state() -> None:
 
 
 def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
-    """In a process of its own: here other tests' threads may open and close files at the same time."""
-    child = os.fork()
-    if not child:
-        gc.collect()
-        gc.disable()
-        before = len(os.listdir("/proc/self/fd"))
-        harm.performed(faulty(), harm.counting(8))
-        os._exit(min(100, abs(len(os.listdir("/proc/self/fd")) - before)))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """In an interpreter of its own: here other tests have files open, and threads that open and close some."""
+    program = (
+        "import gc, os, runpy, sys\n"
+        "found = runpy.run_path(sys.argv[1])\n"
+        "gc.collect()\n"
+        "gc.disable()\n"
+        "before = set(os.listdir('/proc/self/fd'))\n"
+        "found['harm'].performed(found['faulty'](), found['harm'].counting(8))\n"
+        "print(sorted(set(os.listdir('/proc/self/fd')) - before))\n"
+    )
+    here = Path(__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parents[1]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(here)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # --- what ends a run

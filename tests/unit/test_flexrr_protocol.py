@@ -291,8 +291,15 @@ def test_who_waits_for_its_helpee(slack: int, heard: float, may: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"behind": 0.0}, {"grain": 0.1}, {"later_offers": 0.01}, {"patience": 0.0}, {"helpers": -1}]
+    ("wrong", "said"),
+    [
+        ({"behind": 0.0}, r"behind is a part of a worker's batch, above 0 and at most 1, got 0\.0"),
+        ({"grain": 0.1}, r"grain <= first_offer <= later_offers; got grain=0\.1, first_offer=0\.025"),
+        ({"later_offers": 0.01}, r"first_offer=0\.025, later_offers=0\.01"),
+        ({"patience": 0.0}, r"patience must be above 0, got 0\.0"),
+        ({"helpers": -1}, "helpers must not be negative, got -1"),
+    ],
 )
-def test_impossible_constants_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="got Reassignment"):
+def test_impossible_constants_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         Reassignment(**wrong)

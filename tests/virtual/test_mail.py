@@ -238,7 +238,7 @@ def test_who_waits_for_mail_that_nobody_posts_is_in_a_deadlock(wait_s: float | N
     with pytest.raises(Deadlock) as caught:
         world(2).run(program)
     assert str(caught.value).splitlines() == [
-        "deadlock at 3.000000 s: nobody can go on.",
+        "deadlock at 3.000000 s: no rank can go on.",
         "  rank 0 waits for take (step 0, since 0.000000 s)",
     ]
 

@@ -97,7 +97,7 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
             await port.recv(X, 1 - port.rank, tag=5)
 
     assert deadlock(story, 3) == [
-        "deadlock at 0.500000 s: nobody can go on.",
+        "deadlock at 0.500000 s: no rank can go on.",
         "  rank 0 waits for recv from rank 1 (tag 5) (step 2, since 0.500000 s)",
         "  rank 1 waits for recv from rank 0 (tag 5) (step 3, since 0.500000 s)",
     ]
@@ -111,7 +111,7 @@ def test_a_deadline_that_was_kept_is_not_the_time_of_a_deadlock() -> None:
         await port.recv(X, 0)
 
     assert deadlock(story, 2) == [
-        "deadlock at 1.250000 s: nobody can go on.",
+        "deadlock at 1.250000 s: no rank can go on.",
         "  rank 1 waits for recv from rank 0 (tag 0) (step 0, since 1.250000 s)",
     ]
 
@@ -126,7 +126,7 @@ def test_a_deadlock_in_a_collective_names_who_is_not_there() -> None:
             await port.recv(X, 3)
 
     assert deadlock(story, 4) == [
-        "deadlock at 0.500000 s: nobody can go on.",
+        "deadlock at 0.500000 s: no rank can go on.",
         "  rank 0 waits for all_reduce among 4 ranks, without ranks [1, 3] (step 0, since 0.000000 s)",
         "  rank 1 waits for recv from rank 3 (tag 0) (step 0, since 0.000000 s)",
         "  rank 2 waits for all_reduce among 4 ranks, without ranks [1, 3] (step 0, since 0.000000 s)",
