@@ -23,7 +23,7 @@ from polytempo.engines import init as joining
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
-from polytempo.training import checkpoint, snapshot
+from polytempo.training import checkpoint, checkpoint_writer
 from polytempo.training.checkpoint_folders import latest
 from process.crew import squared
 
@@ -143,9 +143,9 @@ class Plan:
         if self.place == "writing":
             self.point.before(checkpoint, "_sync")
         if self.place == "committing":
-            self.point.before(checkpoint, "_move_into_place")
+            self.point.before(checkpoint, "move_into_place")
         if self.place == "committed":
-            self.point.after(snapshot, "commit")
+            self.point.after(checkpoint_writer, "commit")
 
 
 PLACES = {
