@@ -246,13 +246,7 @@ def test_sentences_name_their_subject(path: Path) -> None:
 SHARED_NAMES = {
     "Push": "core's op and the message that performs it at a shard, whose name is the wire's and the record's",
     "Pull": "the same",
-    "Request": "the same base of messages, and what a person types",
-    "Progress": "FlexRR's message, whose name is the wire's; the thread that advances coroutines; the terminal's line",
-    "Batches": "to be renamed: a data set's batches by number; the batches that a model has seen",
-    "Cast": "to be renamed: the codec, and what its kernels offer",
-    "Figure": "to be renamed: a drawing, and a measured number",
-    "Mail": "to be renamed: what a served node needs of a world, and a world's",
-    "Strand": "to be renamed: a coroutine in the one world, and in the other",
+    "Progress": "FlexRR's message, whose name is the wire's; the terminal's line",
 }
 """Public classes of two folders that share a name, each with its reason."""
 

@@ -30,7 +30,7 @@ from polytempo import aggregation
 from polytempo.bench.compression import costs
 from polytempo.bench.models import mlp
 from polytempo.bench.tables import duration, markdown
-from polytempo.bench.turns import Figure, figure, ratio
+from polytempo.bench.turns import Measurement, figure, ratio
 from polytempo.cli.bench_compression import candidate
 from polytempo.core import ALONE, Codec
 from polytempo.engines.init import init
@@ -189,7 +189,7 @@ def _kernel_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _ms(found: Figure) -> str:
+def _ms(found: Measurement) -> str:
     return duration(found.median * 1e6)
 
 

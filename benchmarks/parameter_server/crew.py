@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polytempo.bench.turns import Figure, figure
+from polytempo.bench.turns import Measurement, figure
 
 _FORK = multiprocessing.get_context("fork")
 _START_S, _TURN_S = 120.0, 300.0
@@ -129,7 +129,7 @@ class Turn(NamedTuple):
     calls: int
 
 
-def rounds_of(crews: Sequence[Crew], rounds: int, turn_s: float, min_calls: int = 3) -> dict[str, Figure]:
+def rounds_of(crews: Sequence[Crew], rounds: int, turn_s: float, min_calls: int = 3) -> dict[str, Measurement]:
     """Seconds a call of each crew. In every round each takes a turn, in an order that rotates."""
     turns = []
     for crew in crews:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.bench.tables import markdown
-from polytempo.bench.turns import Figure, figure, ratio
+from polytempo.bench.turns import Measurement, figure, ratio
 from polytempo.core import Port
 from polytempo.core.rule import Service
 from polytempo.server.message import Message, Pull, Push
@@ -85,7 +85,7 @@ def wire(rounds: int, turn_s: float) -> None:
     print(markdown((("ZeroMQ on loopback", "push and pull", "payload of all workers"), list(rows))))
 
 
-def _both(a: Figure, b: Figure) -> tuple[str, str]:
+def _both(a: Measurement, b: Measurement) -> tuple[str, str]:
     found = ratio(a, b)
     return f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"
 

@@ -151,7 +151,7 @@ def test_the_slowest_rank_counts_and_ratios_are_of_rounds() -> None:
     peer = [[[4.0, 4.0], [3.0, 3.0], [8.0, 8.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]]
     by_rank = [{"ours": mine, "peer": theirs} for mine, theirs in zip(ours, peer, strict=True)]
     medians, means = turns.slowest(by_rank, "median"), turns.slowest(by_rank, "mean")
-    assert medians["ours"] == turns.Figure(2.0, 2.0, 2.5, [2.0, 3.0, 2.0])
+    assert medians["ours"] == turns.Measurement(2.0, 2.0, 2.5, [2.0, 3.0, 2.0])
     assert means["ours"].rounds == [2.0, 9.0, 2.0]
     assert turns.ratio(medians["peer"], medians["ours"]) == turns.Ratio(2.0, 1.5, 3.0)
 

@@ -13,7 +13,7 @@ from polytempo.bench import limit, mpi
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.bench.operations import MOVES_NOTHING, OPERATIONS, Prepared, checked, elements
 from polytempo.bench.rank import BenchRank, crewed
-from polytempo.bench.turns import Contender, Figure, ratio, slowest, timed, turns
+from polytempo.bench.turns import Contender, Measurement, ratio, slowest, timed, turns
 from polytempo.native.arena import own_arena
 from polytempo.native.library import why_not
 
@@ -122,7 +122,9 @@ def _limits(crew: BenchRank, case: Case, tensor: torch.Tensor) -> list[Contender
     return [Contender("limit", staged), Contender("limit_arena", program.direct)]
 
 
-def _rows_of(case: Case, ranks: int, found: dict[str, Figure], means: dict[str, Figure]) -> list[dict[str, Any]]:
+def _rows_of(
+    case: Case, ranks: int, found: dict[str, Measurement], means: dict[str, Measurement]
+) -> list[dict[str, Any]]:
     rows = []
     for tensors, suffix in {"any": "", "arena": "_arena"}.items():
         names = {"ours": f"ours{suffix}", "gloo": "gloo", "mpi": "mpi", "limit": f"limit{suffix}"}
@@ -135,14 +137,14 @@ def _rows_of(case: Case, ranks: int, found: dict[str, Figure], means: dict[str, 
     return rows
 
 
-def _ratio(pair: str, names: dict[str, str], found: dict[str, Figure]) -> dict[str, float] | None:
+def _ratio(pair: str, names: dict[str, str], found: dict[str, Measurement]) -> dict[str, float] | None:
     numerator, denominator = (names[key] for key in pair.split("/"))
     if not {numerator, denominator} <= set(found):
         return None
     return ratio(found[numerator], found[denominator])._asdict()
 
 
-def _in_us(figure: Figure, mean: Figure) -> dict[str, Any]:
+def _in_us(figure: Measurement, mean: Measurement) -> dict[str, Any]:
     return {
         "median_us": 1e6 * figure.median,
         "low_us": 1e6 * figure.low,

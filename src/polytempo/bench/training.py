@@ -23,7 +23,7 @@ from polytempo import strategies
 from polytempo.bench.machine import written
 from polytempo.bench.models import MODELS, Batch, Workload
 from polytempo.bench.rank import BenchRank, crewed
-from polytempo.bench.turns import Contender, Figure, figure, ratio, slowest, timed, turns
+from polytempo.bench.turns import Contender, Measurement, figure, ratio, slowest, timed, turns
 from polytempo.core.strategy import Strategy
 from polytempo.native.library import why_not
 from polytempo.training.attach import attach
@@ -81,7 +81,7 @@ def _samples(workload: Workload, name: str, workers: int) -> int:
     return workload.batch_size * (1 if name == "one_thread" else workers)
 
 
-def _rate(seconds: Figure, samples: int) -> Figure:
+def _rate(seconds: Measurement, samples: int) -> Measurement:
     return figure([samples / each for each in seconds.rounds])
 
 
@@ -154,7 +154,7 @@ def _step(
     return step
 
 
-def _row(model: str, name: str, rates: dict[str, Figure]) -> dict[str, Any]:
+def _row(model: str, name: str, rates: dict[str, Measurement]) -> dict[str, Any]:
     return {
         "model": model,
         "configuration": name,

@@ -38,7 +38,7 @@ class TurnBarrier(Protocol):
         """Rank 0's number."""
 
 
-class Figure(NamedTuple):
+class Measurement(NamedTuple):
     """A quantity over the rounds: the median, the quartiles, and each round's."""
 
     median: float
@@ -100,7 +100,7 @@ def _fitting(call_s: float, turn_s: float, min_calls: int) -> int:
     return max(min_calls, min(MAX_CALLS, int(turn_s / max(call_s, 1e-9))))
 
 
-def slowest(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]], statistic: Statistic) -> dict[str, Figure]:
+def slowest(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]], statistic: Statistic) -> dict[str, Measurement]:
     """Seconds a call of each contender, from what `turns` returned on every rank: the slowest rank's time counts."""
     column = ("median", "mean").index(statistic)
     found = {}
@@ -110,12 +110,12 @@ def slowest(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]], statisti
     return found
 
 
-def figure(rounds: Sequence[float]) -> Figure:
+def figure(rounds: Sequence[float]) -> Measurement:
     """The figure of a quantity that was measured once a round."""
-    return Figure(statistics.median(rounds), *quartiles(rounds), list(rounds))
+    return Measurement(statistics.median(rounds), *quartiles(rounds), list(rounds))
 
 
-def ratio(numerator: Figure, denominator: Figure) -> Ratio:
+def ratio(numerator: Measurement, denominator: Measurement) -> Ratio:
     """numerator / denominator."""
     singly = [a / b for a, b in zip(numerator.rounds, denominator.rounds, strict=True)]
     return Ratio(statistics.median(singly), *quartiles(singly))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import typer
 
 from polytempo.cli.plan import found_job, run_options, show_plan
-from polytempo.cli.request import Request
+from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategies
 
 
-def compare(request: Request) -> None:
+def compare(request: RunRequest) -> None:
     """Train one job with one strategy after the other."""
     options = request.options
     strategies = parse_strategies(options.strategies)

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 
 from polytempo import jobs
 from polytempo.cli.options import TrainOptions
-from polytempo.cli.request import Request
+from polytempo.cli.request import RunRequest
 from polytempo.cli.show import show_json, show_table
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
@@ -22,7 +22,7 @@ def found_job(text: str) -> Job:
         raise not_read(text, error) from error
 
 
-def run_options(request: Request) -> RunOptions:
+def run_options(request: RunRequest) -> RunOptions:
     """The options as the engines take them, with the folder that was chosen."""
     shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
     return RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})

@@ -28,7 +28,7 @@ class ChaosRequest(NamedTuple):
     processes: int
 
 
-class Request(NamedTuple):
+class RunRequest(NamedTuple):
     """The options of a command, and the folder that it may write to."""
 
     options: TrainOptions
@@ -41,7 +41,7 @@ class Request(NamedTuple):
         return self.options.job
 
 
-def train_request(given: Mapping[str, object], config: Path | None) -> Request:
+def train_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo train` is asked to do. `ValueError` for what it cannot."""
     options = train_options(given, config)
     check_strategies(options.strategy)
@@ -51,20 +51,20 @@ def train_request(given: Mapping[str, object], config: Path | None) -> Request:
         out = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
     else:
         out = _folder(options, name)
-    return Request(options, out)
+    return RunRequest(options, out)
 
 
-def compare_request(given: Mapping[str, object], config: Path | None) -> Request:
+def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo compare` is asked to do."""
     options = train_options(given, config)
     if options.resume:
         raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
     check_strategies(options.strategies or COMPARED)
     check_job(options.job)
-    return Request(options, _folder(options, _run_name(options, "compare")))
+    return RunRequest(options, _folder(options, _run_name(options, "compare")))
 
 
-def simulate_request(given: Mapping[str, object], config: Path | None) -> Request:
+def simulate_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo simulate` is asked to do."""
     options = train_options(given, config)
     if options.resume:
@@ -75,7 +75,7 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> Reques
     if options.stragglers is not None:
         declared().distribution(options.stragglers)
     check_job(options.job)
-    return Request(options, _folder(options, _run_name(options, options.strategy, "simulated")))
+    return RunRequest(options, _folder(options, _run_name(options, options.strategy, "simulated")))
 
 
 def check_explained(strategy: str, job: str | None) -> None:

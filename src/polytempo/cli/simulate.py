@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from polytempo.cli.plan import found_job, run_options, show_plan
-from polytempo.cli.request import Request
+from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.simulate import default_cluster
 from polytempo.engines.simulate import simulate as simulated
@@ -13,7 +13,7 @@ from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 
 
-def simulate(request: Request) -> None:
+def simulate(request: RunRequest) -> None:
     """Train with virtual workers on the cluster that is described."""
     options = request.options
     strategy = parse_strategy(options.strategy)

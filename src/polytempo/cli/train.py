@@ -7,7 +7,7 @@ import os
 import typer
 
 from polytempo.cli.plan import found_job, run_options, show_plan
-from polytempo.cli.request import Request
+from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
@@ -15,7 +15,7 @@ from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategy
 
 
-def train(request: Request) -> None:
+def train(request: RunRequest) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
     options = request.options
     world = recognise(os.environ)

@@ -22,7 +22,7 @@ from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
 from polytempo.engines.served_node import Mailboxes, Setting, act
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.tally import Tally
+from polytempo.engines.tally import ServedTotals, Tally
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
@@ -239,18 +239,19 @@ class ServedRun:
         """The run in numbers."""
         attendances = outcome.attendances
         idle_s = sum(a.idle_s for a in attendances)
-        return self.tally.result(
-            "process",
-            attendances,
-            [shard for _, shard in sorted(self.coordinator.statistics.items())],
+        totals = ServedTotals(
+            world="process",
+            attendances=attendances,
+            statistics=[shard for _, shard in sorted(self.coordinator.statistics.items())],
             idle_share=lambda seconds: idle_s / (len(attendances) * seconds),
             worker_bytes=outcome.bytes_sent["worker"],
             server_bytes=outcome.bytes_sent["copy"],
             threads=outcome.threads,
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
-            more=self.events.facts,
+            server_facts=self.events.facts,
         )
+        return self.tally.result(totals)
 
     def leave_trace(self, outcome: ServedOutcome, out: Path) -> None:
         """Write the trace of all processes, and the end of the record."""

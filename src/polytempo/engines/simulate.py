@@ -124,12 +124,12 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     flops = flops_per_sample(job, model, data, spec.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
-    courses = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
+    contexts = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
     if is_hogwild(spec.strategy):
-        share_storage([context.replica.model for context in courses])
+        share_storage([context.replica.model for context in contexts])
 
     async def program(port: Port) -> TrainingSummary:
-        summary = await train(port, courses[port.rank])
+        summary = await train(port, contexts[port.rank])
         await updates[port.rank].settle()
         return summary
 
@@ -139,11 +139,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
         if options.out is not None:
             run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
-        courses[0].record = observer.record = recorder(writer, show)
+        contexts[0].record = observer.record = recorder(writer, show)
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
-    return _finish(courses[0], summary, outcome, options.out)
+    return _finish(contexts[0], summary, outcome, options.out)
 
 
 def _context(

@@ -22,7 +22,7 @@ from polytempo.engines.capacity import check_simulated
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.tally import Tally
+from polytempo.engines.tally import ServedTotals, Tally
 from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
@@ -83,7 +83,7 @@ class _Run:
         self.world = VirtualWorld(
             replace(cluster, servers=topology.num_servers), topology.coordinator + 1, seed=spec.seed
         )
-        self.courses = [program.context(self.flops) for _ in topology.workers]
+        self.contexts = [program.context(self.flops) for _ in topology.workers]
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
         self.coordinator = Coordinator(
@@ -124,7 +124,7 @@ class _Run:
     async def _work(self, port: Port) -> Attendance:
         client = self.program.client(port.rank, 1, self.timing)
         group = port.among(self.topology.workers)
-        return await through(client, port, work(group, self.courses[port.rank], client))
+        return await through(client, port, work(group, self.contexts[port.rank], client))
 
     def _scores(self) -> OffTheClock | None:
         if not self.program.scores:
@@ -166,17 +166,18 @@ class _Run:
         workers, trace = self.spec.workers, outcome.trace
         computing_s = sum(s for (rank, op), s in trace.seconds.items() if op == "compute" and rank < workers)
         sent = [trace.bytes_sent.get(rank, 0) for rank in range(self.topology.coordinator)]
-        return self.tally.result(
-            "virtual",
-            attendances,
-            [shard for _, shard in sorted(self.coordinator.statistics.items())],
+        totals = ServedTotals(
+            world="virtual",
+            attendances=attendances,
+            statistics=[shard for _, shard in sorted(self.coordinator.statistics.items())],
             idle_share=lambda seconds: 1 - computing_s / (workers * seconds),
             worker_bytes=sum(sent[:workers]),
             server_bytes=sum(sent[workers:]),
             threads=torch.get_num_threads(),
-            parameters_sha256=parameters_sha256(self.courses[attendances[0].worker].model.parameters()),
+            parameters_sha256=parameters_sha256(self.contexts[attendances[0].worker].model.parameters()),
             trace_hash=trace.hash,
         )
+        return self.tally.result(totals)
 
 
 class _Launcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from polytempo.data.batches import Batches
 from polytempo.data.usage import of_tickets
@@ -17,6 +17,28 @@ from polytempo.spec.result import Result
 from polytempo.training.guard import check_score
 from polytempo.training.server_facts import facts_of
 from polytempo.training.server_worker import Attendance
+
+
+class ServedTotals(NamedTuple):
+    """What all processes of a run have come to."""
+
+    world: str
+    """"process" or "virtual"."""
+    attendances: Sequence[Attendance]
+    """Of the workers that lived to the end."""
+    statistics: Sequence[Statistics]
+    """Of each shard."""
+    idle_share: Callable[[float], float]
+    """From the run's seconds: the workers' part of that time that was not computation."""
+    worker_bytes: int
+    """Bytes that the workers have sent."""
+    server_bytes: int
+    """Bytes that the shards' copies have sent."""
+    threads: int
+    parameters_sha256: str | None
+    trace_hash: str
+    server_facts: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
+    """Goes into `Result.server`."""
 
 
 class Tally:
@@ -52,25 +74,10 @@ class Tally:
             self._trained = row
         self.record(row)
 
-    def result(
-        self,
-        world: str,
-        attendances: Sequence[Attendance],
-        statistics: Sequence[Statistics],
-        *,
-        idle_share: Callable[[float], float],
-        worker_bytes: int,
-        server_bytes: int,
-        threads: int,
-        parameters_sha256: str | None,
-        trace_hash: str,
-        more: dict[str, Any] | None = None,
-    ) -> Result:
-        """The run in numbers. `idle_share(seconds)` is the workers' part of the time that was not computation; `more`
-        goes into `Result.server`.
-        """
+    def result(self, totals: ServedTotals) -> Result:
+        """The run in numbers."""
         workers = self._spec.workers
-        trained = [a for a in attendances if a.steps]  # who came too late for a batch has no time
+        trained = [a for a in totals.attendances if a.steps]  # who came too late for a batch has no time
         seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
         samples = _samples_behind(self._scheduler, self._batches)
         train_loss = None if self._trained is None else self._trained["loss"]
@@ -79,7 +86,7 @@ class Tally:
         return Result(
             job=self._spec.job.name,
             strategy=str(self._spec.strategy),
-            world=world,
+            world=totals.world,
             workers=workers,
             steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
             epochs=samples / self._batches.num_samples,
@@ -89,19 +96,20 @@ class Tally:
             loss=train_loss if self._tested is None else self._tested["loss"],
             accuracy=None if self._tested is None else self._tested["accuracy"],
             train_loss=train_loss,
-            bytes_sent_per_rank=worker_bytes / workers,
-            communication_share=min(1.0, max(0.0, idle_share(seconds))) if seconds else 0.0,
+            bytes_sent_per_rank=totals.worker_bytes / workers,
+            communication_share=min(1.0, max(0.0, totals.idle_share(seconds))) if seconds else 0.0,
             batch_size=self._spec.batch_size,
             seed=self._spec.seed,
-            threads=threads,
-            parameters_sha256=parameters_sha256,
-            trace_hash=trace_hash,
+            threads=totals.threads,
+            parameters_sha256=totals.parameters_sha256,
+            trace_hash=totals.trace_hash,
             reached=self._reached,
             ledger=of_tickets(
-                *(self._batches, self._scheduler.done, [shard.tickets for shard in statistics]),
+                *(self._batches, self._scheduler.done, [shard.tickets for shard in totals.statistics]),
                 numbers_per_batch=self._service.numbers_per_batch,
             ),
-            server=facts_of(self._service, statistics, attendances, server_bytes) | (more or {}),
+            server=facts_of(self._service, totals.statistics, totals.attendances, totals.server_bytes)
+            | totals.server_facts,
         )
 
 
