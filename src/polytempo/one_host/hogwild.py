@@ -111,6 +111,8 @@ class TurnHooks:
         """The memory of the shared parameters, which the caller frees after `remove`."""
         self._world, self._optimizer, self._turn = world, optimizer, turn
         self._baton = Baton()
+        self._updates = False
+        """Whether this rank has its turn. An optimizer whose `step` calls its parent's runs all hooks twice."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._homes = [(parameter, parameter.data_ptr()) for parameter in held]
         self._inside = ExitStack()
@@ -131,6 +133,9 @@ class TurnHooks:
                 "a parameter was given other memory (`.data = …`, `model.to(…)`), so it is no longer the one copy; "
                 "write into it with `copy_`, or detach() and attach again"
             )
+        if self._updates:
+            return None
+        self._updates = True
         replaced = _with_loss(args, kwargs) if type(self._optimizer) is SGD else None
         if self._turn == "locked":
             self._inside.enter_context(self._world.alone())
@@ -142,6 +147,9 @@ class TurnHooks:
         return replaced
 
     def _after_step(self, *_: Any) -> None:
+        if not self._updates:
+            return
+        self._updates = False
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
