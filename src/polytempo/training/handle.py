@@ -72,7 +72,8 @@ class Handle:
 
     def _after_step(self, *_: Any) -> None:
         """The hook by which an optimizer keeps its handle alive."""
-        self._step.after_step()
+        if self._step.ends():
+            self._step.after_step()
 
     # ------------------------------------------------------------------ contexts
 

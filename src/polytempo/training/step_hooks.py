@@ -42,15 +42,25 @@ class StepHooks:
         self._checks, self._members, self._backward, self._copy = checks, members, backward, copy
         self._loaded = Loaded(replica)
         self._exchanges = replica.exchanges_gradients or replica.exchanges_parameters
+        self._begun = False
 
     def before(self) -> list[RemovableHandle]:
         """Hook the beginning of a step. Hooks run in the order in which they were made."""
         hooks, register = [*self._loaded.hooks], self._replica.optimizer.register_step_pre_hook
+        hooks.append(register(self._begin))
         if self._replica.guard is not None and not self._exchanges:
             hooks.append(register(self._look_at_gradients))
         if self._copy is not None or self._exchanges or self._checks.feels_scales:
             hooks.append(register(self._before_step))
         return hooks
+
+    def _begin(self, *_: Any) -> None:
+        self._begun = True
+
+    def ends(self) -> bool:
+        """Whether a step ends now. An optimizer whose `step` calls its parent's runs all hooks twice for one step."""
+        begun, self._begun = self._begun, False
+        return begun
 
     def _look_at_gradients(self, *_: Any) -> None:
         """Where nothing is exchanged, so that no exchange looks at them."""

@@ -1,4 +1,4 @@
-"""Turns of Hogwild!: one for each step of the optimizer, however many of its hooks torch runs."""
+"""A step of the optimizer is one step, however many of its hooks torch runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import polytempo as pt
 from polytempo.one_host.hogwild import TurnHooks
+from polytempo.worlds import ProcessWorld
 
 
 class OnTopOfSgd(SGD):
@@ -49,3 +51,15 @@ def test_a_step_that_calls_its_parents_step_takes_one_turn() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert baton.calls == ["take", "hand on"] * 3
+
+
+def test_a_step_that_calls_its_parents_step_counts_once() -> None:
+    SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    model = nn.Linear(2, 1)
+    optimizer = OnTopOfSgd(model.parameters(), lr=0.1)
+    handle = pt.attach(model, optimizer, pt.strategies.local_sgd(period=4), world=ProcessWorld(0, [0]))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert handle.replica.step == 3
+    handle.detach()
