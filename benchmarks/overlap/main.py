@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def parsed(argv: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
-    """What both hosts are told, and the rest."""
+    """The arguments of both hosts, and the rest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lab", type=Path, default=os.environ.get("POLYTEMPO_NETLAB"), help="the script of the lab")
     parser.add_argument("--mbit", type=int, default=1000)

@@ -13,7 +13,6 @@ import pytest
 from polytempo.cli.completion import job_names, strategy_names
 
 BASH = shutil.which("bash")
-needs_bash = pytest.mark.skipif(BASH is None, reason="completion is tested in bash")
 
 
 def bash(folder: Path, script: str) -> str:
@@ -42,7 +41,6 @@ def completed(words: str) -> str:
     )
 
 
-@needs_bash
 def test_bash_completes_commands_options_jobs_and_strategies(tmp_path: Path) -> None:
     source = 'eval "$(polytempo --show-completion bash)"; '
     assert bash(tmp_path, source + completed("polytempo tra")).split() == ["train"]
@@ -52,7 +50,6 @@ def test_bash_completes_commands_options_jobs_and_strategies(tmp_path: Path) -> 
     assert bash(tmp_path, source + completed("polytempo simulate digits --cluster eth")).split() == ["ethernet"]
 
 
-@needs_bash
 def test_completion_installs_itself(tmp_path: Path) -> None:
     """A new bash that reads the home directory's .bashrc completes."""
     assert "installed" in bash(tmp_path, "polytempo --install-completion bash")

@@ -4,7 +4,7 @@
       snapshot-00000012-shard-0.safetensors, .json      what the shards write (see `server.shard.snapshot`)
       snapshot-00000012-run.json                        the scheduler, and what a resume has in common with the run
 
-The launcher's part is on the disk before the shards are told to write theirs, so a resume with all of theirs finds it.
+The launcher's part is on the disk before the shards begin to write theirs, so a resume with all of theirs finds it.
 The shards write at a moment of their own each; what some of them have and others have not is dealt again after a
 resume, and those that have it drop it.
 """

@@ -185,7 +185,7 @@ class ServedRun:
         return act(self.program, role, self._now(), self._mail, self._arenas)
 
     def setting(self) -> Mapping[str, Any]:
-        """What a process is told that has the run's `RunSpec` alone; see `program.perform`."""
+        """What a process reads beside the run's `RunSpec`; see `program.perform`."""
         assert self._rendezvous is not None
         return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
 

@@ -108,7 +108,7 @@ class SubprocessEngine:
         self._children.stop(process)
 
     def _order(self, role: Role) -> Mapping[str, Any]:
-        """All that the process is told."""
+        """All that the process reads."""
         return {
             "spec": self._spec,
             "role": role._asdict(),

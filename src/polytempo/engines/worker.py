@@ -71,7 +71,7 @@ def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
 
 
 def failure_by(error: BaseException) -> Failure:
-    """What is told of an exception that ends a process."""
+    """The record of an exception that ends a process."""
     facts = error.facts if isinstance(error, NotFinite) else None
     return Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
 

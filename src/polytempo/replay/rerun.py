@@ -198,7 +198,7 @@ class _Cue(BaseException):
 
 
 async def _until_cue(program: Program[Attendance]) -> Attendance | None:
-    """What `program` returns; None if it is told that nothing more of it is in the records."""
+    """What `program` returns; None where the records have nothing more of it."""
 
     async def perform(op: Op[Any]) -> Any:
         value = await op
