@@ -49,14 +49,6 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     return digest
 
 
-def combined(parts: Iterable[int]) -> int:
-    """One hash of several, in their order."""
-    digest = 0
-    for part in parts:
-        digest = (digest * _MULTIPLIER + part) & _MASK
-    return digest
-
-
 def _hashes(flat: Tensor) -> list[Tensor]:
     words = _words(flat)
     weights, of_halves = _weights(words.device)
