@@ -75,7 +75,7 @@ def trained(strategy: Strategy, cluster: Cluster = EVEN, steps: int = 2, of: Job
     outcome = run.world.run(run.act)
     result = run.finish(outcome)
     survivor = next(rank for rank, attendance in enumerate(outcome.results) if attendance is not None)
-    weights = torch.cat([p.detach().flatten() for p in run.courses[survivor].model.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in run.contexts[survivor].model.parameters()])
     assert strategy.server is not None
     return Ran(result, weights, verdicts(strategy, run.program.batches, run.coordinator.statistics))
 
