@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from polytempo.engines.engine import Role
-from polytempo.engines.mailbox_directory import NodeMail
 from polytempo.engines.recording import CopyRecorder
 from polytempo.engines.run_snapshot import shard_saves
 from polytempo.engines.served_program import ServedProgram
@@ -35,7 +34,7 @@ from polytempo.spec.result import parameters_sha256
 from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.mail import Mail, MailWorld
 
 _LINGER_S = 1.0
 """How long a process that has done its part lets its last messages leave."""
@@ -73,11 +72,22 @@ class Setting(NamedTuple):
         )
 
 
+class OpenMail(Mail, Protocol):
+    """A process's mailbox."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was posted leave for up to `linger_s`, and close."""
+
+
 class Mailboxes(Protocol):
     """Gives each process its mailbox."""
 
-    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
-        """The mailbox of `node`, in the process that is it."""
+    def mailbox(self, node: int, *, own_process: bool = False) -> OpenMail:
+        """The mailbox of `node`, in the process that is it.
+
+        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
+        coordinator's is the user's own.
+        """
 
 
 def act(
@@ -178,7 +188,7 @@ class _Part:
             saves.close()
         return self._told(world)
 
-    def _join(self) -> tuple[NodeMail, MailWorld]:
+    def _join(self) -> tuple[OpenMail, MailWorld]:
         line = self._mail.mailbox(self._role.node, own_process=True)
         return line, MailWorld(self._role.node, line, self._program.hosts, zero_s=self._setting.zero_s)
 
