@@ -17,6 +17,7 @@ from polytempo.core import PolytempoError
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.engines.events import RunEvents
 from polytempo.engines.host_mail import KeeperMail
+from polytempo.engines.lost_launcher import LauncherPart, number_after
 from polytempo.engines.mailbox_directory import MailboxDirectory
 from polytempo.engines.recording import Recording, facts_now, has_ended
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
@@ -79,6 +80,8 @@ class ServedRun:
         self.events = RunEvents()
         self._arenas: Arenas | None = None
         self._keeper: KeeperMail | None = None
+        self._lost: LauncherPart | None = None
+        self._saves_if_lost = False
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def meet(self, address: EngineAddress) -> None:
@@ -87,6 +90,7 @@ class ServedRun:
         Call it before the first of them is started, and `close` at the end.
         """
         program = self.program
+        self._saves_if_lost = address.grace_s > 0
         if address.inherits and address.home is not None:
             self._arenas = Arenas(self.most_lives, program.arena_bytes)
             directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
@@ -174,10 +178,17 @@ class ServedRun:
             step=lambda: self.tally.last_step,
             on_order=self.recording.flush,
         )
+        if self._saves_if_lost:
+            self._lost = LauncherPart(
+                self.saves, number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
+            )
+            self._lost.look(0.0)  # before there is any process
         try:
             yield
         finally:
             self.recording.close()
+        if self._lost is not None:
+            self._lost.remove()
 
     # ------------------------------------------------------------------ what the processes do
 
@@ -202,6 +213,7 @@ class ServedRun:
             zero_s=self._zero_s,
             record=None if self.recording is None else self.recording.folder,
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+            if_lost=None if self._lost is None else self._lost.number,
         )
 
     def conduct(self, launcher: Machine) -> None:
@@ -217,6 +229,8 @@ class ServedRun:
         """Called by the launcher now and then, between messages."""
         if self.saves is not None:
             out += self.saves.look(now_s)
+        if self._lost is not None and not self.scheduler.finished:
+            self._lost.look(now_s)
 
     # ------------------------------------------------------------------ what comes of it
 
