@@ -32,19 +32,23 @@ _REPAIR_S = 2.0
 
 
 class HostMemory(NamedTuple):
-    """What the processes of one host share. Made before they are forked."""
+    """What the processes that one process has forked share. Made before they are."""
 
     number: int
-    """The host's, among those of the run."""
+    """Equal for those processes, and for no others of the run."""
     folder: Path
     """A private folder (mode 0700) for their sockets."""
     arenas: Arenas
 
 
-def host_memory(setting: Mapping[str, Any], number: int, folder: Path) -> HostMemory | None:
-    """The memory of host `number` in the run that `setting` is of; None for a run whose processes share none."""
+def host_memory(setting: Mapping[str, Any], number: int, home: Path) -> HostMemory | None:
+    """The memory, and a folder in `home`, for the run that `setting` is of; None where its processes share none."""
     wanted = setting.get("memory")
-    return None if wanted is None else HostMemory(number, folder, Arenas(wanted["arenas"], wanted["bytes"]))
+    if wanted is None:
+        return None
+    folder = home / "mail"
+    folder.mkdir(mode=0o700)
+    return HostMemory(number, folder, Arenas(wanted["arenas"], wanted["bytes"]))
 
 
 class Ends(Protocol):
@@ -174,7 +178,7 @@ class BookMail:
         if node == self._keeper:
             return self._keeper_address
         place = self._book.place_of(node)
-        return None if place is None else place.seen_from(self.place.host)
+        return None if place is None else place.seen_from(self.place.memory)
 
     def _ask_after(self, pause_s: float) -> None:
         if time.monotonic() - self._asked_s >= pause_s:

@@ -26,7 +26,8 @@ def perform(
     """
     if role.kind == "rank":
         return train_rank(spec)
-    program, keys = ServedProgram(spec), Keys.from_plain(setting["keys"])
+    served = Setting.from_plain(setting)
+    program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
     node, address = setting["keeper"]
     mail = HostMailboxes(role.life, host, keys, program.mail_bytes, (node, address), memory)
-    return act(program, role, Setting.from_plain(setting), mail, None if memory is None else memory.arenas)
+    return act(program, role, served, mail, None if memory is None else memory.arenas)

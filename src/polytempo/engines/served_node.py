@@ -55,6 +55,8 @@ class Setting(NamedTuple):
     """The snapshot in the run's folder that copies begin with; None: with the job's own weights."""
     if_lost: int | None = None
     """The snapshot that copies save if the launcher is lost; None: they end with it."""
+    hosts: tuple[int, ...] = ()
+    """Each node's host, where there are several."""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON takes it; another host's monotonic clock has another zero."""
@@ -64,6 +66,7 @@ class Setting(NamedTuple):
             "record": None if self.record is None else str(self.record),
             "snapshot": self.snapshot,
             "if_lost": self.if_lost,
+            "hosts": self.hosts,
         }
 
     @classmethod
@@ -75,6 +78,7 @@ class Setting(NamedTuple):
             record=None if plain["record"] is None else Path(plain["record"]),
             snapshot=plain["snapshot"],
             if_lost=plain["if_lost"],
+            hosts=tuple(plain["hosts"]),
         )
 
 

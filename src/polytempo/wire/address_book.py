@@ -21,16 +21,16 @@ class Place(NamedTuple):
     node: int
     life: int
     """The number of its process among all of the run: a later life takes the place of an earlier one."""
-    host: int
-    """The number of a host; -1: one that shares memory with no other process."""
+    memory: int
+    """Equal for processes that share memory; -1: it shares memory with no other process."""
     far: str
-    """Its address for processes of other hosts."""
+    """Its address for all others."""
     near: str = ""
-    """Its address for processes of its host; empty: it has none."""
+    """Its address for those with which it shares memory; empty: it has none."""
 
-    def seen_from(self, host: int) -> str:
-        """The address at which a process on `host` writes to it."""
-        return self.near if self.near and host == self.host else self.far
+    def seen_from(self, memory: int) -> str:
+        """The address at which a process that has `memory` writes to it."""
+        return self.near if self.near and memory == self.memory else self.far
 
 
 class Here(Message, frozen=True, eq=False):
