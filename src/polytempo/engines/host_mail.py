@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +30,7 @@ _ASK_S = 0.25
 """How often a process says where it is until the keeper has answered, and asks for a node that it does not know."""
 _REPAIR_S = 2.0
 """How often it asks what has changed anyway: the message that said so may have been lost with a connection."""
+_MOST_HELD = 16
 
 
 class HostMemory(NamedTuple):
@@ -144,14 +146,17 @@ class BookMail:
         self.place, self._lines, self._book = place, _Lines(ends), BookCopy()
         self._keeper, self._keeper_address = keeper
         self._asked_s = -math.inf
+        self._held: dict[int, deque[Message]] = {}
+        """Node -> messages that leave as soon as it is known where it is."""
         self._ask()
 
     def post(self, to: int, message: Message) -> bool:
-        """Send without waiting, to a node that may not be there yet."""
+        """Send without waiting. The last few messages to a node that is not there yet leave when it is."""
         address = self._address_of(to)
         if address is None:
+            self._held.setdefault(to, deque(maxlen=_MOST_HELD)).append(message)
             self._ask_after(_ASK_S)
-            return False
+            return True
         return self._lines.post(to, address, message)
 
     def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
@@ -169,6 +174,7 @@ class BookMail:
                 return mail
             elif mail[0] == self._keeper:
                 self._book.receive(mail[1])
+                self._release()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let what was posted leave, and close."""
@@ -179,6 +185,12 @@ class BookMail:
             return self._keeper_address
         place = self._book.place_of(node)
         return None if place is None else place.seen_from(self.place.memory)
+
+    def _release(self) -> None:
+        for to in list(self._held):
+            if (address := self._address_of(to)) is not None:
+                for message in self._held.pop(to):
+                    self._lines.post(to, address, message)
 
     def _ask_after(self, pause_s: float) -> None:
         if time.monotonic() - self._asked_s >= pause_s:
