@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from engines.kubernetes_schemas import check
 
+from engines.kubernetes_schemas import check
 from polytempo.engines.kubernetes_forms import workload
 from polytempo.engines.kubernetes_launcher import launcher
 from polytempo.engines.kubernetes_options import TAKEN, KubernetesOptions
