@@ -69,7 +69,7 @@ OWNER = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "launcher-x1", 
 def test_every_manifest_is_one_that_the_api_takes(given: KubernetesOptions, pods: int, inside: bool) -> None:
     owner = owner_reference(OWNER) if inside else None
     objects = workload(given, "run", pods, owner)
-    objects.append(ticket_secret(given, "run", "{}", owner_reference(OWNER)))
+    objects.append(ticket_secret(given, "run", ["{}"] * pods, owner_reference(OWNER)))
     objects += launcher(given, "run", ["train", "digits"], "/tmp", {"cpu": 1})
     for manifest in objects:
         check(manifest)

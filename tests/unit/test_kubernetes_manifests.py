@@ -92,9 +92,10 @@ def test_the_job_of_two_pods() -> None:
                             "name": "agent",
                             "image": "i:1",
                             "command": [
-                                "sh",
-                                "-c",
-                                "exec python -m polytempo.agent < /run/polytempo/ticket.json",
+                                "python",
+                                "-m",
+                                "polytempo.agent",
+                                "/run/polytempo/$(JOB_COMPLETION_INDEX).json",
                             ],
                             "env": [
                                 {"name": "HOME", "value": "/tmp"},
@@ -117,7 +118,7 @@ def test_the_job_of_two_pods() -> None:
                     "volumes": [
                         {"name": "temporary", "emptyDir": {}},
                         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-                        {"name": "given-0", "secret": {"secretName": "run-ticket", "defaultMode": 0o400}},
+                        {"name": "given-0", "secret": {"secretName": "run-tickets", "defaultMode": 0o400}},
                     ],
                 },
             },
@@ -134,7 +135,7 @@ def test_every_option_reaches_the_pod() -> None:
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert pod["volumes"][1:] == [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
-        {"name": "given-0", "secret": {"secretName": "run-ticket", "defaultMode": 0o400}},
+        {"name": "given-0", "secret": {"secretName": "run-tickets", "defaultMode": 0o400}},
         {"name": "volume-0", "persistentVolumeClaim": {"claimName": "digits"}},
         {"name": "volume-1", "hostPath": {"path": "/ssd"}},
     ]
@@ -204,10 +205,13 @@ def test_the_train_job_refers_to_a_runtime_of_its_own() -> None:
 
 def test_the_secret_ends_with_its_owner() -> None:
     answered = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "run", "uid": "u-1"}, "spec": {}}
-    secret = ticket_secret(SMALL, "run", '{"key": "k"}', owner_reference(answered))
-    assert base64.b64decode(secret["data"]["ticket.json"]) == b'{"key": "k"}'
+    secret = ticket_secret(SMALL, "run", ['{"key": "k"}', "{}"], owner_reference(answered))
+    tickets = {name: base64.b64decode(text) for name, text in secret["data"].items()}
+    assert tickets == {"0.json": b'{"key": "k"}', "1.json": b"{}"}
+    with pytest.raises(ValueError, match="3000 pods need a Secret of more than 1 MiB"):
+        ticket_secret(SMALL, "run", ["x" * 300] * 3000, owner_reference(answered))
     assert secret["metadata"] == {
-        "name": "run-ticket",
+        "name": "run-tickets",
         "labels": OWN,
         "namespace": "n",
         "ownerReferences": [

@@ -24,7 +24,7 @@ class KubernetesOptions:
     """The pods of a run: what they run, what they get, and how long they may stay."""
 
     image: str
-    """Has this version of Polytempo and the job's file, and a shell as `sh`."""
+    """Has this version of Polytempo, and the job's file where the launcher has it."""
     namespace: str | None = None
     """None: the launcher's own, where it runs in a pod, or that of the kubeconfig's context."""
     form: Form = "job"

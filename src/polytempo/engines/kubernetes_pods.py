@@ -6,19 +6,19 @@ Secret NAME-ticket ── mounted, mode 0400 ──▶ /run/polytempo/ticket.jso
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polytempo.engines.kubernetes_options import TICKET_FOLDER, WRITABLE, KubernetesOptions
 
 Manifest = dict[str, Any]
 
-TICKET_FILE = "ticket.json"
 TERMINATED = 143
 """The exit code of a process that SIGTERM has ended: what eviction, preemption and a node's shutdown send."""
 
 _OWN_LABELS = {"app.kubernetes.io/name": "polytempo", "app.kubernetes.io/managed-by": "polytempo"}
 _READ_BY_OWNER = 0o400
+_MOST_SECRET_BYTES = 1 << 20
 
 
 def labels(options: KubernetesOptions, name: str) -> dict[str, str]:
@@ -51,18 +51,18 @@ def owner_reference(owner: Mapping[str, Any]) -> Manifest:
 
 
 def secret_name(name: str) -> str:
-    """The Secret that holds the ticket of the run `name`."""
-    return f"{name}-ticket"
+    """The Secret that holds the tickets of the run `name`."""
+    return f"{name}-tickets"
 
 
 def agent_template(options: KubernetesOptions, name: str, container: str = "agent") -> Manifest:
-    """The template of a pod with one agent, which reads its ticket from the run's Secret.
+    """The template of a pod with one agent, which reads its ticket from the run's Secret: that of its pod's number.
 
     A Secret's files belong to root; `fsGroup` lets the pod's own group read them (0440), and no other one.
     """
-    agent = f"exec {options.python} -m polytempo.agent < {TICKET_FOLDER}/{TICKET_FILE}"
-    ticket = {"secretName": secret_name(name), "defaultMode": _READ_BY_OWNER}
-    return pod_template(options, name, container, ["sh", "-c", agent], {TICKET_FOLDER: {"secret": ticket}})
+    agent = [options.python, "-m", "polytempo.agent", f"{TICKET_FOLDER}/$(JOB_COMPLETION_INDEX).json"]
+    tickets = {"secretName": secret_name(name), "defaultMode": _READ_BY_OWNER}
+    return pod_template(options, name, container, agent, {TICKET_FOLDER: {"secret": tickets}})
 
 
 def pod_template(
@@ -151,13 +151,21 @@ def _volumes(options: KubernetesOptions, mounts: Mapping[str, Any]) -> tuple[lis
     return volumes, mounted
 
 
-def ticket_secret(options: KubernetesOptions, name: str, ticket: str, owner: Mapping[str, Any]) -> Manifest:
-    """The Secret of the run `name`. `owner`: an owner reference; the Secret does not outlive what it is for."""
+def ticket_secret(options: KubernetesOptions, name: str, tickets: Sequence[str], owner: Mapping[str, Any]) -> Manifest:
+    """The Secret of the run `name`, with a ticket for each pod. `owner`: an owner reference; it ends with its owner.
+
+    ValueError where there are too many for one Secret, which holds 1 MiB.
+    """
+    data = {f"{number}.json": base64.b64encode(ticket.encode()).decode() for number, ticket in enumerate(tickets)}
+    if sum(map(len, data.values())) > _MOST_SECRET_BYTES:
+        raise ValueError(
+            f"{len(tickets)} pods need a Secret of more than 1 MiB; give fewer pods with more workers each"
+        )
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": metadata(options, secret_name(name), name, owner),
         "type": "Opaque",
         "immutable": True,
-        "data": {TICKET_FILE: base64.b64encode(ticket.encode()).decode()},
+        "data": data,
     }
