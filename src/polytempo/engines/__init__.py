@@ -6,12 +6,14 @@ from importlib import import_module
 from typing import Any
 
 _ENGINES = {
+    "kubernetes": ("kubernetes_engine", "Kubernetes"),
     "local": ("local_engine", "Local"),
+    "spark": ("spark_engine", "Spark"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }
 
-__all__ = ["local", "ssh", "subprocess"]
+__all__ = ["kubernetes", "local", "spark", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:
