@@ -6,12 +6,14 @@ from importlib import import_module
 from typing import Any
 
 _ENGINES = {
+    "dask": ("dask_engine", "Dask"),
     "local": ("local_engine", "Local"),
+    "ray": ("ray_engine", "Ray"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }
 
-__all__ = ["local", "ssh", "subprocess"]
+__all__ = ["dask", "local", "ray", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:
