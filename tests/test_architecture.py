@@ -70,6 +70,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
 }
 """Imports inside functions, each with its reason."""
