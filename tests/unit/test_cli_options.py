@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.options import TrainOptions, load_file, parse_until, train_options
+from polytempo.core.url_path import place
 
 TOML = """
 job = "digits"
@@ -207,3 +208,4 @@ def test_out_may_be_a_url(given: object) -> None:
     """The command line's is a Path, which has dropped a slash."""
     assert train_options({"job": "digits", "out": given}).out == "s3://bucket/run"
     assert train_options({"job": "digits", "out": Path("runs/x")}).out == Path("runs/x")
+    assert place(str(train_options({"job": "digits", "out": Path("file:///runs/x")}).out)) == Path("/runs/x")
