@@ -5,9 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_ENGINES = {"local": ("local_engine", "Local"), "subprocess": ("subprocess_engine", "Subprocess")}
+_ENGINES = {
+    "local": ("local_engine", "Local"),
+    "ssh": ("ssh_engine", "Ssh"),
+    "subprocess": ("subprocess_engine", "Subprocess"),
+}
 
-__all__ = ["local", "subprocess"]
+__all__ = ["local", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:

@@ -168,7 +168,7 @@ def _is_loopback(address: str) -> bool:
 
 def _hosts() -> list[int]:
     """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
-    name = torch.frombuffer(bytearray(hashlib.sha256(_host_identity().encode()).digest()), dtype=torch.uint8)
+    name = torch.frombuffer(bytearray(hashlib.sha256(host_identity().encode()).digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())
 
     async def everyone() -> list[torch.Tensor]:
@@ -179,7 +179,7 @@ def _hosts() -> list[int]:
     return [order.index(n) for n in names]
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """What tells hosts apart: two may have one name, and two containers on one kernel have a network between them,
     or processes that cannot see each other.
     """

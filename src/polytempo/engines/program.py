@@ -22,6 +22,7 @@ def perform(spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str) ->
     """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one."""
     if role.kind == "rank":
         return train_rank(spec)
-    program, rendezvous = ServedProgram(spec), Rendezvous.joined(setting["rendezvous"])
+    served = Setting.from_plain(setting)
+    program, rendezvous = ServedProgram(spec, spec.topology(served.hosts)), Rendezvous.joined(setting["rendezvous"])
     mail = MailboxStore(rendezvous, host, Keys.from_plain(setting["keys"]), program.mail_bytes)
-    return act(program, role, Setting.from_plain(setting), mail)
+    return act(program, role, served, mail)

@@ -20,6 +20,7 @@ from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.url_follower import UrlFollower
 from polytempo.report.progress import Progress
+from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer
@@ -56,7 +57,8 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
         try:
             with setup.open(launch._replace(logs=logs)) as engine:
-                [answer, *_] = collected(engine, spec.topology(), None if follower is None else follower.look)
+                topology = on_hosts(spec.topology(), engine.address.num_hosts)
+                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
         finally:
             for meeting in meetings:
                 meeting.close()

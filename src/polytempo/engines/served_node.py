@@ -52,6 +52,8 @@ class Setting(NamedTuple):
     """Where copies record what met them."""
     snapshot: int | None = None
     """The snapshot in the run's folder that copies begin with; None: with the job's own weights."""
+    hosts: tuple[int, ...] = ()
+    """Each node's host, where there are several."""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON takes it; another host's monotonic clock has another zero."""
@@ -60,6 +62,7 @@ class Setting(NamedTuple):
             "began_s": time.time() - (time.monotonic() - self.zero_s),
             "record": None if self.record is None else str(self.record),
             "snapshot": self.snapshot,
+            "hosts": self.hosts,
         }
 
     @classmethod
@@ -70,6 +73,7 @@ class Setting(NamedTuple):
             zero_s=time.monotonic() - (time.time() - plain["began_s"]),
             record=None if plain["record"] is None else Path(plain["record"]),
             snapshot=plain["snapshot"],
+            hosts=tuple(plain["hosts"]),
         )
 
 

@@ -32,6 +32,7 @@ from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
 from polytempo.server.shard.optimizer import can_be_native
+from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.server_worker import Attendance
@@ -88,6 +89,7 @@ class ServedRun:
         Call it before the first of them is started, and `close` at the end.
         """
         program = self.program
+        self.topology = program.topology = on_hosts(program.topology, address.num_hosts)
         if address.inherits and address.home is not None:
             self._arenas = Arenas(self.most_lives, program.arena_bytes)
             directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
@@ -200,6 +202,7 @@ class ServedRun:
             zero_s=self._zero_s,
             record=None if self.recording is None else self.recording.folder,
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+            hosts=self.topology.hosts,
         )
 
     def conduct(self, launcher: Machine) -> None:
