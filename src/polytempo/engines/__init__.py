@@ -7,11 +7,13 @@ from typing import Any
 
 _ENGINES = {
     "local": ("local_engine", "Local"),
+    "mpi": ("mpi_engine", "Mpi"),
+    "slurm": ("slurm_engine", "Slurm"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }
 
-__all__ = ["local", "ssh", "subprocess"]
+__all__ = ["local", "mpi", "slurm", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:
