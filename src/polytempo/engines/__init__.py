@@ -6,14 +6,16 @@ from importlib import import_module
 from typing import Any
 
 _ENGINES = {
+    "kubernetes": ("kubernetes_engine", "Kubernetes"),
     "local": ("local_engine", "Local"),
     "mpi": ("mpi_engine", "Mpi"),
     "slurm": ("slurm_engine", "Slurm"),
+    "spark": ("spark_engine", "Spark"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }
 
-__all__ = ["local", "mpi", "slurm", "ssh", "subprocess"]
+__all__ = ["kubernetes", "local", "mpi", "slurm", "spark", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:
