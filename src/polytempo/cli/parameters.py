@@ -158,3 +158,13 @@ OfSize = Annotated[
     str | None,
     typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
 ]
+Submitted = Annotated[
+    list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")
+]
+Sbatch = Annotated[
+    str | None, typer.Option(metavar="WORDS", help="More options of sbatch, such as '--account=physics'.")
+]
+Grace = Annotated[
+    int | None, typer.Option(metavar="S", help="Seconds before the time is over in which the run saves. Default: 60.")
+]
+ScriptOnly = Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")]
