@@ -22,8 +22,20 @@ from polytempo.engines.engine import EngineSetup
 TESTS = Path(__file__).parents[1]
 MARK = "POLYTEMPO_TESTS_MARK"
 DETERMINISTIC = ("sync_sgd()", "local_sgd(period=4)")
+FAILS = """
+import os
+from dataclasses import replace
+from polytempo.jobs.digits import job as digits
+
+def read(given):
+    if "POLYTEMPO_RANK" in os.environ:
+        raise OSError("no such data on this node")
+    return digits.data(given)
+
+job = replace(digits, name="fails", data=read)
+"""
 SERVED = "downpour(shards=2, replicas=1)"
-LONG_S = 120.0
+LONG_S = 300.0
 _PAUSE_S = 0.05
 
 
@@ -86,19 +98,24 @@ def local_hashes() -> dict[str, str | None]:
     return hashes
 
 
-class Killer(threading.Thread):
-    """Kills a process while a run goes on, which is when its metrics have so many rows."""
+def begun(out: Path, rows: int = 1) -> bool:
+    """Whether a run has written so many rows of metrics."""
+    metrics = out / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= rows
 
-    def __init__(self, out: Path, rows: int, victim: Callable[[], int]) -> None:
+
+class Killer(threading.Thread):
+    """Kills a process once a run has written two rows of metrics."""
+
+    def __init__(self, out: Path, victim: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._metrics, self._rows, self._victim = out / "metrics.jsonl", rows, victim
+        self._out, self._victim = out, victim
         self.killed: int | None = None
+        self.start()
 
     def run(self) -> None:
         """Wait for the rows, and kill."""
-        awaited(
-            lambda: self._metrics.exists() and self._metrics.read_text().count("\n") >= self._rows, "the run's begin"
-        )
+        awaited(lambda: begun(self._out, 2), "the run's begin")
         victim = self._victim()
         os.kill(victim, signal.SIGKILL)
         self.killed = victim
