@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
+from polytempo.engines import janitor
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.lost_launcher import GRACE_S
 from polytempo.engines.remote.messages import (
@@ -342,7 +344,10 @@ def opened_remote(
     if launch.spec is None:
         raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
     launch.spec.to_json()
-    with _logs_of(launch) as logs:
+    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+    with janitor.swept(home):
+        logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
+        made(logs)
         keys = make_keys()
         where = f"[{address}]" if ":" in address else address
         channel: Channel = ChannelServer(f"tcp://{where}:*", keys, FromAgent)  # type: ignore[arg-type] # a union of types
@@ -356,13 +361,3 @@ def opened_remote(
                 starter.stop()
         finally:
             channel.close(_LINGER_S)
-
-
-@contextmanager
-def _logs_of(launch: Launch) -> Iterator[Path]:
-    if launch.logs is not None:
-        made(launch.logs)
-        yield launch.logs
-        return
-    with tempfile.TemporaryDirectory(prefix="polytempo-logs-") as folder:
-        yield Path(folder)
