@@ -104,7 +104,11 @@ Restarts = Annotated[
     typer.Option(metavar="N", help="With a parameter server: how many killed processes to restart. Default: 20."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The folder for the results. Default: a new one under runs/.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
+    ),
 ]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
+from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
 from polytempo.engines.arguments import check_strategy, check_workers, checked_engine, is_here
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
@@ -46,7 +46,7 @@ def run(
 ) -> Result:
     """Train `job` by `strategy` with `workers` processes.
 
-        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
+        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out="runs/first")
 
     `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
     starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
@@ -149,7 +149,7 @@ def compare(
     return results
 
 
-def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result], title: str) -> None:
+def report_together(out: Place, folders: Sequence[Place], results: Sequence[Result], title: str) -> None:
     """One page, one picture and one JSON list over several runs."""
     runs = [load_run(folder) for folder in folders]
     write_report(out / "report.html", runs, title=title)
