@@ -14,12 +14,15 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.core.notice import PREEMPTED, Notice, Preempted, noticed
+from polytempo.engines.run_snapshot import read_run_snapshot
 from polytempo.engines.worker import Result
+from polytempo.server.shard.snapshot import newest_whole
 from polytempo.training.checkpoint_folders import latest
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.worlds import ProcessWorld
 from process.crew import squared, together
 from process.test_resume import job
+from process.test_served_resume import EPOCHS, SHARDS, TICKETS, WORKERS, counted, counting, strategy
 
 pytestmark = pytest.mark.process
 
@@ -186,3 +189,60 @@ def test_what_nothing_catches_exits_with_75() -> None:
 
     assert child(work) == PREEMPTED
     assert str(Preempted(3, "runs/x")) == "preempted after step 3, which is saved in runs/x: go on with resume"
+
+
+# ---- with a parameter server ----
+
+
+def terminating(at: int, to: str, once: Path) -> pt.Job:
+    """The counting job, in which a worker sends SIGTERM at its `at`-th batch, if none has done it before."""
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at and not once.exists():
+            once.touch()
+            os.kill(os.getppid() if to == "launcher" else os.getpid(), signal.SIGTERM)
+        return output.mean()
+
+    return counting(loss)
+
+
+def test_a_served_run_is_saved_and_goes_on_with_every_ticket_once(tmp_path: Path) -> None:
+    out, how = tmp_path / "run", strategy()
+    job = terminating(15, "launcher", tmp_path / "sent")
+    status = child(lambda: pt.run(job, how, WORKERS, epochs=10_000, out=out, threads=1))
+    assert status == PREEMPTED
+    number = newest_whole(out / "checkpoint", SHARDS)
+    assert number is not None
+    saved = read_run_snapshot(out / "checkpoint", number)
+    epochs = saved.step * WORKERS // TICKETS + 2
+    result = pt.run(counting(), how, WORKERS, epochs=epochs, out=out, resume=True, threads=1)
+    assert result.parameters_sha256 == counted(epochs)
+
+
+def test_a_run_goes_on_without_a_worker_that_left(tmp_path: Path) -> None:
+    job = terminating(5, "worker", tmp_path / "sent")
+    result = pt.run(job, strategy(), WORKERS, epochs=EPOCHS, out=tmp_path / "run", threads=1)
+    assert result.parameters_sha256 == counted(EPOCHS)
+    assert result.server is not None
+    [event] = result.server["events"]
+    assert (event["how"], event["then"]) == ("left after SIGTERM", "its batches were dealt again")
+    assert result.server["restarts"] == 0
+
+
+def test_where_batches_are_dealt_evenly_another_takes_its_place(tmp_path: Path) -> None:
+    job = terminating(5, "worker", tmp_path / "sent")
+    result = pt.run(job, s.ssp(shards=SHARDS), WORKERS, epochs=EPOCHS, threads=1)
+    assert result.server is not None
+    assert result.server["restarts"] == 1
+    assert result.samples == EPOCHS * TICKETS
+
+
+def test_when_the_last_worker_leaves_the_run_is_saved(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    job = terminating(5, "worker", tmp_path / "sent")
+    assert child(lambda: pt.run(job, strategy(), 1, epochs=EPOCHS, out=out, threads=1)) == PREEMPTED
+    result = pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, out=out, resume=True, threads=1)
+    assert result.parameters_sha256 == counted(EPOCHS)
