@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
+    from polytempo.core.notice import Preempted
     from polytempo.engines.collective import RunTimedOut
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
@@ -86,6 +87,7 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.core.errors": ("JobFailed",),
+    "polytempo.core.notice": ("Preempted",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
@@ -121,6 +123,7 @@ __all__ = [
     "PeerLost",
     "PolytempoError",
     "Port",
+    "Preempted",
     "ProcessWorld",
     "Result",
     "RunOptions",

@@ -112,6 +112,14 @@ class Engine(Protocol):
         """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
 
 
+@runtime_checkable
+class Preempting(Protocol):
+    """What an engine may be besides: it passes on that the run has to leave soon."""
+
+    def preempt(self) -> None:
+        """Ask all processes to save and leave, by SIGTERM; `poll` sees them end."""
+
+
 class Launch(NamedTuple):
     """What an engine is opened for: one run, or one function."""
 

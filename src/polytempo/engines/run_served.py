@@ -13,6 +13,8 @@ from contextlib import ExitStack
 import torch
 
 from polytempo.core import PolytempoError, files
+from polytempo.core.notice import Notice, noticed
+from polytempo.engines.departure import Departure
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
@@ -41,6 +43,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
 
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
+    After SIGTERM a worker pushes what it has and leaves; this process has a snapshot written and ends with `Preempted`.
 
     Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
     of a shard has died.
@@ -67,8 +70,9 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
                 writer = stack.enter_context(metrics)
             run.tally.record = recorder(writer, show)
             stack.enter_context(run.kept(opened.address.threads))
+            notice = Notice(options.grace_s) if options.out is None else stack.enter_context(noticed(options.grace_s))
             with diverged():
-                outcome = _conducted(run, opened)
+                outcome = _conducted(run, opened, notice)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)
@@ -78,7 +82,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
     return reported(result, options.out)
 
 
-def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
+def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
     """Start all processes, be the coordinator until the end, and see that none is left."""
     supervisor = ProcessSupervisor(engine, run.topology)
     for worker in run.topology.workers:
@@ -88,7 +92,7 @@ def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
             supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
         supervisor.start("evaluator", run.evaluator)
-    launcher = Launcher(run, supervisor)
+    launcher = Launcher(run, supervisor, notice)
     run.conduct(launcher)
     run.events.restarts = launcher.restarts
     launcher.await_saved()
@@ -102,7 +106,8 @@ def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, notice: Notice) -> None:
+        self._departure = Departure(run, supervisor, notice)
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
@@ -201,6 +206,8 @@ class Launcher:
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
+            if ended_well and self._departure.left(process, now_s):
+                self._again(role, "left after SIGTERM")
             again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
             if again:
                 self._again(role, how(process))
@@ -208,6 +215,7 @@ class Launcher:
                 self._tell(role, how(process), again=again)
             self._silent.pop(role.node, None)
         self._see_alive(now_s)
+        out += self._departure.look(now_s)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)

@@ -43,6 +43,8 @@ class RunOptions:
     transport: Literal["shared", "tcp"] = "shared"
     """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
     always TCP where an engine's processes share no memory."""
+    grace_s: float = 30.0
+    """How long a run with an `out` may take to save and leave after SIGTERM; then it is ended."""
     restarts: int = 20
     """With a parameter server: how many processes may be started in place of others that were killed."""
     reshape: Mapping[int, int] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class RunOptions:
             object.__setattr__(self, "data", Path(self.data))
         if self.out is not None:
             object.__setattr__(self, "out", place(self.out))
-        for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s"):
+        for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -91,6 +93,7 @@ class OptionKeywords(TypedDict, total=False):
     on_drift: Literal["stop", "restore", "ignore"]
     timeout_s: float
     transport: Literal["shared", "tcp"]
+    grace_s: float
     restarts: int
     reshape: Mapping[int, int]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
+from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
@@ -32,6 +33,7 @@ from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.ports import mesh_of
+from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.resumption import load
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
@@ -48,6 +50,7 @@ class Trainer:
 
     Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
     leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
+    Where SIGTERM comes and there is an `out`, all ranks save the same step and `fit` raises `Preempted` (exit code 75).
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
 
     Where `pt.init(mesh=…)` has laid out the ranks, those along "data" train one part of a model: the job's `model()`
@@ -116,10 +119,18 @@ class Trainer:
             if out is not None and world.rank == 0:
                 writer = files.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
             context.record = recorder(writer, on_row)
+            watch = None
+            if out is not None:
+                alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
+                notice = files.enter_context(noticed(self.options.grace_s))
+                watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
+                context.leaves = watch.agreed
             world.begin()
             summary = world.drive(train(world.port, context))
             elapsed_s = world.now_s()
             world.share = None
+            if watch is not None:
+                watch.end()
         final = summary.parameters | summary.buffers
         with torch.no_grad():
             for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
