@@ -12,7 +12,7 @@ from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy, check_workers, checked_engine
+from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
@@ -73,11 +73,14 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     workers = specs[0].workers
     for spec in specs:
         check_workers(spec.strategy, workers)
+        check_batches(spec)
     check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:
         check_enough(found.samples, workers)
+        for slices in {spec.strategy.slices for spec in specs} - {None}:
+            check_enough(found.samples, slices or 1, "slices")
     check_memory(found.private_bytes, workers)
     notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
     for note in [*cores_notes(workers), *notes]:
