@@ -79,6 +79,7 @@ class TrainOptions(BaseModel):
     strategy: Named = "sync_sgd"
     strategies: Annotated[Named | None, BeforeValidator(_one_or_several)] = None
     workers: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = 2
+    engine: Named = "local"
     cluster: Named | None = None
     stragglers: Named | None = None
     meta: bool = False

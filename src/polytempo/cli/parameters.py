@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polytempo.cli.completion import cluster_names, distribution_names, job_names, strategy_names
+from polytempo.cli.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 Job = Annotated[
@@ -35,6 +35,14 @@ Strategies = Annotated[
     ),
 ]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Number of workers. Default: 2.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="E[:ADDRESS]",
+        help="Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local.",
+        autocompletion=engine_names,
+    ),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(

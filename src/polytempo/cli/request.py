@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from polytempo import jobs
+from polytempo import engines, jobs
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options
 from polytempo.engines.environment import recognise
@@ -46,6 +46,7 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
     options = train_options(given, config)
     check_strategies(options.strategy)
     check_job(options.job)
+    _check_engine(options)
     name = _run_name(options, options.strategy)
     if recognise(os.environ).size > 1 and options.out is None:  # workers that start apart choose the same folder
         out = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
@@ -61,6 +62,7 @@ def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequ
         raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
     check_strategies(options.strategies or COMPARED)
     check_job(options.job)
+    _check_engine(options)
     return RunRequest(options, _folder(options, _run_name(options, "compare")))
 
 
@@ -137,6 +139,19 @@ def check_job(text: str | None) -> None:
     if text is None:
         raise ValueError(f"name a job: {', '.join(sorted(jobs.names()))}, {jobs.FORMS}")
     jobs.check(text)
+
+
+def _check_engine(options: TrainOptions) -> None:
+    """ValueError for an engine that does not exist, and for one inside a world that another launcher has started."""
+    name = options.engine.partition(":")[0]
+    if name not in engines.__all__:
+        raise ValueError(f"--engine {options.engine}: {name!r} is not known; there are: {', '.join(engines.__all__)}")
+    world = recognise(os.environ)
+    if world.size > 1 and name != "local":
+        raise ValueError(
+            f"--engine {options.engine}: this process is one of {world.size} workers of {world.launcher}; "
+            "leave --engine out to be one of them, or start polytempo outside of it"
+        )
 
 
 def _run_name(options: TrainOptions, *further: str) -> str:

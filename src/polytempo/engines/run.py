@@ -12,7 +12,7 @@ from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine
+from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
@@ -49,7 +49,8 @@ def run(
         result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
 
     `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
-    starts new interpreters, which find the job by its name (`pt.jobs.find`).
+    starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
+    its name (`pt.jobs.find`).
 
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
@@ -61,11 +62,11 @@ def run(
     check_strategy(strategy)
     setup = checked_engine(engine)
     spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
-    _prepare([spec])
+    _prepare([spec], setup)
     return _performed(spec, setup, progress)
 
 
-def _prepare(specs: Sequence[RunSpec]) -> None:
+def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
 
     `specs` are of one job with the same options, by one strategy after the other.
@@ -74,16 +75,20 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     for spec in specs:
         check_workers(spec.strategy, workers)
         check_batches(spec)
-    check_processes(max(spec.topology().num_nodes for spec in specs), workers)
+    here = is_here(engine)
+    if here:
+        check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:
         check_enough(found.samples, workers)
         for slices in {spec.strategy.slices for spec in specs} - {None}:
             check_enough(found.samples, slices or 1, "slices")
-    check_memory(found.private_bytes, workers)
     notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
-    for note in [*cores_notes(workers), *notes]:
+    if here:
+        check_memory(found.private_bytes, workers)
+        notes = [*cores_notes(workers), *notes]
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
@@ -132,7 +137,7 @@ def compare(
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
     for strategy in strategies:
         check_strategy(strategy)
-    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies])
+    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies], setup)
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"

@@ -17,6 +17,7 @@ from polytempo.engines.init import init
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.report.progress import Progress
+from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer
@@ -54,7 +55,8 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             follower = _Follower(metrics, show)
         try:
             with setup.open(launch) as engine:
-                [answer, *_] = collected(engine, spec.topology(), None if follower is None else follower.look)
+                topology = on_hosts(spec.topology(), engine.address.num_hosts)
+                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
         finally:
             for meeting in meetings:
                 meeting.close()

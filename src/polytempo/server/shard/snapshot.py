@@ -141,6 +141,16 @@ def complete(folder: Path, number: int, num_shards: int, disk: Disk | None = Non
     return all(_manifest(folder, number, shard).name in names for shard in range(num_shards))
 
 
+def begun(folder: Path, number: int, shard: int, disk: Disk | None = None) -> bool:
+    """Whether any file of `shard`'s part of snapshot `number` is there, if only a partial one."""
+    return any(other == number for _, other in _parts(disk or LocalDisk(), folder, shard))
+
+
+def complete_part(folder: Path, number: int, shard: int, disk: Disk | None = None) -> bool:
+    """Whether `shard` has finished its part of snapshot `number`. Looks at names only."""
+    return _manifest(folder, number, shard).name in (disk or LocalDisk()).names(folder)
+
+
 def files_of(folder: Path, number: int, num_shards: int) -> list[Path]:
     """The files that snapshot `number` is made of."""
     return [make(folder, number, shard) for shard in range(num_shards) for make in (_file, _manifest)]
