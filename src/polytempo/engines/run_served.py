@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from polytempo.core import PolytempoError, files
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
+from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_page import reported, show_rows
+from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.engines.served_run import ServedOutcome, ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
+from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -98,10 +106,27 @@ def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
     return run.outcome(supervisor.ended)
 
 
+class Conducted(Protocol):
+    """A run as its launcher sees it; `ServedRun` is one."""
+
+    coordinator: Coordinator
+    topology: Topology
+    options: RunOptions
+    events: RunEvents
+    incarnation: int
+    most_lives: int
+    on_event: Callable[[tuple[str, int]], None]
+    saves: SnapshotSaves | None
+    out: Path | None
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+
+
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+    def __init__(self, run: Conducted, supervisor: ProcessSupervisor) -> None:
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
