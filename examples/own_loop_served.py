@@ -1,7 +1,7 @@
 """Your own training loop with its parameters at a server: any strategy that has one, under torchrun or alone.
 
-`pt.attach` starts the server's processes beside rank 0, and `pt.shard` deals the batches: a worker that is free gets the
-next one, and each is used once. After an epoch every worker's model is the server's. `easgd` alone leaves workers
+`pt.attach` starts the server's processes beside rank 0, and `pt.shard` deals the batches: a worker that is free gets
+the next one, and each is used once. After an epoch every worker's model is the server's. `easgd` alone leaves workers
 their own models, so what is evaluated is lent by `consensus`:
 
     python examples/own_loop_served.py
@@ -18,7 +18,7 @@ from torch import nn
 
 import polytempo as pt
 
-EPOCHS = 10
+EPOCHS = 5
 
 strategy = pt.parse_strategy(sys.argv[1] if sys.argv[1:] else "downpour(shards=2, replicas=1, lr=0.02)")
 world = pt.init()

@@ -7,7 +7,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
-from polytempo.engines.loop_link import Start
+from polytempo.engines.loop_link import LoopServerStart
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
@@ -74,13 +74,9 @@ def attach(
     `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
     and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
-    the same everywhere.
-
-    A strategy with a parameter server (`downpour`, `ssp`, `easgd`, …) starts its processes beside rank 0, and
-    `pt.shard` deals batches by tickets, each to one rank: see `polytempo.training.served_handle`. There `.grad` is this
-    rank's own gradient until `step` pushes it, and after each epoch the model has the server's weights.
-
-    Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
+    the same everywhere. A strategy with a parameter server (`downpour`, …) starts its processes beside rank 0, and
+    `pt.shard` deals the batches (see `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter
+    a step. Memory: one flat copy of the gradients, where `.grad` points.
     """
     strategy = sync_sgd() if strategy is None else strategy
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
@@ -106,6 +102,6 @@ def attach_served(
     world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
     if world.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer))
-    handle = ServedHandle(world, model, optimizer, strategy, Start(world), allow_nan=options.allow_nan)
+    handle = ServedHandle(world, model, optimizer, strategy, LoopServerStart(world), allow_nan=options.allow_nan)
     set_handle(model, handle)
     return handle

@@ -38,7 +38,7 @@ _STARTING_S = 120.0
 _LINGER_S = 1.0
 
 
-class Start:
+class LoopServerStart:
     """See `training.served_handle.ServerStart`. Rank 0 starts an interpreter at once: it loads torch meanwhile."""
 
     def __init__(self, world: ProcessWorld) -> None:
@@ -49,7 +49,7 @@ class Start:
         if self._process is not None:
             self._process.end(0.0)
 
-    def link(self, world: ProcessWorld, facts: LoopFacts) -> Link:
+    def link(self, world: ProcessWorld, facts: LoopFacts) -> LoopLink:
         """Begin to serve, and connect this rank."""
         mine = _Place(os.getpid(), _own_address() if facts.spread else "127.0.0.1")
         places = [_Place(*each) for each in world.drive(gather_json(world.port, list(mine)))]
@@ -77,8 +77,8 @@ class Start:
         if "failed" in told:
             raise PolytempoError(f"rank 0 could not start the parameter server: {told['failed']}")
         if mailbox is None:
-            return Link(_on_one_host(world.rank, told, facts), facts, told, self._process)
-        return Link(_between_hosts(world.rank, told, facts, mailbox), facts, told, self._process)
+            return LoopLink(_on_one_host(world.rank, told, facts), facts, told, self._process)
+        return LoopLink(_between_hosts(world.rank, told, facts, mailbox), facts, told, self._process)
 
 
 class _Place(NamedTuple):
@@ -170,7 +170,7 @@ class WatchedMail:
             )
 
 
-class Link:
+class LoopLink:
     """See `training.ticket_loop.ServerLink`."""
 
     def __init__(

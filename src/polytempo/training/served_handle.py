@@ -30,7 +30,6 @@ from polytempo.training.served_step import ServedStep
 from polytempo.training.ticket_loop import ServerLink, TicketLoop
 from polytempo.worlds import ProcessWorld
 
-
 _ALONE_S = 300.0
 """How long a world of one waits for its server."""
 
