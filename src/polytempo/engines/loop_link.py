@@ -7,7 +7,6 @@ several hosts    rank 0 ── address, keys ──▶ ranks      TCP with CURVE
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import sys
 import time
@@ -18,11 +17,13 @@ from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
-from polytempo.engines.mailbox_directory import NodeMail, bracketed, limits_of, socket_in
+from polytempo.engines.mailbox_directory import NodeMail, bracketed, socket_in
+from polytempo.engines.remote.network import address_to
 from polytempo.engines.server_process import ServerProcess
 from polytempo.server.message import Addresses, Message, RunFailed
 from polytempo.training.agree import gather_json
 from polytempo.training.loop_facts import LoopFacts
+from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import Keys, make_keys, read_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld
@@ -205,10 +206,7 @@ def _own_address() -> str:
     place = recognise(os.environ)
     if place.master_address is None:
         return "127.0.0.1"
-    family, kind, _, _, where = socket.getaddrinfo(place.master_address, place.master_port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)  # sends nothing
-        return str(probe.getsockname()[0])
+    return address_to(place.master_address)
 
 
 def _shared_keys(world: ProcessWorld) -> Keys | None:

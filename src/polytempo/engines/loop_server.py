@@ -90,7 +90,7 @@ class LoopServer:
             reshaper=Reshaper(facts.parameters, facts.spans),
         )
         self.saves: SnapshotSaves | None = None
-        self.out: Path | None = None
+        self.out = None
         self._ranks = _Ranks(order["processes"])
         self._zero_s = time.monotonic()
         self._announce_at_s = 0.0

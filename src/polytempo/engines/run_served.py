@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
+from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.engines.served_run import ServedOutcome, ServedRun
@@ -60,7 +60,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
                 files.run_folder(options.out)
             run = ServedRun(spec)
             stack.callback(run.close)
-            logs = None if options.out is None else options.out / "logs"
+            logs = stack.enter_context(logs_of(options.out))
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
             opened = stack.enter_context((engine or Local()).open(launch))
             if progress is not None:
@@ -117,7 +117,10 @@ class Conducted(Protocol):
     most_lives: int
     on_event: Callable[[tuple[str, int]], None]
     saves: SnapshotSaves | None
-    out: Path | None
+
+    @property
+    def out(self) -> object:
+        """The run's folder, as messages show it."""
 
     def look(self, now_s: float, out: Outbox) -> None:
         """Called by the launcher now and then, between messages."""
