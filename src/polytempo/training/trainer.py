@@ -26,7 +26,7 @@ from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
-from polytempo.training.attach import attach
+from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
@@ -82,12 +82,10 @@ class Trainer:
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
-        self.handle: Handle = attach(
+        self.handle: Handle = attach_replica(
             *(self.model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
             world=self.world,
-            seed=spec.seed,
-            on_drift=options.on_drift,
-            allow_nan=options.allow_nan,
+            options=AttachOptions(seed=spec.seed, on_drift=options.on_drift, allow_nan=options.allow_nan),
         )
         data = self.handle.ports.data
         shard = DataShard(
