@@ -87,9 +87,15 @@ def pick(start: int, global_samples: int, size: int, rank: int) -> Pick:
     return Pick(start + first, start + last, last - first, global_samples)
 
 
-def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int) -> Iterator[Pick]:
-    """`rank`'s part of every step of the rest of an epoch."""
-    for global_samples in plan(num_samples, consumed, size, batch_size):
+def picks(
+    num_samples: int, consumed: int, size: int, rank: int, batch_size: int, planned_size: int | None = None
+) -> Iterator[Pick]:
+    """`rank`'s part of every step of the rest of an epoch.
+
+    The global batches are those of `planned_size` ranks (None: of `size`), whatever the number of ranks that they are
+    dealt to.
+    """
+    for global_samples in plan(num_samples, consumed, planned_size or size, batch_size):
         yield pick(consumed, global_samples, size, rank)
         consumed += global_samples
 

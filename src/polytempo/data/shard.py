@@ -50,8 +50,12 @@ class DataShard:
         batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
+        planned_size: int | None = None,
     ) -> None:
-        """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's."""
+        """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
+
+        `planned_size`: the steps are those of so many ranks, each with `batch_size` samples, and are dealt to `size`.
+        """
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank} of {size}; ranks count from 0 to size - 1")
         self._source = read_source(source, batch_size, shuffle)
@@ -61,7 +65,7 @@ class DataShard:
         self._loader: DataLoader[Any] | None = None
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
-        self.rank, self.size, self.seed = rank, size, seed
+        self.rank, self.size, self.seed, self.planned_size = rank, size, seed, planned_size or size
         self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
         self.num_samples = _count(self._source.dataset)
         """Samples of an epoch, over all ranks; None for a stream."""
@@ -72,6 +76,8 @@ class DataShard:
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
+        self.places = range(0)
+        """The places of the epoch's order that were handed out last, and count."""
 
     @property
     def share(self) -> float | None:
@@ -87,7 +93,7 @@ class DataShard:
         """Steps of a whole epoch, the same on all ranks. A stream has none (TypeError)."""
         if self.num_samples is None:
             raise TypeError("a stream (IterableDataset) has no length; it ends where it ends")
-        return len(plan(self.num_samples, 0, self.size, self.batch_size))
+        return len(plan(self.num_samples, 0, self.planned_size, self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
@@ -95,6 +101,7 @@ class DataShard:
         for step, batch in self._batches():
             self.consumed += step.global_samples
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            self.places = range(step.start, step.start + step.local_samples)
             yield batch
         self.epoch += 1
         self.consumed = 0
@@ -123,8 +130,15 @@ class DataShard:
 
     def at(self, *, rank: int, size: int) -> DataShard:
         """The same data at the same position, as `rank` of `size` sees it."""
+        planned_size = size if self.planned_size == self.size else self.planned_size
         other = DataShard(
-            self._given, rank=rank, size=size, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
+            self._given,
+            rank=rank,
+            size=size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            planned_size=planned_size,
         )
         other.load_state_dict(self.state_dict())
         return other
@@ -156,7 +170,8 @@ class DataShard:
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
         if self.num_samples is None:
             return from_stream(self._source, self.consumed, self.size, self.rank)
-        steps = list(picks(self.num_samples, self.consumed, self.size, self.rank, self.batch_size))
+        planned = (self.batch_size, self.planned_size)
+        steps = list(picks(self.num_samples, self.consumed, self.size, self.rank, *planned))
         order = self._order(self.num_samples)
         if self._tensors is not None:
             tensors, rows = self._tensors

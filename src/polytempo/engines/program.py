@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Result, Role
 from polytempo.engines.mailbox_directory import MailboxStore
 from polytempo.engines.rendezvous import Rendezvous
@@ -20,6 +21,8 @@ from polytempo.wire.keys import Keys
 
 def perform(spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str) -> Result:
     """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one."""
+    if role.kind == "member":
+        return train_member(spec, role.life, setting["rendezvous"])
     if role.kind == "rank":
         return train_rank(spec)
     program, rendezvous = ServedProgram(spec), Rendezvous.joined(setting["rendezvous"])

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity
 from polytempo.native.arena import shared_empty
+from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.strategies import sync_sgd
@@ -102,6 +103,23 @@ def attach(
     return handle
 
 
+def attach_alike(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    *,
+    world: ProcessWorld,
+    on_drift: OnDrift = "stop",
+    allow_nan: bool = True,
+) -> Handle:
+    """`attach` where all ranks hold the same state already, each its own copy: it compares and sends nothing."""
+    _check(model, strategy)
+    options = _Options("average", False, DEFAULT_BUCKET_BYTES, None, None, on_drift, allow_nan)
+    handle = _hooked(world, model, optimizer, strategy, options)
+    _handles[model] = ref(handle)
+    return handle
+
+
 class _Options(NamedTuple):
     """What `attach` was given besides."""
 
@@ -123,6 +141,19 @@ def _handle(
     group = host_group(world, ports.data, strategy)
     if ports.data.size > 1:
         world.drive(_begin(ports.data, model, optimizer, shares=group is not None))
+    return _hooked(world, model, optimizer, strategy, options, group)
+
+
+def _hooked(
+    world: ProcessWorld,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: _Options,
+    group: Group | None = None,
+) -> Handle:
+    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters."""
+    ports = ports_of(world.port)
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     replica = Replica(
         model,
