@@ -143,6 +143,7 @@ class ElasticLauncher:
         self._asked_s = 0.0
         self._rows: set[tuple[str, int]] = set()
         self._lost_s: float | None = None
+        self._formed = 0
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.note: Callable[[str], object] = print_nothing
         self.changes: list[dict[str, Any]] = []
@@ -155,6 +156,11 @@ class ElasticLauncher:
     def view(self) -> GroupView | None:
         """Who takes part now."""
         return self._machine.view
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the present view has applied a step."""
+        return self.view is not None and self._formed == self.view.generation
 
     def conduct(self, watch: Callable[[ElasticLauncher], object]) -> dict[str, Any]:
         """Decide and act until the training is over; what its first member says of it."""
@@ -204,6 +210,7 @@ class ElasticLauncher:
                 self._rows.add(key)
                 self.record(message.row)
         elif isinstance(message, Formed):
+            self._formed = message.generation
             if self.changes and self.changes[-1]["generation"] == message.generation and self._lost_s is not None:
                 self.changes[-1]["seconds"] = now_s - self._lost_s
                 self._lost_s = None
