@@ -74,7 +74,14 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
+    ("data/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
+    ("data/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
+    ("engines/kubernetes_api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
+    ("engines/kubernetes_api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
+    ("engines/spark_engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
+    ("engines/spark_task.py", "pyspark"): "an extra: only a task of Spark needs it",
 }
 """Imports inside functions, each with its reason."""
 

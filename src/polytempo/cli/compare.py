@@ -7,6 +7,7 @@ import typer
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
+from polytempo.engines.arguments import parse_engine
 from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
 from polytempo.spec.catalogue import parse_strategies
@@ -23,14 +24,15 @@ def compare(request: RunRequest) -> None:
         names = [strategy.name for strategy in strategies]
         show_plan(job, names, "process", options.workers, taken, as_json=options.as_json)
         return
+    engine, progress = parse_engine(options.engine), Progress(num_runs=len(strategies))
     with notes_on_stderr():
-        results = compared(job, strategies, options.workers, taken, progress=Progress(num_runs=len(strategies)))
+        results = compared(job, strategies, options.workers, taken, engine=engine, progress=progress)
     figures = [result.as_json() for result in results]
     if options.as_json:
         show_json(figures)
     else:
         show_results(figures)
-        print(f"report: {request.out / 'report.html'}")
+        print(f"report: {str(taken.out).rstrip('/')}/report.html")
     say_unreached([each for each in figures if not each["diverged"]])
     if say_diverged(figures):
         raise typer.Exit(1)

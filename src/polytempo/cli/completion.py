@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from polytempo import jobs
+from polytempo import engines, jobs
 from polytempo.spec.declaration import declared
 
 
@@ -23,6 +23,11 @@ def strategy_names(incomplete: str) -> list[str]:
 def cluster_names(incomplete: str) -> list[str]:
     """The clusters that can be simulated."""
     return _beginning(incomplete, declared().clusters)
+
+
+def engine_names(incomplete: str) -> list[str]:
+    """Who can start workers."""
+    return _beginning(incomplete, engines.__all__)
 
 
 def distribution_names(incomplete: str) -> list[str]:

@@ -46,6 +46,7 @@ def train(
     job: p.Job = None,
     strategy: p.Strategy = None,
     workers: p.Workers = None,
+    engine: p.Engine = None,
     data: p.Data = None,
     epochs: p.Epochs = None,
     until: p.Until = None,
@@ -69,7 +70,8 @@ def train(
 ) -> None:
     """Train JOB with worker processes.
 
-    The workers start on this host. Under torchrun, Slurm, Open MPI or Ray this process is one of the workers.
+    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, Open MPI or Ray this process
+    is one of the workers.
     """
     with exit_code():
         from polytempo.cli.request import train_request  # imports pydantic
@@ -86,6 +88,7 @@ def compare(
     job: p.Job = None,
     strategies: p.Strategies = None,
     workers: p.Workers = None,
+    engine: p.Engine = None,
     data: p.Data = None,
     epochs: p.Epochs = None,
     until: p.Until = None,

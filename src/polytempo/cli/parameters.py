@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polytempo.cli.completion import cluster_names, distribution_names, job_names, strategy_names
+from polytempo.cli.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 Job = Annotated[
@@ -35,6 +35,14 @@ Strategies = Annotated[
     ),
 ]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Number of workers. Default: 2.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="E[:ADDRESS]",
+        help="Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local.",
+        autocompletion=engine_names,
+    ),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -96,7 +104,11 @@ Restarts = Annotated[
     typer.Option(metavar="N", help="With a parameter server: how many killed processes to restart. Default: 20."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The folder for the results. Default: a new one under runs/.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
+    ),
 ]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]

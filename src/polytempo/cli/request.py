@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from polytempo import jobs
+from polytempo import engines, jobs
 from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.cli.options import TrainOptions, train_options
+from polytempo.cli.options import TrainOptions, train_options, url_of
 from polytempo.engines.environment import recognise
 from polytempo.engines.folder_names import slug
 from polytempo.spec.call import split_calls
@@ -32,7 +32,8 @@ class RunRequest(NamedTuple):
     """The options of a command, and the folder that it may write to."""
 
     options: TrainOptions
-    out: Path
+    out: Path | str
+    """A folder that is free for it, or a URL, which has not been looked at: that takes torch."""
 
     @property
     def job(self) -> str:
@@ -46,9 +47,10 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
     options = train_options(given, config)
     check_strategies(options.strategy)
     check_job(options.job)
+    _check_engine(options)
     name = _run_name(options, options.strategy)
     if recognise(os.environ).size > 1 and options.out is None:  # workers that start apart choose the same folder
-        out = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
+        out: Path | str = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
     else:
         out = _folder(options, name)
     return RunRequest(options, out)
@@ -61,6 +63,7 @@ def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequ
         raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
     check_strategies(options.strategies or COMPARED)
     check_job(options.job)
+    _check_engine(options)
     return RunRequest(options, _folder(options, _run_name(options, "compare")))
 
 
@@ -89,6 +92,10 @@ def check_explained(strategy: str, job: str | None) -> None:
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:
     """ValueError for a folder, a place to stop or a job that `polytempo replay` cannot find."""
+    if url_of(run):
+        raise ValueError(
+            f"{url_of(run)}: where a URL names a run's folder there is no record, so it cannot be replayed"
+        )
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run")
     if until is not None:
@@ -139,13 +146,28 @@ def check_job(text: str | None) -> None:
     jobs.check(text)
 
 
+def _check_engine(options: TrainOptions) -> None:
+    """ValueError for an engine that does not exist, and for one inside a world that another launcher has started."""
+    name = options.engine.partition(":")[0]
+    if name not in engines.__all__:
+        raise ValueError(f"--engine {options.engine}: {name!r} is not known; there are: {', '.join(engines.__all__)}")
+    world = recognise(os.environ)
+    if world.size > 1 and name != "local":
+        raise ValueError(
+            f"--engine {options.engine}: this process is one of {world.size} workers of {world.launcher}; "
+            "leave --engine out to be one of them, or start polytempo outside of it"
+        )
+
+
 def _run_name(options: TrainOptions, *further: str) -> str:
     """The name of a run's folder: the job's, then what tells it from the job's other runs."""
     return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
 
 
-def _folder(options: TrainOptions, name: str) -> Path:
+def _folder(options: TrainOptions, name: str) -> Path | str:
     """The folder that is named, or a new one under `runs/`; with `--resume` that of the last run."""
+    if isinstance(options.out, str):
+        return options.out
     if options.out is not None:
         return checked_folder(options.out, resume=options.resume, force=options.force)
     return default_folder(name, resume=options.resume)

@@ -9,6 +9,7 @@ import typer
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
+from polytempo.engines.arguments import parse_engine
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
 from polytempo.report.progress import Progress
@@ -34,7 +35,8 @@ def train(request: RunRequest) -> None:
         if world.size > 1:
             result = join(job, strategy, taken, progress=progress)
         else:
-            result = run(job, strategy, options.workers, taken, progress=progress)
+            engine = parse_engine(options.engine)
+            result = run(job, strategy, options.workers, taken, engine=engine, progress=progress)
     figures = result.as_json()
     if first:
         (show_json if options.as_json else show_result)(figures)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_ENGINES = {"local": ("local_engine", "Local"), "subprocess": ("subprocess_engine", "Subprocess")}
+_ENGINES = {
+    "dask": ("dask_engine", "Dask"),
+    "kubernetes": ("kubernetes_engine", "Kubernetes"),
+    "local": ("local_engine", "Local"),
+    "ray": ("ray_engine", "Ray"),
+    "spark": ("spark_engine", "Spark"),
+    "ssh": ("ssh_engine", "Ssh"),
+    "subprocess": ("subprocess_engine", "Subprocess"),
+}
 
-__all__ = ["local", "subprocess"]
+__all__ = ["dask", "kubernetes", "local", "ray", "spark", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:

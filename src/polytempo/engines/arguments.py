@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from polytempo import engines
 from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.local_engine import Local
+from polytempo.engines.subprocess_engine import Subprocess
 
 
 def check_strategy(strategy: object) -> None:
@@ -23,6 +25,28 @@ def checked_engine(engine: object) -> EngineSetup:
     if isinstance(engine, type) or not isinstance(engine, EngineSetup):
         raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
     return engine
+
+
+def parse_engine(text: str) -> EngineSetup:
+    """The engine of `NAME[:address]`, as on the command line: "local", "ssh:n1,n2".
+
+    Each engine's class says by `from_address` what the address means; one without it has none. Errors: ValueError for
+    an unknown name, an address where there is none to give, and what the engine itself refuses.
+    """
+    name, colon, address = text.partition(":")
+    if name not in engines.__all__:
+        raise ValueError(f"engine {name!r} is not known; there are: {', '.join(engines.__all__)}")
+    setup = getattr(engines, name)
+    if hasattr(setup, "from_address"):
+        return checked_engine(setup.from_address(address))
+    if colon:
+        raise ValueError(f"engine {name} has no address, and {text!r} gives one; write --engine {name}")
+    return checked_engine(setup())
+
+
+def is_here(engine: EngineSetup) -> bool:
+    """Whether its processes are on this host, whose limits are then the run's."""
+    return isinstance(engine, Local | Subprocess)
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import signal
 import sys
 from dataclasses import replace
 from typing import Any
 
 from polytempo.core import PeerLost, TimedOut
+from polytempo.engines.environment import parsed_url
 from polytempo.engines.generation_group import joined_group
 from polytempo.engines.member_board import Formed, MemberBoard, Row, Superseded
 from polytempo.engines.rendezvous import Rendezvous
@@ -25,6 +28,9 @@ _MOST_FRUITLESS = 50
 
 def train_member(spec: RunSpec, life: int, url: str) -> dict[str, Any] | None:
     """Be the process of `life`. The first member of the last view says how the run went."""
+    host, _ = parsed_url(url)
+    if ipaddress.ip_address(host).is_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return _Worker(spec, life, Rendezvous.joined(url)).work()
 
 

@@ -90,6 +90,10 @@ class EngineAddress(NamedTuple):
     """A private folder (mode 0700) that ends with the run and that all processes have; None: they share no folder."""
     inherits: bool = False
     """Whether they have this process's memory, as forked ones do: then shared memory (arenas) can be offered."""
+    grace_s: float = 0.0
+    """How long copies of shards may save after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at all."""
+    num_hosts: int = 1
+    """On how many hosts they are; `start` takes a host's number."""
 
 
 class Engine(Protocol):

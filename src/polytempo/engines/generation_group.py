@@ -6,8 +6,6 @@ is lost stops waiting as soon as the launcher says so, and not at a deadline.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
 from polytempo.core import PolytempoError
 from polytempo.engines.init import backend_name, hosts_of_ranks
@@ -97,7 +96,6 @@ def joined_group(
     """
     rank, size = view.members.index(life), len(view.members)
     watched = WatchedStore(store, check, timeout_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         try:
             dist.init_process_group(
@@ -121,3 +119,4 @@ def joined_group(
         set_current(None)
         if dist.is_initialized():
             dist.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # part of the names in the store; what failed has counted already

@@ -1,8 +1,7 @@
-"""How the processes of a run find each other's mailboxes, by node number.
+"""How the processes of a run that share a private folder find each other's mailboxes, by node number.
 
 shared   home/mail/n3           a socket in the run's private folder; tensors stay in shared memory
 tcp      home/mail/n3.address   where node 3 listens; encrypted with the keys in home/keys (mode 0600)
-         mail/n3                the same, in the store of a rendezvous: for processes that share no folder
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from polytempo.engines.rendezvous import Rendezvous
 from polytempo.server.message import Message
-from polytempo.wire.frames import FrameLimits
-from polytempo.wire.keys import Keys, make_keys, read_keys, write_keys
+from polytempo.wire.frames import limits_of
+from polytempo.wire.keys import make_keys, read_keys, write_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
 
 Transport = Literal["shared", "tcp"]
 """Shared memory and sockets without a port, or encrypted TCP on loopback, as between hosts."""
 
-_HEADROOM_BYTES = 16 << 20
 _LOOK_S = 0.05
 """How often it is looked whether a node listens elsewhere by now."""
 
@@ -38,7 +35,7 @@ class MailboxDirectory:
         if transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
         self._home, self._transport, self._arenas = home, transport, arenas
-        self._limits = FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
+        self._limits = limits_of(most_bytes)
 
     def open(self) -> None:
         """Make the folder, and the keys of the run."""
@@ -47,11 +44,7 @@ class MailboxDirectory:
             write_keys(self._home / "keys", make_keys())
 
     def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
-        """The mailbox of `node`, in the process that is it.
-
-        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
-        coordinator's is the user's own.
-        """
+        """See `Mailboxes.mailbox`."""
         if self._transport == "shared":
             mail = Mailbox(node, self._socket(node), None, self._limits, references=self._arenas)
             return NodeMail(node, mail, self._socket, moves=False)
@@ -68,23 +61,6 @@ class MailboxDirectory:
 
     def _socket(self, node: int) -> str:
         return f"ipc://{self._folder}/n{node}"
-
-
-class MailboxStore:
-    """Gives every process its mailbox, at `host`, where they share nothing but a `rendezvous` and `keys`."""
-
-    def __init__(self, rendezvous: Rendezvous, host: str, keys: Keys, most_bytes: int) -> None:
-        self._rendezvous, self._host, self._keys = rendezvous, host, keys
-        self._limits = FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
-
-    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
-        """See `MailboxDirectory.mailbox`."""
-        mail = Mailbox(node, f"tcp://{self._host}:*", self._keys, self._limits, keeps_memory=own_process)
-        self._rendezvous.set(_store_key(node), mail.address)
-        return NodeMail(node, mail, self._find)
-
-    def _find(self, node: int) -> str | None:
-        return self._rendezvous.get(_store_key(node))
 
 
 class NodeMail:
@@ -136,10 +112,6 @@ def addresses_in(folder: Path) -> Callable[[int], str | None]:
             return None
 
     return find
-
-
-def _store_key(node: int) -> str:
-    return f"mail/n{node}"
 
 
 def _address_file(folder: Path, node: int) -> Path:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
+from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy, check_workers, checked_engine
+from polytempo.engines.arguments import check_strategy, check_workers, checked_engine, is_here
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
@@ -48,10 +48,11 @@ def run(
 ) -> Result:
     """Train `job` by `strategy` with `workers` processes.
 
-        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
+        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out="runs/first")
 
     `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
-    starts new interpreters, which find the job by its name (`pt.jobs.find`).
+    starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
+    its name (`pt.jobs.find`).
 
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
@@ -73,11 +74,11 @@ def run(
         )
     if spec.options.elastic:
         check_elastic_spec(spec)
-    _prepare([spec])
+    _prepare([spec], setup)
     return _performed(spec, setup, progress, available)
 
 
-def _prepare(specs: Sequence[RunSpec]) -> None:
+def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
 
     `specs` are of one job with the same options, by one strategy after the other.
@@ -85,14 +86,18 @@ def _prepare(specs: Sequence[RunSpec]) -> None:
     workers = specs[0].workers
     for spec in specs:
         check_workers(spec.strategy, workers)
-    check_processes(max(spec.topology().num_nodes for spec in specs), workers)
+    here = is_here(engine)
+    if here:
+        check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:
         check_enough(found.samples, workers)
-    check_memory(found.private_bytes, workers)
     notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
-    for note in [*cores_notes(workers), *notes]:
+    if here:
+        check_memory(found.private_bytes, workers)
+        notes = [*cores_notes(workers), *notes]
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
@@ -145,7 +150,7 @@ def compare(
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
     for strategy in strategies:
         check_strategy(strategy)
-    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies])
+    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies], setup)
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
@@ -160,7 +165,7 @@ def compare(
     return results
 
 
-def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result], title: str) -> None:
+def report_together(out: Place, folders: Sequence[Place], results: Sequence[Result], title: str) -> None:
     """One page, one picture and one JSON list over several runs."""
     runs = [load_run(folder) for folder in folders]
     write_report(out / "report.html", runs, title=title)

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import files
+from polytempo.core.url_path import UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.failures import diverged
 from polytempo.engines.init import init
 from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
+from polytempo.engines.url_follower import UrlFollower
 from polytempo.report.progress import Progress
+from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer
@@ -42,23 +46,25 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         workers=spec.workers,
         most=spec.workers,
         threads=options.threads,
-        logs=out and out / "logs",
     )
-    with diverged(), show_rows(progress, spec) as show:
-        follower = None
+    with diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
+        follower: _Follower | UrlFollower | None = None
         if out is not None:
             files.run_folder(out)
             metrics = out / "metrics.jsonl"
             if not options.resume:
-                metrics.unlink(missing_ok=True)
-            follower = _Follower(metrics, show)
+                files.remove(metrics)
+            follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
         try:
-            with setup.open(launch) as engine:
-                [answer, *_] = collected(engine, spec.topology(), None if follower is None else follower.look)
+            with setup.open(launch._replace(logs=logs)) as engine:
+                topology = on_hosts(spec.topology(), engine.address.num_hosts)
+                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
         finally:
             for meeting in meetings:
                 meeting.close()
-        if follower is not None:
+        if isinstance(follower, UrlFollower):
+            follower.look(last=True)
+        elif follower is not None:
             follower.look()
     assert isinstance(answer, dict)
     result = Result(**answer)

@@ -24,6 +24,7 @@ from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch,
 from polytempo.engines.failures import died, diverged, how
 from polytempo.engines.member_board import Formed, LauncherBoard, Row, Said
 from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.membership.message import Begin, Dismiss, End, Fail, GroupView, Interrupt, Kill, Leave, Order
 from polytempo.membership.run_membership import RunMembership
@@ -72,6 +73,7 @@ def run_elastic(
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
     try:
         with ExitStack() as stack:
+            logs = stack.enter_context(logs_of(out))
             if out is not None:
                 files.run_folder(out)
             meetings: list[Rendezvous] = []
@@ -82,7 +84,7 @@ def run_elastic(
                 workers=options.max_workers or spec.workers,
                 most=(options.max_workers or spec.workers) + options.restarts,
                 threads=options.threads,
-                logs=out and out / "logs",
+                logs=logs,
             )
             engine = stack.enter_context(setup.open(launch))
             meetings.append(Rendezvous.held(engine.address.host))
@@ -229,7 +231,9 @@ class ElasticLauncher:
         for order in orders:
             match order:
                 case Begin(life):
-                    self.processes[life] = self._engine.start(Role("member", life, life), 0)
+                    self.processes[life] = self._engine.start(
+                        Role("member", life, life), life % self._engine.address.num_hosts
+                    )
                 case Kill(life):
                     self._engine.stop(self.processes[life])
                 case Fail(reason):

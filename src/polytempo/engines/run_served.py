@@ -17,6 +17,7 @@ from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch,
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
+from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.served_run import ServedOutcome, ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
@@ -52,7 +53,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
                 files.run_folder(options.out)
             run = ServedRun(spec)
             stack.callback(run.close)
-            logs = None if options.out is None else options.out / "logs"
+            logs = stack.enter_context(logs_of(options.out))
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
             opened = stack.enter_context((engine or Local()).open(launch))
             if progress is not None:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.engines.events import RunEvents
-from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore
-from polytempo.engines.recording import Recording, facts_now, has_ended
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.host_mail import KeeperMail
+from polytempo.engines.lost_launcher import LauncherPart, number_after
+from polytempo.engines.mailbox_directory import MailboxDirectory
+from polytempo.engines.recording import Recording, facts_now, has_ended, leave_end
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
 from polytempo.engines.served_node import Mailboxes, Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -31,6 +33,7 @@ from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
 from polytempo.server.shard.optimizer import can_be_native
+from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.server_worker import Attendance
@@ -78,30 +81,35 @@ class ServedRun:
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
         self._arenas: Arenas | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._keeper: KeeperMail | None = None
+        self._lost: LauncherPart | None = None
+        self._saves_if_lost = False
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def meet(self, address: EngineAddress) -> None:
-        """Say how processes find each other: over shared memory where they have this one's, else by encrypted TCP.
+        """Say how processes find each other: in a folder where they have this one's memory, else by the address book.
 
         Call it before the first of them is started, and `close` at the end.
         """
         program = self.program
+        self._saves_if_lost = address.grace_s > 0
+        self.topology = program.topology = on_hosts(program.topology, address.num_hosts)
         if address.inherits and address.home is not None:
             self._arenas = Arenas(self.most_lives, program.arena_bytes)
             directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
             directory.open()
             self._mail: Mailboxes = directory
             return
-        self._rendezvous, self._keys = Rendezvous.held(address.host), make_keys()
-        self._mail = MailboxStore(self._rendezvous, address.host, self._keys, program.mail_bytes)
+        self._keys = make_keys()
+        self._keeper = KeeperMail(self.topology.coordinator, address.host, self._keys, program.mail_bytes)
+        self._mail = self._keeper
 
     def close(self) -> None:
-        """Let go of shared memory, which is many files, and of the rendezvous: this object is part of cycles."""
+        """Let go of shared memory, which is many files, and of the address book: this object is part of cycles."""
         if self._arenas is not None:
             self._arenas.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
@@ -160,9 +168,12 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
-        self.recording = Recording(self.out, facts, self.run_snapshot)
-        self.on_entry = self.recording.on_entry
+        if not isinstance(self.out, UrlPath):  # a record grows by every message, and an object cannot grow
+            facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
+            self.recording = Recording(self.out, facts, self.run_snapshot)
+            self.on_entry = self.recording.on_entry
+        else:
+            print(f"note: {self.out} is a URL, so no record is kept, and the run cannot be replayed", file=sys.stderr)
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
@@ -171,12 +182,20 @@ class ServedRun:
             every=self.options.checkpoint_every,
             last=self.run_snapshot,
             step=lambda: self.tally.last_step,
-            on_order=self.recording.flush,
+            on_order=(lambda: None) if self.recording is None else self.recording.flush,
         )
+        if self._saves_if_lost:
+            self._lost = LauncherPart(
+                self.saves, number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
+            )
+            self._lost.look(0.0)  # before there is any process
         try:
             yield
         finally:
-            self.recording.close()
+            if self.recording is not None:
+                self.recording.close()
+        if self._lost is not None:
+            self._lost.remove()
 
     # ------------------------------------------------------------------ what the processes do
 
@@ -186,8 +205,14 @@ class ServedRun:
 
     def setting(self) -> Mapping[str, Any]:
         """What a process reads beside the run's `RunSpec`; see `program.perform`."""
-        assert self._rendezvous is not None
-        return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
+        assert self._keeper is not None
+        shares = self.options.transport == "shared"
+        return {
+            "keeper": [self.topology.coordinator, self._keeper.address],
+            "keys": self._keys.to_plain(),
+            "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
+            **self._now().to_plain(),
+        }
 
     def _now(self) -> Setting:
         return Setting(
@@ -195,6 +220,8 @@ class ServedRun:
             zero_s=self._zero_s,
             record=None if self.recording is None else self.recording.folder,
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+            if_lost=None if self._lost is None else self._lost.number,
+            hosts=self.topology.hosts,
         )
 
     def conduct(self, launcher: Machine) -> None:
@@ -210,6 +237,8 @@ class ServedRun:
         """Called by the launcher now and then, between messages."""
         if self.saves is not None:
             out += self.saves.look(now_s)
+        if self._lost is not None and not self.scheduler.finished:
+            self._lost.look(now_s)
 
     # ------------------------------------------------------------------ what comes of it
 
@@ -253,10 +282,10 @@ class ServedRun:
         )
         return self.tally.result(totals)
 
-    def leave_trace(self, outcome: ServedOutcome, out: Path) -> None:
+    def leave_trace(self, outcome: ServedOutcome, out: Place) -> None:
         """Write the trace of all processes, and the end of the record."""
-        if self.recording is not None:
-            self.recording.end(outcome.finals)
+        if self.saves is not None:
+            leave_end(out, 0 if self.run_snapshot is None else self.run_snapshot.generation + 1, outcome.finals)
         events, dropped = outcome.events
         write_chrome_trace(
             out / "trace.json", events, title=f"{self.spec.job.name}, {self.spec.strategy}", dropped=dropped

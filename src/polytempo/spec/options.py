@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from polytempo.core.url_path import Place, place
+
 _BOUNDS = ("min_workers", "max_workers")
 
 
@@ -26,8 +28,8 @@ class RunOptions:
     lr: float | None = None
     seed: int = 0
     data: Path | None = None
-    out: Path | None = None
-    """The run's folder; None leaves nothing behind."""
+    out: Place | None = None
+    """The run's folder, or its URL (`"s3://bucket/run"`, any filesystem of fsspec); None leaves nothing behind."""
     resume: bool = False
     threads: int | None = None
     """Threads per worker; None: the cores of this host, shared among its workers."""
@@ -61,9 +63,10 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no run could use. Folders may be given as text."""
-        for name in ("data", "out"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", Path(self.data))
+        if self.out is not None:
+            object.__setattr__(self, "out", place(self.out))
         for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s", *_BOUNDS):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -99,7 +102,7 @@ class OptionKeywords(TypedDict, total=False):
     lr: float | None
     seed: int
     data: Path | str | None
-    out: Path | str | None
+    out: Place | str | None
     resume: bool
     threads: int | None
     allow_nan: bool

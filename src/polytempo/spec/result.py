@@ -7,13 +7,13 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Result:
         plain = asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Leave `result.json`, complete or not at all."""
         files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
 

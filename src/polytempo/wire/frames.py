@@ -58,6 +58,14 @@ class FrameLimits:
     num_frames: int = 4096
 
 
+_HEADROOM_BYTES = 16 << 20
+
+
+def limits_of(most_bytes: int) -> FrameLimits:
+    """The limits where no message carries tensors of more than `most_bytes`, in all."""
+    return FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
+
+
 class References(Protocol):
     """Memory that both sides share: `wire.shared.Arenas`."""
 

@@ -175,6 +175,11 @@ class Mailbox:
             if parts is None:
                 self._router.poll(None if left_s == math.inf else math.ceil(1e3 * left_s))
 
+    @property
+    def arrivals(self) -> zmq.Socket[bytes]:
+        """The socket on which one can wait for mail, together with others; `take` alone reads it."""
+        return self._router
+
     def _parts(self) -> list[Frame] | None:
         """The next message's parts, the first being the sender's number.
 

@@ -1,0 +1,33 @@
+"""An agent of a run on several hosts: `python -m polytempo.agent [TICKET_FILE]`.
+
+Without a file, its ticket is the first line of standard input. Engines start it (see `engines.remote.agent`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from polytempo.core.errors import PolytempoError
+from polytempo.engines.remote.agent import end_politely, serve_head
+from polytempo.engines.remote.ticket import AgentTicket
+
+
+def main() -> int:
+    """Be an agent; the exit code."""
+    signal.signal(signal.SIGTERM, end_politely)
+    signal.signal(signal.SIGINT, end_politely)
+    try:
+        ticket = AgentTicket.read(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+        import_module("torch._dynamo")  # optimizers need it: once here instead of in each process
+        serve_head(ticket)
+    except (PolytempoError, ValueError, OSError) as error:
+        print(f"polytempo agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Engines for several hosts: an agent on each of them starts the run's processes there."""

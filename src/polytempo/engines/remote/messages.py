@@ -1,0 +1,94 @@
+"""What the head of a run, in the launcher, and the agents on hosts say to each other; msgpack, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class Hello(Struct, tag="hello", frozen=True):
+    """An agent is there."""
+
+    number: int
+    """As it was started with; -1 where its launcher could not tell."""
+    host: str
+    """Equal for agents on one host, and for no others."""
+    name: str
+    """The host's name, for people."""
+    address: str
+    """Where processes of this host can be reached from the head."""
+    cores: int
+
+
+class AgentBeat(Struct, tag="beat", frozen=True):
+    """An agent lives; `stopped` of its processes are held by a signal."""
+
+    stopped: tuple[int, ...] = ()
+
+
+class LogLines(Struct, tag="log", frozen=True):
+    """What process `life` has written since the last time."""
+
+    life: int
+    text: bytes
+
+
+class Ended(Struct, tag="ended", frozen=True):
+    """Process `life` has ended: see `EngineProcess`."""
+
+    life: int
+    exit_code: int
+    result: bytes | None = None
+    failure: tuple[str, bool, str, dict[str, Any] | None] | None = None
+
+
+class Bye(Struct, tag="bye", frozen=True):
+    """An agent has ended all its processes, and ends."""
+
+
+FromAgent = Hello | AgentBeat | LogLines | Ended | Bye
+
+
+class Welcome(Struct, tag="welcome", frozen=True):
+    """The run, in which the agent has number `number`."""
+
+    number: int
+    spec: str
+    """`RunSpec.to_json()`"""
+    most: int
+    """`Launch.most`"""
+    threads: int
+    """Of each process."""
+
+
+class StartProcess(Struct, tag="start", frozen=True):
+    """Start a process."""
+
+    role: dict[str, Any]
+    """`Role._asdict()`"""
+    setting: str
+    """`Launch.setting()`, as JSON"""
+    local_rank: int
+    """Among the workers of its host; 0 for others."""
+    local_size: int
+    host: int
+
+
+class StopProcess(Struct, tag="stop", frozen=True):
+    """End process `life` for certain and at once."""
+
+    life: int
+
+
+class AskWhere(Struct, tag="where", frozen=True):
+    """Let process `life` write into its log where it is."""
+
+    life: int
+
+
+class Close(Struct, tag="close", frozen=True):
+    """The run is over: end all processes, politely first, and leave."""
+
+
+ToAgent = Welcome | StartProcess | StopProcess | AskWhere | Close

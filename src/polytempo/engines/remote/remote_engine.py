@@ -1,0 +1,363 @@
+"""`RemoteEngine`: processes on several hosts, started by an agent on each of them. See `agent` for its other half."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.files import made
+from polytempo.engines import janitor
+from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
+from polytempo.engines.lost_launcher import GRACE_S
+from polytempo.engines.remote.messages import (
+    AgentBeat,
+    AskWhere,
+    Bye,
+    Close,
+    Ended,
+    FromAgent,
+    Hello,
+    LogLines,
+    StartProcess,
+    StopProcess,
+    ToAgent,
+    Welcome,
+)
+from polytempo.engines.remote.starter import AgentStarter, StartedAgent
+from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.spec.placement import on_hosts
+from polytempo.wire.channel import ChannelServer
+from polytempo.wire.keys import make_keys
+
+_SILENT_S = 1.0
+"""After so long without a beat, an agent's processes count as stopped: they are not known to live."""
+_LOST_S = 10.0
+"""After so long, they count as ended."""
+_LOOK_S = 0.1
+_CLOSE_S = 8.0
+_LINGER_S = 1.0
+
+Channel = ChannelServer[FromAgent, ToAgent]
+
+
+@dataclass(eq=False)
+class RemoteProcess(EngineProcess):
+    """A process that an agent has started, or shall start."""
+
+    agent: Agent | None = None
+    collected: bool = False
+    """Whether `poll` has said that it has ended."""
+
+
+@dataclass(eq=False)
+class Agent:
+    """An agent, as the head knows it."""
+
+    number: int
+    peer: bytes
+    hello: Hello
+    host: int
+    """By number, in the order in which hosts were first heard of."""
+    heard_s: float
+    processes: dict[int, RemoteProcess] = field(default_factory=dict)
+    """Those that run, by life."""
+    lost: str | None = None
+    """Why it is lost, in words."""
+    left: bool = False
+
+
+class RemoteEngine:
+    """See `Engine`. Make it by `opened_remote`."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        starter: AgentStarter,
+        channel: Channel,
+        ticket: AgentTicket,
+        logs: Path,
+        slots: int | None,
+    ) -> None:
+        assert launch.spec is not None
+        self._launch, self._starter, self._channel, self._ticket = launch, starter, channel, ticket
+        self._logs, self._slots, self._spec = logs, slots, launch.spec.to_json()
+        self._topology = launch.spec.topology()
+        self._started: dict[int, StartedAgent] = {}
+        self._agents: list[Agent] = []
+        self._hosts: list[str] = []
+        self._waiting: list[tuple[Role, int, RemoteProcess]] = []
+        """Processes that wait for an agent that is to come."""
+        self._all: list[RemoteProcess] = []
+        self._looks, self._look_at_s, self._closed = 0, 0.0, False
+        self._threads = launch.threads or 1
+
+    # ------------------------------------------------------------------ agents
+
+    def gather(self, num_agents: int, wait_s: float) -> None:
+        """Start so many agents and wait until all are there. PolytempoError where one is not after `wait_s`."""
+        self._start_agents(range(num_agents))
+        until_s = time.monotonic() + wait_s
+        while len(self._agents) < num_agents:
+            if (heard := self._channel.take(_LOOK_S)) is not None:
+                self._hear(*heard)
+            self._starter.poll()
+            ended = [f"{agent.where} {agent.ended}" for agent in self._started.values() if agent.ended]
+            if ended or time.monotonic() > until_s:
+                there = {agent.number for agent in self._agents}
+                silent = [agent.where for agent in self._started.values() if agent.number not in there]
+                why = f"{'; '.join(ended)}" if ended else f"nothing was heard of {', '.join(silent)} for {wait_s:g} s"
+                raise PolytempoError(
+                    f"{len(self._agents)} of {num_agents} agents have joined the run: {why}. Each must have polytempo "
+                    f"installed and reach {self._ticket.head}; give address= where that is not this host's address "
+                    "for them"
+                )
+        self._hosts = list(dict.fromkeys(agent.hello.host for agent in sorted(self._agents, key=lambda a: a.number)))
+        for agent in self._agents:
+            agent.host = self._hosts.index(agent.hello.host)
+        self._topology = on_hosts(self._topology, len(self._hosts))
+        self._threads = self._launch.threads or self._fair_threads()
+        for agent in self._agents:
+            self._welcome(agent)
+
+    def _fair_threads(self) -> int:
+        """So many that no host has more threads than cores."""
+        workers = [self._topology.host_of(worker) for worker in self._topology.workers]
+        return max(1, min(agent.hello.cores // max(1, workers.count(agent.host)) for agent in self._agents))
+
+    def _start_agents(self, numbers: Sequence[int]) -> None:
+        for agent in self._starter.start(numbers, self._ticket):
+            self._started[agent.number] = agent
+
+    def _welcome(self, agent: Agent) -> None:
+        self._channel.send(agent.peer, Welcome(agent.number, self._spec, self._launch.most, self._threads))
+
+    def _admit(self, peer: bytes, hello: Hello) -> None:
+        taken = {agent.number for agent in self._agents}
+        number = hello.number
+        if number < 0 or number in taken:
+            number = min(set(range(len(taken) + 1)) - taken)
+        late = bool(self._hosts)
+        if hello.host not in self._hosts and late:
+            self._hosts.append(hello.host)
+        host = self._hosts.index(hello.host) if late else 0
+        agent = Agent(number, peer, hello, host, time.monotonic())
+        self._agents.append(agent)
+        if late:
+            self._welcome(agent)
+            waiting, self._waiting = self._waiting, []
+            for role, wanted, process in waiting:
+                self._assign(role, wanted, process)
+
+    # ------------------------------------------------------------------ Engine
+
+    @property
+    def address(self) -> EngineAddress:
+        """See `Engine`."""
+        host = self._ticket.head.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts))
+
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
+        """See `Engine`. On another host where none is left on `host`, or where that holds a copy of the same shard."""
+        process = RemoteProcess(role, self._logs / f"{role}.log")
+        process.log.unlink(missing_ok=True)  # it may be a link
+        process.log.touch()
+        self._all.append(process)
+        self._assign(role, host, process)
+        return process
+
+    def _assign(self, role: Role, host: int, process: RemoteProcess) -> None:
+        agent = self._agent_for(role, host)
+        if agent is None and self._starter.replaces and not self._closed:
+            self._waiting.append((role, host, process))
+            self._start_agents([len(self._started)])
+            return
+        if agent is None:
+            self._end(process, "no agent is left that could start it")
+            return
+        workers = [worker for worker in self._topology.workers if self._topology.host_of(worker) == agent.host]
+        mine = role.node in workers
+        order = StartProcess(
+            role=role._asdict(),
+            setting=json.dumps(dict(self._launch.setting())),
+            local_rank=workers.index(role.node) if mine else 0,
+            local_size=len(workers) if mine else 1,
+            host=agent.host,
+        )
+        process.agent = agent
+        agent.processes[role.life] = process
+        if not self._channel.send(agent.peer, order):
+            self._lose(agent, "does not read any more")
+
+    def _agent_for(self, role: Role, host: int) -> Agent | None:
+        """Of those that live and have room: one on `host`, without a copy of the same shard, with few processes."""
+        free = [
+            agent
+            for agent in self._agents
+            if agent.lost is None and (self._slots is None or len(agent.processes) < self._slots)
+        ]
+
+        def cost(agent: Agent) -> tuple[bool, bool, int, int]:
+            others = [
+                process.role for each in self._agents if each.host == agent.host for process in each.processes.values()
+            ]
+            twin = role.kind == "copy" and any((one.kind, one.shard) == ("copy", role.shard) for one in others)
+            return twin, agent.host != host, len(agent.processes), agent.number
+
+        return min(free, key=cost, default=None)
+
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
+        """See `Engine`."""
+        until_s = time.monotonic() + wait_s
+        self._looks += 1
+        while True:
+            self._drain()
+            self._look()
+            gone = [process for process in self._all if process.exit_code is not None and not process.collected]
+            left_s = until_s - time.monotonic()
+            if gone or left_s <= 0:
+                break
+            if (heard := self._channel.take(min(left_s, _LOOK_S))) is not None:
+                self._hear(*heard)
+        for process in gone:
+            process.collected = True
+        return list[EngineProcess](gone)
+
+    def stop(self, process: EngineProcess | None = None) -> None:
+        """See `Engine`. A process whose agent is silent ends here at once, and there as soon as the agent hears."""
+        if process is None:
+            self._close()
+        elif isinstance(process, RemoteProcess) and process.exit_code is None and process.agent is not None:
+            self._channel.send(process.agent.peer, StopProcess(process.role.life))
+            if process.stopped and time.monotonic() - process.agent.heard_s > _SILENT_S:
+                self._end(process, f"was given up, for its agent on {process.agent.hello.name} is silent")
+
+    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
+        """Let processes write where they are into their logs."""
+        for process in processes:
+            if isinstance(process, RemoteProcess) and process.agent is not None:
+                self._channel.send(process.agent.peer, AskWhere(process.role.life))
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for agent in self._agents:
+            self._channel.send(agent.peer, Close())
+        until_s = time.monotonic() + _CLOSE_S
+        while any(agent.lost is None and not agent.left for agent in self._agents) and time.monotonic() < until_s:
+            if (heard := self._channel.take(_LOOK_S)) is not None:
+                self._hear(*heard)
+            self._look()
+        self._starter.stop()
+        self._drain()
+        for agent in self._agents:
+            self._lose(agent, "had to be ended")
+
+    # ------------------------------------------------------------------ what agents say
+
+    def _drain(self) -> None:
+        while (heard := self._channel.take()) is not None:
+            self._hear(*heard)
+
+    def _hear(self, peer: bytes, message: FromAgent) -> None:
+        if isinstance(message, Hello):
+            self._admit(peer, message)
+            return
+        agent = next((agent for agent in self._agents if agent.peer == peer), None)
+        if agent is None:
+            return
+        agent.heard_s = time.monotonic()
+        match message:
+            case AgentBeat(stopped):
+                for life, process in agent.processes.items():
+                    process.stopped = life in stopped
+            case LogLines(life, text) if life in agent.processes:
+                with agent.processes[life].log.open("ab") as log:
+                    log.write(text)
+            case Ended(life) if life in agent.processes:
+                process = agent.processes.pop(life)
+                process.exit_code, process.result, process.ended = message.exit_code, message.result, self._looks
+                process.failure = None if message.failure is None else Failure(*message.failure)
+            case Bye():
+                agent.left = True
+                self._lose(agent, "has left")
+            case _:
+                pass
+
+    def _look(self) -> None:
+        """See which agents are silent, and which have ended."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_S
+        self._starter.poll()
+        for agent in self._agents:
+            started, silent_s = self._started.get(agent.number), now_s - agent.heard_s
+            if agent.lost is None and started is not None and started.ended is not None:
+                self._lose(agent, started.ended)
+            elif agent.lost is None and silent_s > _LOST_S:
+                self._lose(agent, f"was silent for {silent_s:.0f} s")
+            elif silent_s > _SILENT_S:
+                for process in agent.processes.values():
+                    process.stopped = True
+
+    def _lose(self, agent: Agent, why: str) -> None:
+        agent.lost = agent.lost or why
+        for process in list(agent.processes.values()):
+            self._end(process, f"ended with its agent on {agent.hello.name}, which {why}")
+        if not self._closed:
+            self._channel.send(agent.peer, Close())  # where it lives after all, it ends what it has started
+
+    def _end(self, process: RemoteProcess, why: str) -> None:
+        """Take a process for ended that can no longer be asked."""
+        if process.agent is not None:
+            process.agent.processes.pop(process.role.life, None)
+        process.exit_code, process.ended = -signal.SIGKILL, self._looks
+        with process.log.open("ab") as log:
+            log.write(f"\n{process.role} {why}\n".encode())
+
+
+@contextmanager
+def opened_remote(
+    launch: Launch,
+    starter: AgentStarter,
+    num_agents: int,
+    *,
+    address: str,
+    slots: int | None = None,
+    wait_s: float = 120.0,
+) -> Iterator[RemoteEngine]:
+    """The engine of a run, over agents that `starter` starts; it is closed, and they are ended, at the end.
+
+    `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes;
+    None: as many as there are. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
+    host's; PolytempoError where agents are not there within `wait_s`.
+    """
+    if launch.spec is None:
+        raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
+    launch.spec.to_json()
+    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+    with janitor.swept(home):
+        logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
+        made(logs)
+        keys = make_keys()
+        where = f"[{address}]" if ":" in address else address
+        channel: Channel = ChannelServer(f"tcp://{where}:*", keys, FromAgent)  # type: ignore[arg-type] # a union of types
+        try:
+            engine = RemoteEngine(launch, starter, channel, AgentTicket(channel.address, keys), logs, slots)
+            try:
+                engine.gather(num_agents, wait_s)
+                yield engine
+            finally:
+                engine.stop()
+                starter.stop()
+        finally:
+            channel.close(_LINGER_S)

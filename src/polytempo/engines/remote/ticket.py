@@ -1,0 +1,63 @@
+"""`AgentTicket`: what an agent must have to join a run, and how it gets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polytempo.wire.keys import Keys
+
+_MOST_BYTES = 4096
+_FORMAT = "polytempo-ticket-1"
+
+
+@dataclass(frozen=True)
+class AgentTicket:
+    """Where the head of a run listens, and the run's keys. It is a secret: who has it can take part in the run.
+
+    It travels on the standard input of an agent, or in a file that this user alone can read; never on a command line.
+    """
+
+    head: str
+    """`tcp://host:port`"""
+    keys: Keys
+    number: int = -1
+    """The agent's; -1 where one ticket is for many."""
+
+    def numbered(self, number: int) -> AgentTicket:
+        """The same, for one agent alone."""
+        return replace(self, number=number)
+
+    def to_json(self) -> str:
+        """As one line of text."""
+        plain = {"format": _FORMAT, "head": self.head, "keys": self.keys.to_plain(), "number": self.number}
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentTicket:
+        """What `to_json` wrote. ValueError for anything else; the message does not show it."""
+        try:
+            plain = json.loads(text)
+            if plain["format"] != _FORMAT:
+                raise ValueError("format")
+            return cls(plain["head"], Keys.from_plain(plain["keys"]), int(plain["number"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"an agent expects a ticket of a run ({_FORMAT}) as one line on its standard input, and got "
+                f"{len(text)} characters that are none; agents are started by `polytempo train --engine …`"
+            ) from error
+
+    @classmethod
+    def read(cls, path: Path | None = None) -> AgentTicket:
+        """The ticket in a file, or on the first line of standard input. ValueError where others can read the file."""
+        if path is None:
+            return cls.from_json(sys.stdin.readline(_MOST_BYTES))
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="ascii") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o007:
+                raise ValueError(f"all users can get at the ticket in {path} (mode {mode:04o}); chmod o-rwx it")
+            return cls.from_json(file.read(_MOST_BYTES))

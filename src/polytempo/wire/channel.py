@@ -1,0 +1,166 @@
+"""A channel: one process that listens, and others that connect to it with the run's keys; small messages both ways.
+
+    agent  ChannelClient ── DEALER ─┐
+    agent  ChannelClient ── DEALER ─┴▶ ROUTER  ChannelServer  head
+
+Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `MOST_BYTES`, a queue
+`HIGH_WATER` messages. What arrives and is no message of the expected type is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from polytempo.wire.guard import ConnectionGuard
+from polytempo.wire.keys import Keys
+
+MOST_BYTES = 128 << 20
+"""More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""
+HIGH_WATER = 10_000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 30_000
+_HANDSHAKE_MS = 10_000
+_RECONNECT_MS, _LONGEST_RECONNECT_MS = 50, 1_000
+_PEER_BYTES = 16
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class ChannelServer(Generic[In, Out]):
+    """Listens at `tcp://host:port` (`*`: any free port) and takes messages of type `takes` from those with the keys.
+
+    Errors: ValueError where this host cannot listen there.
+    """
+
+    def __init__(self, address: str, keys: Keys, takes: type[In]) -> None:
+        self._context = zmq.Context()
+        self._decoder = msgspec.msgpack.Decoder(takes)
+        self._router = _socket(self._context, zmq.ROUTER, address)
+        self._guard = ConnectionGuard(self._context, self._router, keys)
+        self._router.curve_server = True
+        self._router.curve_secretkey = keys.server_secret
+        self._router.router_mandatory = True
+        self.malformed = 0
+        """Messages that were none."""
+        try:
+            self._router.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"this host cannot listen at {address} ({error}); give an address of its own") from error
+        self.address = self._router.get_string(zmq.LAST_ENDPOINT)
+        """Where it listens, with the port."""
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not admitted: no keys, wrong keys, not ZeroMQ at all."""
+        return self._guard.refused
+
+    def send(self, peer: bytes, message: Out) -> bool:
+        """Send without waiting; False where the peer is not connected or does not read."""
+        try:
+            self._router.send_multipart([peer, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def take(self, wait_s: float = 0.0) -> tuple[bytes, In] | None:
+        """The next (peer, message); None if none comes within `wait_s`."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            parts = _received(self._router)
+            if parts is not None and len(parts) == 2:
+                with suppress(msgspec.DecodeError):
+                    return parts[0], self._decoder.decode(parts[1])
+            if parts is not None:
+                self.malformed += 1
+                continue
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._router.poll(math.ceil(1e3 * left_s))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was sent leave for `linger_s`, and close."""
+        if not self._context.closed:
+            self._router.disable_monitor()
+            self._router.close(round(1e3 * linger_s))
+            self._context.term()
+            self._guard.join()
+
+
+class ChannelClient(Generic[In, Out]):
+    """Connects to the server at `address`, again and again where the connection breaks, and takes `takes`."""
+
+    def __init__(self, address: str, keys: Keys, takes: type[In]) -> None:
+        self.address = address
+        self._context = zmq.Context()
+        self._decoder = msgspec.msgpack.Decoder(takes)
+        self._dealer = _socket(self._context, zmq.DEALER, address)
+        self._dealer.routing_id = b"a" + secrets.token_bytes(_PEER_BYTES - 1)  # ZeroMQ's own begin with a zero
+        self._dealer.curve_serverkey = keys.server_public
+        self._dealer.curve_publickey, self._dealer.curve_secretkey = keys.client_public, keys.client_secret
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(events)
+        self._parted_s: float | None = time.monotonic()
+        self._dealer.connect(address)
+
+    @property
+    def parted_s(self) -> float:
+        """For how long there has been no connection; 0 while there is one."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._parted_s = None if event == zmq.Event.HANDSHAKE_SUCCEEDED else time.monotonic()
+        return 0.0 if self._parted_s is None else time.monotonic() - self._parted_s
+
+    def send(self, message: Out) -> bool:
+        """Send without waiting; False where the line is full, because the server does not read."""
+        try:
+            self._dealer.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def take(self, wait_s: float = 0.0) -> In | None:
+        """The next message; None if none comes within `wait_s`."""
+        if wait_s > 0 and not self._dealer.poll(math.ceil(1e3 * wait_s)):
+            return None
+        parts = _received(self._dealer)
+        if parts is not None and len(parts) == 1:
+            with suppress(msgspec.DecodeError):
+                return self._decoder.decode(parts[0])
+        return None
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was sent leave for `linger_s`, and close."""
+        if not self._context.closed:
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._dealer.close(round(1e3 * linger_s))
+            self._context.term()
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.maxmsgsize = MOST_BYTES
+    socket.ipv6 = "[" in address
+    socket.handshake_ivl = _HANDSHAKE_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+    return socket
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

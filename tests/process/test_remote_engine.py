@@ -1,0 +1,208 @@
+"""Engines for several hosts: agents start, watch and end a run's processes. Here each agent is a child of the test."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polytempo as pt
+from polytempo.engines import run_served
+from polytempo.engines.engine import EngineProcess, Launch, Role
+from polytempo.engines.remote.child_agents import ChildAgents
+from polytempo.engines.remote.remote_engine import RemoteEngine
+from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.run_served import Launcher
+from polytempo.engines.ssh_engine import Ssh
+from polytempo.server.message import Ask, Message, Outbox
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.wire.keys import make_keys
+
+pytestmark = pytest.mark.process
+
+DIGITS = pt.jobs.find("digits")
+LONG_S = 120.0
+OWN = """
+import os, threading
+from polytempo.jobs.digits import job as digits
+from dataclasses import replace
+
+def read(given):
+    if os.environ["POLYTEMPO_RANK"] == "0":
+        raise OSError("no such data")
+    print("rank", os.environ["POLYTEMPO_RANK"], "waits", flush=True)
+    threading.Event().wait()
+
+job = replace(digits, name="own", data=read)
+"""
+LAUNCHER = """
+import contextlib, sys
+import polytempo as pt
+
+class Telling:
+    @contextlib.contextmanager
+    def open(self, launch):
+        agents = pt.engines.ssh(["a"], sys.executable, ("env", "HOST={host}"), "127.0.0.1")
+        with agents.open(launch) as engine:
+            print("open", flush=True)
+            yield engine
+
+pt.run(pt.jobs.find("digits"), pt.strategies.sync_sgd(), 1, epochs=10_000, engine=Telling())
+"""
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders come into being in this test, those of agents too: afterwards, none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert list(folder.glob("polytempo-*")) == []
+
+
+def agents(*names: str) -> Ssh:
+    """An engine with one agent a name, each behind a command that is not ssh."""
+    return Ssh(names, python=sys.executable, command=("env", "HOST={host}"), address="127.0.0.1")
+
+
+def awaited(engine: RemoteEngine) -> EngineProcess:
+    gone = engine.poll(LONG_S)
+    assert gone, "no process has ended"
+    return gone[0]
+
+
+def test_the_four_calls(tmp_path: Path) -> None:
+    """One process fails and says why; one is ended alone; the last one ends with its agent."""
+    (tmp_path / "own.py").write_text(OWN)
+    job = pt.jobs.find(f"{tmp_path}/own.py:job")
+    spec = RunSpec.of(job, pt.strategies.sync_sgd(), 3, RunOptions(steps=2))
+    meeting = Rendezvous.held("127.0.0.1")
+    launch = Launch(lambda role: None, spec, lambda: {"rendezvous": meeting.url}, 3, 3, 1, tmp_path / "logs")
+    with agents("a").open(launch) as engine:
+        assert (engine.address.host, engine.address.num_hosts) == ("127.0.0.1", 1)
+        failing, first, second = (engine.start(Role("rank", rank, rank)) for rank in range(3))
+        assert awaited(engine) is failing
+        assert (failing.exit_code, failing.result) == (1, None)
+        assert failing.failure is not None, failing.log.read_text()
+        assert "no such data" in failing.failure.message + failing.log.read_text()
+        engine.stop(first)
+        assert awaited(engine) is first
+        assert first.exit_code == -signal.SIGKILL
+        assert second.exit_code is None
+        engine.stop()
+        assert engine.poll() == [second]
+        assert second.failed
+    meeting.close()
+
+
+class KillsAnAgent(Launcher):
+    """Kills the agent of worker 1 when that calls for work for the third time, and looks who listens before."""
+
+    calls = 0
+    listening: set[str]
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """As the launcher."""
+        if isinstance(message, Ask) and message.worker == 1:
+            KillsAnAgent.calls += 1
+            if KillsAnAgent.calls == 3:
+                KillsAnAgent.listening = listening_addresses(os.getpid())
+                process: Any = self._supervisor.process_on(1)
+                number = process.agent.number
+                os.kill(agent_pids(os.getpid())[number], signal.SIGKILL)
+        return super().receive(now_s, source, message)
+
+
+def test_a_run_goes_on_without_a_lost_agent_and_listens_at_its_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_served, "Launcher", KillsAnAgent)
+    strategy = pt.strategies.async_sgd(shards=2, replicas=1)
+    result = pt.run(DIGITS, strategy, workers=2, epochs=3, threads=1, engine=agents("a", "b"))
+    assert result.samples == 3 * 1437
+    assert result.server is not None
+    assert "worker-1" in {event["who"] for event in result.server["events"]}
+    assert KillsAnAgent.listening == {"127.0.0.1"}
+
+
+def test_a_killed_launcher_takes_its_agents_along(tmp_path: Path, private: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"open\n"
+        [agent] = agent_pids(launcher.pid).values()
+        watched = os.pidfd_open(agent)
+        launcher.kill()
+    assert select.select([watched], [], [], LONG_S)[0], f"agent {agent} lives on"
+    os.close(watched)
+    while list(private.glob("polytempo-*")):  # its janitor removes them
+        os.sched_yield()
+
+
+def test_an_agent_that_cannot_start_is_named(tmp_path: Path) -> None:
+    engine = Ssh(("a",), python="/no/python", command=("env", "HOST={host}"), address="127.0.0.1")
+    with pytest.raises(pt.PolytempoError, match=r"0 of 1 agents have joined the run: host a ended .*/no/python"):
+        pt.run(DIGITS, pt.strategies.sync_sgd(), 2, steps=1, engine=engine)
+    starter = ChildAgents([("host a", ["/no/ssh"])])
+    with pytest.raises(ValueError, match=r"host a: cannot start /no/ssh"):
+        starter.start([0], AgentTicket("tcp://127.0.0.1:1", make_keys()))
+
+
+def test_an_agent_without_a_ticket_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "polytempo.agent"], input=b"\n", capture_output=True, check=False, timeout=LONG_S
+    )
+    assert done.returncode == 1
+    assert b"expects a ticket of a run" in done.stderr
+
+
+def children_of(process: int) -> list[int]:
+    """All descendants of a process."""
+    direct = [
+        int(child)
+        for task in Path(f"/proc/{process}/task").glob("*")
+        for child in (task / "children").read_text().split()
+    ]
+    return [*direct, *(each for child in direct for each in children_of(child))]
+
+
+def agent_pids(launcher: int) -> dict[int, int]:
+    """Agents by number: they were started in that order."""
+    found = [
+        child
+        for child in children_of(launcher)
+        if b"polytempo.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
+        and int(Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[1]) == launcher
+    ]
+    return dict(enumerate(sorted(found)))
+
+
+def listening_addresses(launcher: int) -> set[str]:
+    """Where a launcher and all its descendants listen with TCP."""
+    sockets = set[str]()
+    for process in [launcher, *children_of(launcher)]:
+        for descriptor in Path(f"/proc/{process}/fd").glob("*"):
+            try:
+                target = os.readlink(descriptor)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    found = set[str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                raw = bytes.fromhex(local.partition(":")[0])
+                found.add(".".join(map(str, raw[::-1])) if table == "tcp" else raw.hex())
+    return found
