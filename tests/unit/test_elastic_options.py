@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.data.plan import picks, plan
+from polytempo.data.shard import DataShard
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic_strategies import check_elastic
@@ -42,6 +43,8 @@ def test_others_are_refused_with_the_reason(name: str) -> None:
         (2, {"min_workers": 3}, "got 3, 2 and 2"),
         (4, {"max_workers": 3}, "got 1, 4 and 3"),
         (2, {"min_workers": 0}, "min_workers must be positive"),
+        (2, {"max_workers": 40, "batch_size": 16}, "global batch of 32 samples"),
+        (2, {"min_workers": 1, "scaling": "local", "global_batch_size": 8}, "leave one of them out"),
         (2, {"min_workers": 1, "scaling": "both"}, "scaling is 'global' or 'local'"),
     ],
 )
@@ -60,7 +63,6 @@ def test_a_schedule_counts_steps_so_it_needs_the_global_batch() -> None:
         return torch.optim.lr_scheduler.StepLR(optimizer, steps_per_epoch)
 
     found = pt.jobs.find("digits")
-    job = pt.Job(**{name: getattr(found, name) for name in ("model", "data", "loss", "optimizer", "correct")})
     job = pt.Job(
         model=found.model, data=found.data, loss=found.loss, optimizer=found.optimizer, schedule=schedule, name="own"
     )
@@ -76,12 +78,18 @@ def test_a_run_spec_carries_them() -> None:
     assert not RunOptions().elastic
 
 
+@pytest.mark.parametrize("slices", [None, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_the_global_batches_do_not_depend_on_how_many_ranks_they_are_dealt_to(size: int) -> None:
-    planned = plan(103, 0, 4, 5)
-    of_ranks = [list(picks(103, 0, size, rank, 5, planned_size=4)) for rank in range(size)]
-    for step, batch in enumerate(planned):
-        parts = [of_rank[step] for of_rank in of_ranks]
-        assert {part.global_samples for part in parts} == {batch}
-        places = [place for part in parts for place in range(part.start, part.start + part.local_samples)]
-        assert places == list(range(step * 20, step * 20 + batch))
+def test_the_places_that_ranks_hand_out_are_those_of_the_global_batch(size: int, slices: int | None) -> None:
+    data = TensorDataset(torch.arange(103))
+    shards = [
+        DataShard(data, rank=rank, size=size, global_batch_size=20, slices=slices, batch_size=None, seed=1)
+        for rank in range(size)
+    ]
+    streams = [iter(shard) for shard in shards]
+    for begin in (0, 20, 40, 60, 80):
+        for shard, stream in zip(shards, streams, strict=True):
+            for _ in shard.own:
+                next(stream)
+        places = [place for shard in shards for place in shard.places]
+        assert places[:20] == list(range(begin, begin + 20))

@@ -105,6 +105,7 @@ class TrainOptions(BaseModel):
     until: Annotated[dict[str, Finite], BeforeValidator(_until)] = Field(default_factory=dict)
     steps: Count | None = None
     batch_size: Count | None = None
+    global_batch_size: Count | None = None
     lr: Positive | None = None
     seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None

@@ -69,6 +69,9 @@ Until = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(metavar="K", help="Stop after K steps.")]
 BatchSize = Annotated[int | None, typer.Option(metavar="B", help="Samples per worker and step. Default: the job's.")]
+GlobalBatchSize = Annotated[
+    int | None, typer.Option(metavar="B", help="Samples per step of all workers together, in place of --batch-size.")
+]
 LearningRate = Annotated[float | None, typer.Option("--lr", metavar="R", help="Learning rate. Default: the job's.")]
 Seed = Annotated[
     int | None, typer.Option(metavar="S", help="Seed of initial weights, sample order and random numbers. Default: 0.")

@@ -12,7 +12,7 @@ from typing import Unpack
 from polytempo.core import NotFinite, Strategy, files
 from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
-from polytempo.engines.arguments import check_strategy, check_workers, checked_engine, is_here
+from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.diverged import diverged_result
 from polytempo.engines.engine import EngineSetup
@@ -86,6 +86,7 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     workers = specs[0].workers
     for spec in specs:
         check_workers(spec.strategy, workers)
+        check_batches(spec)
     here = is_here(engine)
     if here:
         check_processes(max(spec.topology().num_nodes for spec in specs), workers)
@@ -93,6 +94,8 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     found = rehearse(specs)
     if found.samples is not None:
         check_enough(found.samples, workers)
+        for slices in {spec.strategy.slices for spec in specs} - {None}:
+            check_enough(found.samples, slices or 1, "slices")
     notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
     if here:
         check_memory(found.private_bytes, workers)

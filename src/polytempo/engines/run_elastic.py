@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from polytempo.collectives.invariant import Invariant
 from polytempo.core import PolytempoError, files
+from polytempo.data.plan import check_global_batch
 from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import died, diverged, how
@@ -33,6 +35,7 @@ from polytempo.report.progress import Progress
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.elastic_training import global_batch_of
 from polytempo.training.trainer import recorder
 
 _CALM_S = 0.05
@@ -83,7 +86,7 @@ def run_elastic(
                 setting=lambda: {"rendezvous": meetings[0].url},
                 workers=options.max_workers or spec.workers,
                 most=(options.max_workers or spec.workers) + options.restarts,
-                threads=options.threads,
+                threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
                 logs=logs,
             )
             engine = stack.enter_context(setup.open(launch))
@@ -108,6 +111,7 @@ def run_elastic(
 
 def check_elastic_spec(spec: RunSpec) -> None:
     """ValueError for a run that cannot be elastic."""
+    options = spec.options
     check_elastic(spec.strategy)
     if spec.options.scaling == "local" and spec.job.schedule is not None:
         raise ValueError(
@@ -115,6 +119,16 @@ def check_elastic_spec(spec: RunSpec) -> None:
             "changes how many an epoch has; use scaling='global', or a job without a schedule"
         )
     bounds_of(spec)
+    most, slices = options.max_workers or spec.workers, spec.strategy.slices
+    if slices is not None:
+        Invariant(slices).check(most)
+    if options.scaling == "global":
+        check_global_batch(global_batch_of(spec), slices or most, "workers" if slices is None else "slices")
+    elif options.global_batch_size is not None or slices is not None:
+        raise ValueError(
+            f"scaling='local' keeps each worker's batch, and global_batch_size={options.global_batch_size} with "
+            f"{spec.strategy} keeps that of all together; leave one of them out"
+        )
 
 
 def bounds_of(spec: RunSpec) -> RunMembership:

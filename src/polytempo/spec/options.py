@@ -25,6 +25,8 @@ class RunOptions:
     and holds up no training: then the run ends a little beyond the step that was scored."""
     batch_size: int | None = None
     """Samples per worker and step."""
+    global_batch_size: int | None = None
+    """Samples of all workers together in each step, whatever their number; in place of `batch_size`."""
     lr: float | None = None
     seed: int = 0
     data: Path | None = None
@@ -67,10 +69,25 @@ class RunOptions:
             object.__setattr__(self, "data", Path(self.data))
         if self.out is not None:
             object.__setattr__(self, "out", place(self.out))
-        for name in ("epochs", "steps", "batch_size", "lr", "threads", "checkpoint_every", "timeout_s", *_BOUNDS):
+        for name in (
+            "epochs",
+            "steps",
+            "batch_size",
+            "global_batch_size",
+            "lr",
+            "threads",
+            "checkpoint_every",
+            "timeout_s",
+            *_BOUNDS,
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise ValueError(
+                f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
+                "all together; leave one of them out"
+            )
         if self.restarts < 0:
             raise ValueError(f"restarts must not be negative, got {self.restarts}")
         for name in ("resume", "checkpoint_every"):
@@ -99,6 +116,7 @@ class OptionKeywords(TypedDict, total=False):
     steps: int | None
     until: Mapping[str, float]
     batch_size: int | None
+    global_batch_size: int | None
     lr: float | None
     seed: int
     data: Path | str | None

@@ -175,6 +175,11 @@ def _check(model: nn.Module, strategy: Strategy) -> None:
     if not isinstance(strategy, Strategy):
         name = getattr(strategy, "__name__", "sync_sgd")
         raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write {name}()")
+    if strategy.slices is not None:
+        raise ValueError(
+            f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
+            "make a job of it and use pt.run or pt.Trainer, or give another route"
+        )
     if _attached(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
 

@@ -11,6 +11,7 @@ data) is made anew with each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,13 @@ from polytempo.training.handle import Handle
 from polytempo.training.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.resumption import load
 from polytempo.training.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.sliced_step import SlicedGradients
 from polytempo.worlds import ProcessWorld
+
+
+def global_batch_of(spec: RunSpec) -> int:
+    """Samples of a step of all workers together, at the number of workers with which the run begins."""
+    return spec.options.global_batch_size or spec.workers * spec.batch_size
 
 
 class Stopped(PolytempoError):
@@ -125,9 +132,8 @@ class ElasticTraining:
     def begin(self, world: ProcessWorld, view: GroupView) -> None:
         """Make all that belongs to this group, and give newcomers what they lack."""
         port, spec = world.port, self.spec
-        shard = self._shard(port)
         if self._scheduler is None:
-            self._scheduler = schedule_of(spec.job, self.optimizer, len(shard))
+            self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
         self._stop = False
         handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
@@ -135,7 +141,7 @@ class ElasticTraining:
         self.context = TrainingContext(
             spec=spec,
             replica=handle.replica,
-            shard=shard,
+            shard=self._shard(port.rank, port.size),
             data=self.data,
             take_step=self._take_step(handle),
             observer=CollectiveObserver(world, self._evaluation),
@@ -152,18 +158,22 @@ class ElasticTraining:
                 group["lr"] = rate * port.size / spec.workers
         world.step = handle.replica.step
 
-    def _shard(self, port: Port) -> DataShard:
+    def _shard(self, rank: int, size: int) -> DataShard:
+        spec = self.spec
+        keeps_all = spec.options.scaling == "global"
         return DataShard(
             self.data.training(),
-            rank=port.rank,
-            size=port.size,
-            batch_size=self.spec.batch_size,
-            seed=self.spec.seed,
-            planned_size=self.spec.workers if self.spec.options.scaling == "global" else None,
+            rank=rank,
+            size=size,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            global_batch_size=global_batch_of(spec) if keeps_all else None,
+            slices=spec.strategy.slices,
         )
 
     def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
-        given, options = (self.model, self.optimizer, self.spec.strategy), self.spec.options
+        whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
+        given, options = (self.model, self.optimizer, whole), self.spec.options
         if not view.stateful:
             return attach(
                 *given, world=world, seed=options.seed, on_drift=options.on_drift, allow_nan=options.allow_nan
@@ -229,18 +239,14 @@ class ElasticTraining:
     def _take_step(self, handle: Handle) -> TakeStep:
         """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer."""
         model, optimizer, world, replica = self.model, self.optimizer, handle.world, handle.replica
-        job = self.spec.job
+        compute = self._compute(handle)
 
         async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
             if self._stop:
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
             world.share = replica.share
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            optimizer.zero_grad()
-            loss = loss_of(job, model, batch)
-            if replica.guard is not None:
-                replica.guard.loss(loss, replica.step, port.world_rank)
-            loss.backward()
+            loss = compute(batch, port.world_rank)
             handle.complete()
             self.member.exchanged()
             committed = await commit_point(port, self._wishes, self._counted())
@@ -253,6 +259,28 @@ class ElasticTraining:
             return loss
 
         return take_step
+
+    def _compute(self, handle: Handle) -> Callable[[Any, int], Tensor]:
+        """The gradients of a batch, or of a batch's slices, on a rank; their exchange may have begun."""
+        replica, spec = handle.replica, self.spec
+
+        def whole(batch: Any, rank: int) -> Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(spec.job, self.model, batch)
+            if replica.guard is not None:
+                replica.guard.loss(loss, replica.step, rank)
+            loss.backward()
+            return loss
+
+        if spec.strategy.slices is None:
+            return whole
+        gradients = SlicedGradients(replica, spec.job, spec.seed)
+
+        def sliced(batch: Any, rank: int) -> Tensor:
+            with handle.no_sync():
+                return gradients.compute(batch, rank)
+
+        return sliced
 
     def _counted(self) -> Counted:
         assert self.context is not None

@@ -21,7 +21,8 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
 from polytempo.training.guard import check_final
-from polytempo.training.program import ROWS_PER_EPOCH, Meter, seed_step
+from polytempo.training.program import ROWS_PER_EPOCH, Meter
+from polytempo.training.randomness import seed_step
 from polytempo.training.served_context import ComputeGradients, ServedContext
 from polytempo.training.served_replica import ServedReplica
 from polytempo.training.shard_rule import rates_of

@@ -34,6 +34,7 @@ from polytempo.training.handle import Handle
 from polytempo.training.ports import mesh_of
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.resumption import load
+from polytempo.training.sliced_step import SlicedGradients
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8
@@ -74,11 +75,12 @@ class Trainer:
         self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
         facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
+        facts |= {"global_batch_size": options.global_batch_size}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
         self.handle: Handle = attach(
-            *(self.model, optimizer, spec.strategy),
+            *(self.model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
             world=self.world,
             seed=spec.seed,
             on_drift=options.on_drift,
@@ -91,13 +93,15 @@ class Trainer:
             size=data.size,
             batch_size=spec.batch_size,
             seed=spec.seed,
+            global_batch_size=options.global_batch_size,
+            slices=spec.strategy.slices,
         )
         self.context = TrainingContext(
             spec=spec,
             replica=self.handle.replica,
             shard=shard,
             data=self.data,
-            take_step=attached_step(self.handle, job),
+            take_step=attached_step(self.handle, spec),
             observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
             scheduler=schedule_of(job, optimizer, len(shard)),
             unchecked=unfinite_names(self.model),
@@ -157,10 +161,12 @@ class Trainer:
         return result
 
 
-def attached_step(handle: Handle, job: Job) -> TakeStep:
+def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
     model, optimizer, world = handle.replica.model, handle.replica.optimizer, handle.world
-    replica = handle.replica
+    replica, job = handle.replica, spec.job
+    if spec.strategy.slices is not None:
+        return _sliced_step(handle, SlicedGradients(replica, job, spec.seed))
 
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         world.share = replica.share
@@ -170,6 +176,19 @@ def attached_step(handle: Handle, job: Job) -> TakeStep:
             replica.guard.loss(loss, replica.step, port.world_rank)
         loss.backward()
         optimizer.step()
+        return loss
+
+    return take_step
+
+
+def _sliced_step(handle: Handle, gradients: SlicedGradients) -> TakeStep:
+    """One step whose slices are computed one by one; their sum is exchanged behind the last of them."""
+
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        handle.world.share = handle.replica.share
+        with handle.no_sync():
+            loss = gradients.compute(batch, port.world_rank)
+        handle.replica.optimizer.step()
         return loss
 
     return take_step
