@@ -115,6 +115,10 @@ class TrainOptions(BaseModel):
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
+    min_workers: Count | None = None
+    max_workers: Count | None = None
+    scaling: Literal["global", "local"] = "global"
+    available: Path | None = None
     out: Annotated[Path | str | None, BeforeValidator(_place)] = None
     force: bool = False
     resume: bool = False

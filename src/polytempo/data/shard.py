@@ -87,6 +87,8 @@ class DataShard:
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
+        self.places = range(0)
+        """The places of the epoch's order that were handed out in the last step, and count."""
 
     def _check(self) -> None:
         what = "workers" if self.slices is None else "slices"
@@ -121,8 +123,14 @@ class DataShard:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
         self._follow_sampler()
         for i, (step, batch) in enumerate(self._batches()):
-            self.consumed += step.global_samples if i % len(self.own) == 0 else 0
+            begins = i % len(self.own) == 0
+            self.consumed += step.global_samples if begins else 0
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            counted = range(step.start, step.start + step.local_samples)
+            if begins or not self.places:
+                self.places = counted
+            elif counted:
+                self.places = range(self.places.start, counted.stop)
             yield batch
         self.epoch += 1
         self.consumed = 0

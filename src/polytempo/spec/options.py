@@ -10,6 +10,8 @@ from typing import Literal, TypedDict
 
 from polytempo.core.url_path import Place, place
 
+_BOUNDS = ("min_workers", "max_workers")
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -48,10 +50,20 @@ class RunOptions:
     grace_s: float = 30.0
     """How long a run with an `out` may take to save and leave after SIGTERM; then it is ended."""
     restarts: int = 20
-    """With a parameter server: how many processes may be started in place of others that were killed."""
+    """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
+    """
     reshape: Mapping[int, int] = field(default_factory=dict)
     """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
     Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
+
+    min_workers: int | None = None
+    """Without a parameter server: the run goes on as long as so many workers are left. None: it ends with the first
+    that is lost, unless `max_workers` is given (then: 1)."""
+    max_workers: int | None = None
+    """The most workers that a run may grow to while it goes on. None: `workers`."""
+    scaling: Literal["global", "local"] = "global"
+    """Where the number of workers changes: "global" keeps the samples of a step, which are dealt to those that are
+    there; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
 
     def __post_init__(self) -> None:
         """Refuse what no run could use. Folders may be given as text."""
@@ -69,6 +81,7 @@ class RunOptions:
             "checkpoint_every",
             "timeout_s",
             "grace_s",
+            *_BOUNDS,
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -83,6 +96,8 @@ class RunOptions:
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
+        if self.scaling not in ("global", "local"):
+            raise ValueError(f"scaling is 'global' or 'local', got {self.scaling!r}")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
             raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
         if self.reshape and self.resume:
@@ -90,6 +105,11 @@ class RunOptions:
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
             raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may be lost, leave and join while the run goes on, without a parameter server."""
+        return self.min_workers is not None or self.max_workers is not None
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -114,6 +134,9 @@ class OptionKeywords(TypedDict, total=False):
     grace_s: float
     restarts: int
     reshape: Mapping[int, int]
+    min_workers: int | None
+    max_workers: int | None
+    scaling: Literal["global", "local"]
 
 
 def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOptions:

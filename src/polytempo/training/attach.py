@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity
 from polytempo.native.arena import shared_empty
+from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.training.agree import agree_to_train
@@ -81,6 +82,16 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
     check_hooks(optimizer)
 
 
+def attach_alike(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, world: ProcessWorld, options: AttachOptions
+) -> Handle:
+    """`attach` where all ranks hold the same state already, each its own copy: it compares and sends nothing."""
+    check_attachable(model, optimizer, strategy)
+    handle = _hooked(world, model, optimizer, strategy, options)
+    set_handle(model, handle)
+    return handle
+
+
 def _handle(
     world: ProcessWorld, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: AttachOptions
 ) -> Handle:
@@ -89,6 +100,19 @@ def _handle(
     group = host_group(world, ports.data, strategy)
     if ports.data.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer, shares=group is not None))
+    return _hooked(world, model, optimizer, strategy, options, group)
+
+
+def _hooked(
+    world: ProcessWorld,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: AttachOptions,
+    group: Group | None = None,
+) -> Handle:
+    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters."""
+    ports = ports_of(world.port)
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     replica = Replica(
         model,
