@@ -20,7 +20,7 @@ from polytempo.engines.environment import recognise
 from polytempo.engines.mailbox_directory import NodeMail, bracketed, socket_in
 from polytempo.engines.remote.network import address_to
 from polytempo.engines.server_process import ServerProcess
-from polytempo.server.message import Addresses, Message, RunFailed
+from polytempo.server.message import Message, RunFailed, ServerAddresses
 from polytempo.training.agree import gather_json
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.wire.frames import limits_of
@@ -152,9 +152,9 @@ class WatchedMail:
     def _is_for_this(self, message: Message) -> bool:
         if isinstance(message, RunFailed):
             raise PolytempoError(message.reason)
-        if isinstance(message, Addresses) and self._addresses is not None:
+        if isinstance(message, ServerAddresses) and self._addresses is not None:
             self._addresses.update(message.listening)
-        return isinstance(message, Addresses)
+        return isinstance(message, ServerAddresses)
 
     def _look(self) -> None:
         if self._process is not None and not _runs(self._process):

@@ -33,7 +33,7 @@ from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import part
 from polytempo.server.loop import serve
-from polytempo.server.message import Addresses, Outbox, RunFailed
+from polytempo.server.message import Outbox, RunFailed, ServerAddresses
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.spec.options import RunOptions
@@ -191,7 +191,7 @@ class LoopServer:
             self.coordinator.failure_detector.note_alive(now_s, rank)
         if self._order["keys"] is not None and now_s >= self._announce_at_s:
             self._announce_at_s = now_s + _ANNOUNCE_S
-            known = Addresses(tuple(self._mail.known()))
+            known = ServerAddresses(tuple(self._mail.known()))
             out += [(rank, known) for rank in self.topology.workers if self._order["addresses"][rank] is not None]
 
     def _hear(self, row: bytes) -> None:
