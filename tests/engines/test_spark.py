@@ -22,11 +22,11 @@ from polytempo.engines.spark_starter import slots
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
-LONG_S = 120.0
+LONG_S = 240.0
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the sockets of py4j
 ]
@@ -184,10 +184,13 @@ def test_columns_that_are_no_numbers_are_named(x: str, message: str, session: An
 
 
 FAILS = """
+import os
 from dataclasses import replace
 from polytempo.jobs.digits import job as digits
 
 def read(given):
+    if "POLYTEMPO_RENDEZVOUS" not in os.environ:
+        return digits.data(given)
     print("this is in the log", flush=True)
     raise OSError("no such data")
 
