@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster that the kubeconfig names. Afterwards, no object and no process of a pod may be there."""
-    with emulated_cluster(tmp_path / "nodes") as found:
+    with emulated_cluster() as found:
         monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig(tmp_path / "config")))
         yield found
         eventually(lambda: left(found) == {kind: [] for kind in KINDS}, "objects are left")
@@ -108,7 +108,7 @@ from dataclasses import replace
 from polytempo.jobs.digits import job as digits
 
 def read(given):
-    if "POLYTEMPO_RENDEZVOUS" not in os.environ:
+    if "JOB_COMPLETION_INDEX" not in os.environ:
         return digits.data(given)
     print("this is in the log", flush=True)
     raise OSError("no such data")
@@ -122,7 +122,7 @@ from dataclasses import replace
 from polytempo.jobs.digits import job as digits
 
 def read(given):
-    if "POLYTEMPO_RENDEZVOUS" in os.environ:
+    if "JOB_COMPLETION_INDEX" in os.environ:
         threading.Event().wait()
     return digits.data(given)
 
@@ -192,7 +192,7 @@ def test_pods_that_cannot_start_are_described(cluster: Cluster) -> None:
 
 
 def test_an_api_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated_cluster(tmp_path / "nodes", kubelet=False) as found:
+    with emulated_cluster(kubelet=False) as found:
         monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig(tmp_path / "config")))
     with pytest.raises(PolytempoError, match=r"cannot create Job .* no answer"):
         pt.run(DIGITS, pt.strategies.sync_sgd(), workers=2, steps=2, engine=engine())
@@ -246,7 +246,7 @@ def test_a_killed_launcher_leaves_a_job_that_ends(cluster: Cluster, tmp_path: Pa
 
 def test_keys_are_in_files_of_mode_0400_and_nowhere_else(cluster: Cluster, tmp_path: Path) -> None:
     with launched(tmp_path, cluster) as launcher:
-        tickets = list((tmp_path / "nodes").glob("*/given-0/0.json"))
+        tickets = list(cluster.folder.glob("*/given-0/0.json"))
         assert tickets
         assert {stat.S_IMODE(path.stat().st_mode) for path in tickets} == {0o400}
         keys = [key for key in AgentTicket.read(tickets[0]).keys.to_plain().values() if isinstance(key, str)]
