@@ -381,6 +381,13 @@ class SnapshotSaves:
                 f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
             ) from error
 
+    def discard(self, number: int) -> None:
+        """Remove the shards' parts of snapshot `number`, if there are any."""
+        with suppress(OSError):  # it is tried again
+            names = disk_of(self._folder).names(self._folder)
+            if any(name.startswith(f"snapshot-{number:08d}-shard-") for name in names):
+                discard_beyond(self._folder, number - 1)
+
     def remove(self, number: int) -> None:
         """Remove the launcher's part of snapshot `number`."""
         with suppress(OSError):  # without the shards' parts it does no harm
