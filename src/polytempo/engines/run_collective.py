@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polytempo.core import files
+from polytempo.core.notice import noticed
 from polytempo.core.url_path import UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
@@ -45,7 +47,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         setting=setting,
         workers=spec.workers,
         most=spec.workers,
-        threads=options.threads,
+        threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
     )
     with diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
         follower: _Follower | UrlFollower | None = None
@@ -58,7 +60,9 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         try:
             with setup.open(launch._replace(logs=logs)) as engine:
                 topology = on_hosts(spec.topology(), engine.address.num_hosts)
-                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
+                with noticed(options.grace_s) if out is not None else nullcontext() as notice:
+                    look = None if follower is None else follower.look
+                    [answer, *_] = collected(engine, topology, look, notice=notice)
         finally:
             for meeting in meetings:
                 meeting.close()

@@ -317,7 +317,7 @@ class SnapshotSaves:
         self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
         self._saved_steps, self._saved_epoch = self._steps, coordinator.scheduler.epoch
-        self._ended = False
+        self._ended = self._leaves = False
         self._look_at_s = 0.0
 
     @property
@@ -335,6 +335,18 @@ class SnapshotSaves:
                     with suppress(OSError):  # what is too old and cannot be removed does no harm
                         disk_of(self._folder).remove(self._folder / name)
         return self._ordered_s is not None
+
+    def leave(self, now_s: float) -> Outbox:
+        """Order a last snapshot, because the run ends before its end; `left` says when all have written it."""
+        if self._leaves or self.pending:
+            return []
+        self._leaves = True
+        return self._order(now_s)
+
+    @property
+    def left(self) -> bool:
+        """Whether the last snapshot is whole."""
+        return self._leaves and not self.pending
 
     def look(self, now_s: float) -> Outbox:
         """Order what is due."""
