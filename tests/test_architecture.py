@@ -16,7 +16,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
-BELOW_TRAINING = {"core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"}
+BELOW_TRAINING = {
+    *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
+    "membership",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -29,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
     "wire": {"core", "native", "server.message"},
+    "membership": {"core"},
     "chaos": {"core", "server"},
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
@@ -60,6 +64,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.train"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.submit"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
@@ -72,6 +77,12 @@ IMPORTED_LATE = {
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
     ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
+    ("data/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
+    ("data/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
+    ("engines/kubernetes_api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
+    ("engines/kubernetes_api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
+    ("engines/spark_engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
+    ("engines/spark_task.py", "pyspark"): "an extra: only a task of Spark needs it",
 }
 """Imports inside functions, each with its reason."""
 

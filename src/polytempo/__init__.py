@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from polytempo.core.errors import JobFailed
     from polytempo.core.notice import Preempted
+    from polytempo.engines.attach import attach
     from polytempo.engines.collective import RunTimedOut
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
-    from polytempo.training.attach import attach, no_sync
+    from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
+    from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
@@ -88,6 +90,7 @@ _HOMES = {
     ),
     "polytempo.core.errors": ("JobFailed",),
     "polytempo.core.notice": ("Preempted",),
+    "polytempo.engines.attach": ("attach",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
@@ -99,11 +102,12 @@ _HOMES = {
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
-    "polytempo.training.attach": ("attach", "no_sync"),
+    "polytempo.training.attached": ("no_sync",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),
+    "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
@@ -128,6 +132,7 @@ __all__ = [
     "Result",
     "RunOptions",
     "RunTimedOut",
+    "ServedHandle",
     "ShardLost",
     "Strategy",
     "TimedOut",

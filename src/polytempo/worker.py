@@ -70,7 +70,7 @@ def _settle(order: Mapping[str, Any]) -> None:
         {
             "POLYTEMPO_RANK": str(order["role"]["life"]),
             "POLYTEMPO_SIZE": str(order["size"]),
-            "POLYTEMPO_RENDEZVOUS": order["setting"]["rendezvous"],
+            "POLYTEMPO_RENDEZVOUS": order["setting"].get("rendezvous", tempfile.gettempdir()),
         }
     )
 

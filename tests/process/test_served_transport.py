@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import polytempo as pt
-from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore, NodeMail, addresses_in
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.mailbox_directory import MailboxDirectory, NodeMail, addresses_in
 from polytempo.jobs import find
 from polytempo.server.message import Beat, Message
-from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
 
@@ -71,21 +68,9 @@ def test_keys_are_in_a_file_of_their_owner_and_nowhere_else(tmp_path: Path) -> N
     ]
 
 
-@pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
-    """One that is closed afterwards: its threads would be in the way of forks."""
-    held = Rendezvous.held("127.0.0.1")
-    yield held
-    held.close()
-
-
-@pytest.mark.parametrize("transport", ["shared", "tcp", "a store"])
-def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Path, rendezvous: Rendezvous) -> None:
-    office: MailboxDirectory | MailboxStore
-    if transport == "a store":
-        office = MailboxStore(Rendezvous.joined(rendezvous.url), "127.0.0.1", make_keys(), 1 << 20)
-    else:
-        office = post_office(tmp_path / "h", transport)
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Path) -> None:
+    office = post_office(tmp_path / "h", transport)
     first, second = office.mailbox(0), office.mailbox(1)
     try:
         assert first.post(1, Beat(0, 1, 7))

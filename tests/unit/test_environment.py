@@ -51,6 +51,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "2",
     "PMIX_NAMESPACE": "prterun-node1-815@1",
 }
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "7",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node1",
+}
+INTEL_MPI = {**MPICH, "I_MPI_ROOT": "/opt/intel/oneapi/mpi/latest"}
+MPICH_SPREAD = {**MPICH, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 SPREAD = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 POLYTEMPO = {
     "POLYTEMPO_RANK": "1",
@@ -66,7 +77,7 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
     [
         pytest.param({}, ALONE, id="nothing"),
         pytest.param({"PATH": "/bin", "LOCAL_RANK": "3"}, ALONE, id="nothing that counts"),
-        pytest.param(TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2), id="torchrun"),
+        pytest.param(TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400), id="torchrun"),
         pytest.param(BY_HAND, RankPlace("torchrun", 1, 2, 1, 2, 0, "localhost", 29500), id="by hand, one host"),
         pytest.param(
             {**BY_HAND, "MASTER_ADDR": "node1"},
@@ -100,7 +111,7 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
         pytest.param(RAY, RankPlace("Ray", 3, 4, 1, 2, 1, "10.0.0.7", 41234), id="Ray Train"),
         pytest.param(
             {**RAY, **TORCHRUN},
-            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2),
+            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400),
             id="torchrun under Ray",
         ),
         pytest.param(SLURM, RankPlace("Slurm", 4, 7, 1, 3, 1, "node003", 63853), id="srun on three hosts"),
@@ -116,7 +127,7 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
         ),
         pytest.param(
             {**SLURM, **TORCHRUN},
-            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400, 2),
+            RankPlace("torchrun", 5, 8, 1, 4, 1, "node1.example", 29400),
             id="torchrun under srun",
         ),
         pytest.param({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ALONE, id="srun --pty, one task"),
@@ -146,6 +157,31 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
             RankPlace("Open MPI", 2, 4, 0, 2, None, "node1", 29500),
             id="mpirun 5 on several hosts",
         ),
+        pytest.param(MPICH, RankPlace("MPICH", 1, 2, 1, 2, 0, "127.0.0.1", 61646), id="MPICH on one host"),
+        pytest.param(INTEL_MPI, RankPlace("Intel MPI", 1, 2, 1, 2, 0, "127.0.0.1", 61646), id="Intel MPI on one host"),
+        pytest.param(
+            {**MPICH_SPREAD, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+            RankPlace("MPICH", 1, 2, 0, 1, None, "node1", 29500),
+            id="MPICH on several hosts",
+        ),
+        pytest.param(
+            {**SLURM, **MPICH_SPREAD, "SLURM_JOB_NODELIST": "node[003-004,8]"},
+            RankPlace("MPICH", 1, 2, 0, 1, None, "node003", 63853),
+            id="MPICH in an allocation of Slurm",
+        ),
+        pytest.param(
+            {**MPICH, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            RankPlace("MPICH", 0, 1, 0, 1, 0, None, None),
+            id="MPICH, one process",
+        ),
+        pytest.param(
+            {**SLURM, "PMI_RANK": "4", "PMI_SIZE": "7", "PMI_FD": "13"},
+            RankPlace("Slurm", 4, 7, 1, 3, 1, "node003", 63853),
+            id="srun --mpi=pmi2",
+        ),
+        pytest.param(
+            {**MPICH, **OPEN_MPI}, RankPlace("Open MPI", 2, 4, 2, 4, 0, "127.0.0.1", 62511), id="Open MPI under MPICH"
+        ),
         pytest.param(
             {**TORCHRUN, **POLYTEMPO},
             RankPlace("Polytempo", 1, 2, 1, 2, 0, None, None, 0, Path("/somewhere/polytempo-1")),
@@ -154,7 +190,11 @@ ALONE = RankPlace("none", 0, 1, 0, 1, None, None, None)
     ],
 )
 def test_recognise(environ: dict[str, str], place: RankPlace) -> None:
-    assert recognise(environ) == place
+    assert recognise(environ, lambda: 4711) == place
+
+
+def test_torchrun_counts_restarts_by_agent_so_they_are_no_generation() -> None:
+    assert recognise({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).generation == 0
 
 
 @pytest.mark.parametrize(
@@ -175,12 +215,18 @@ def test_recognise(environ: dict[str, str], place: RankPlace) -> None:
         (SPREAD, ["-x MASTER_ADDR"]),
         ({**OPEN_MPI, "PMIX_NAMESPACE": ""}, ["PMIX_NAMESPACE", "-x MASTER_PORT"]),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, ["OMPI_COMM_WORLD_RANK=4", "OMPI_COMM_WORLD_SIZE=4"]),
+        (MPICH, ["MPICH", "-genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 29500"]),
+        (MPICH_SPREAD, ["MPICH", "2 ranks", "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500"]),
+        ({**MPICH_SPREAD, "MASTER_ADDR": "node1"}, ["-genv MASTER_PORT 29500"]),
+        ({**MPICH, "PMI_RANK": "2", "MASTER_PORT": "29500"}, ["PMI_RANK=2", "PMI_SIZE=2"]),
+        ({"PMI_ID": "1", "MPI_LOCALRANKID": "1"}, ["PMI_RANK is not set", "'MPI_LOCALRANKID': '1'"]),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MPI_LOCALRANKID is not set", "'PMI_SIZE': '2'"]),
         ({"POLYTEMPO_RANK": "0", "POLYTEMPO_SIZE": "2"}, ["POLYTEMPO_RENDEZVOUS is not set"]),
     ],
 )
 def test_what_does_not_fit_together_is_refused_by_name(environ: dict[str, str], named: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as refused:
-        recognise(environ)
+        recognise(environ, lambda: None)
     for name in named:
         assert name in str(refused.value)
 

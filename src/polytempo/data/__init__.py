@@ -4,9 +4,11 @@ from polytempo.data.csv_regression import csv_regression
 from polytempo.data.digits import digits
 from polytempo.data.idx import mnist, read_idx
 from polytempo.data.libsvm import libsvm
+from polytempo.data.parts import read_parts
 from polytempo.data.plan import Pick, plan
 from polytempo.data.rows import SparseRows, libsvm_rows
 from polytempo.data.shard import DataShard
+from polytempo.data.spark_frame import from_spark
 from polytempo.data.sparsity import Sparsity, sparsity
 from polytempo.data.split import Split
 from polytempo.data.text import characters, read_characters
@@ -20,11 +22,13 @@ __all__ = [
     "characters",
     "csv_regression",
     "digits",
+    "from_spark",
     "libsvm",
     "libsvm_rows",
     "mnist",
     "plan",
     "read_characters",
     "read_idx",
+    "read_parts",
     "sparsity",
 ]

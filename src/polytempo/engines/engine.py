@@ -26,7 +26,8 @@ class Role(NamedTuple):
     """What a process is to be."""
 
     kind: str
-    """ "rank" of a collective run; "worker", "copy" of a shard or "evaluator" where there is a parameter server."""
+    """ "rank" of a collective run, "member" of an elastic one; "worker", "copy" of a shard or "evaluator" where there
+    is a parameter server."""
     node: int
     """Its number in the run's topology: a worker keeps its node over its lives, a copy is a new node each time."""
     life: int
@@ -39,7 +40,7 @@ class Role(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "copy":
             return f"shard-{self.shard}-node-{self.node}"
-        name = f"{self.kind}-{self.node}" if self.kind in ("rank", "worker") else self.kind
+        name = f"{self.kind}-{self.node}" if self.kind in ("rank", "member", "worker") else self.kind
         return name if self.incarnation == 1 else f"{name}.{self.incarnation}"
 
 
@@ -89,6 +90,8 @@ class EngineAddress(NamedTuple):
     """A private folder (mode 0700) that ends with the run and that all processes have; None: they share no folder."""
     inherits: bool = False
     """Whether they have this process's memory, as forked ones do: then shared memory (arenas) can be offered."""
+    grace_s: float = 0.0
+    """How long copies of shards may save after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at all."""
     num_hosts: int = 1
     """On how many hosts they are; `start` takes a host's number."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +22,11 @@ class RankPlace(NamedTuple):
     """A process's place in its world, as its launcher told it.
 
     `local_size`, `host` (the host's index) and the master's address are None where the launcher
-    does not say them or where they are not needed. `generation` counts restarts of the world.
+    does not say them or where they are not needed. `generation` counts restarts of the world, where all ranks know it.
     """
 
     launcher: str
-    """"torchrun", "Slurm", "Open MPI", "Ray", "Polytempo" or "none"."""
+    """"torchrun", "Slurm", "Open MPI", "MPICH", "Intel MPI", "Ray", "Polytempo" or "none"."""
     rank: int
     size: int
     local_rank: int
@@ -43,12 +45,25 @@ class RankPlace(NamedTuple):
         return f"{self.launcher}: rank {self.rank} of {self.size}, meeting at {meeting}"
 
 
-def recognise(environ: Mapping[str, str]) -> RankPlace:
+def hydra_proxy() -> int | None:
+    """The process id of the proxy by which Hydra has started this process, if there is one among its ancestors."""
+    process = os.getpid()
+    with suppress(OSError, ValueError):  # no /proc, or an ancestor that has just ended
+        while process > 1:
+            name, _, fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(") ")
+            if "(hydra_" in name:
+                return process
+            process = int(fields.split()[1])
+    return None
+
+
+def recognise(environ: Mapping[str, str], proxy: Callable[[], int | None] = hydra_proxy) -> RankPlace:
     """The place that `environ` describes; a world of one where no launcher has left its variables.
 
     The launcher that is nearest to the process wins: Polytempo's own engine, then torchrun (or RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by Ray or by hand), then Open MPI's mpirun, then a
-    step of Slurm's srun. Variables that contradict each other raise a `ValueError` that names them.
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by Ray or by hand), then Open MPI's mpirun, then Hydra
+    (the mpirun of MPICH and of Intel MPI), then a step of Slurm's srun. Variables that contradict each
+    other raise a `ValueError` that names them. `proxy` tells Hydra's worlds of one host apart.
     """
     if "POLYTEMPO_RANK" in environ:
         return _checked(_polytempo(environ), "POLYTEMPO_RANK", "POLYTEMPO_SIZE")
@@ -56,8 +71,12 @@ def recognise(environ: Mapping[str, str]) -> RankPlace:
         return _checked(_torch(environ), "RANK", "WORLD_SIZE")
     if environ.keys() & {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}:
         return _checked(_open_mpi(environ), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if _num_slurm_tasks(environ) > 1:
+    if "MPI_LOCALRANKID" in environ:
+        return _checked(_hydra(environ, proxy), "PMI_RANK", "PMI_SIZE")
+    if _num_slurm_tasks(environ) > 1:  # its plugin pmi2 sets PMI_RANK and PMI_SIZE as well
         return _checked(_slurm(environ), "SLURM_PROCID", "SLURM_NTASKS")
+    if _integer(environ, "PMI_SIZE", 1) > 1:  # rather than as many worlds of one
+        return _checked(_hydra(environ, proxy), "PMI_RANK", "PMI_SIZE")
     return RankPlace("none", 0, 1, 0, 1, None, None, None)
 
 
@@ -96,8 +115,7 @@ def _torch(environ: Mapping[str, str]) -> RankPlace:
         _maybe_integer(environ, "LOCAL_WORLD_SIZE", size if one_host else None),
         _maybe_integer(environ, "NODE_RANK" if by_ray else "GROUP_RANK", 0 if one_host else None),
         address,
-        port,
-        _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        port,  # and no generation: TORCHELASTIC_RESTART_COUNT is each agent's own (see `elastic_round`)
     )
 
 
@@ -126,6 +144,30 @@ def _address_of_mpirun(environ: Mapping[str, str]) -> str:
             "add: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500"
         )
     return found[1] or found[2]
+
+
+def _hydra(environ: Mapping[str, str], proxy: Callable[[], int | None]) -> RankPlace:
+    """MPICH and Intel MPI. They name neither the job nor the host of rank 0."""
+    rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
+    local_rank, local_size = _integer(environ, "MPI_LOCALRANKID"), _integer(environ, "MPI_LOCALNRANKS")
+    launcher = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH"
+    one_host = local_size == size
+    if size == 1:
+        return RankPlace(launcher, rank, size, local_rank, local_size, 0, None, None)
+    address, job = environ.get("MASTER_ADDR"), None
+    if one_host:  # all ranks are children of one proxy
+        number = None if environ.get("MASTER_PORT") else proxy()
+        address, job = address or _LOOPBACK, number and f"hydra.{number}"
+    elif environ.get("SLURM_JOB_NODELIST"):  # Hydra takes the hosts of the allocation in their order, by one srun
+        address = address or first_host(environ["SLURM_JOB_NODELIST"])
+        job = f"{_text(environ, 'SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    if address is None or not (job or environ.get("MASTER_PORT")):
+        raise ValueError(
+            f"{launcher}'s mpirun does not say where the {size} ranks of this world can meet; add: mpirun "
+            f"-genv MASTER_ADDR {_LOOPBACK if one_host else '<host of rank 0>'} -genv MASTER_PORT 29500"
+        )
+    port = _integer(environ, "MASTER_PORT", _port(job or ""))
+    return RankPlace(launcher, rank, size, local_rank, local_size, 0 if one_host else None, address, port)
 
 
 def _num_slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -228,6 +270,9 @@ _NAMES = (
     "WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
+    "MPI_LOCALRANKID",
+    "PMI_RANK",
+    "PMI_SIZE",
     "SLURM_STEP_ID",
     "SLURM_PROCID",
 )

@@ -21,6 +21,7 @@ import torch.distributed.nn.functional  # holds the group as default arguments i
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import Mesh, TimedOut, world_port
+from polytempo.engines.elastic_round import name_of_round
 from polytempo.engines.environment import RankPlace, recognise
 from polytempo.interop.autoload import register
 from polytempo.native.library import available
@@ -38,10 +39,11 @@ def init(
     backend: str | None = None,
     quiet: bool = False,
 ) -> ProcessWorld:
-    """Join the world that torchrun, Slurm, Open MPI, Ray or Polytempo's own engine has set up around this process.
+    """Join the world that torchrun, Slurm, MPI, Ray or Polytempo's own engine has set up around this process.
 
-    Says on rank 0's standard error which it recognised. Without any of them it is a world of one. A process
-    group that exists already is used as it is. Calling it again returns the same world.
+    torchrun may be elastic (`--nnodes=1:4`): its ranks meet anew after each restart. MPI is the `mpirun` of Open MPI,
+    MPICH or Intel MPI. Says on rank 0's standard error which it recognised. Without any of them it is a world of one.
+    A process group that exists already is used as it is. Calling it again returns the same world.
 
     `mesh` lays the ranks out on named axes, the last one varying fastest: `mesh={"data": 2, "stage": 2}` makes rank 2
     data 1, stage 0. Ranks along "data" hold the same parameters and see other samples; without a mesh these are all.
@@ -66,7 +68,7 @@ def init(
         return _laid_out(world, mesh)
     else:
         _join(place, timeout_s, backend)
-    world = ProcessWorld(dist.get_rank(), _hosts())
+    world = ProcessWorld(dist.get_rank(), hosts_of_ranks())
     set_current(world)
     if world.rank == 0:
         _say(launcher, world, quiet)
@@ -98,7 +100,7 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None) -> None:
     try:
         dist.init_process_group(
             backend or _backend(place),
-            store=PrefixStore(f"polytempo/{place.generation}", _store(place, timeout, os.environ)),
+            store=_store(place, timeout, os.environ),
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
@@ -111,13 +113,28 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None) -> None:
 
 
 def _backend(place: RankPlace) -> str:
-    within = "polytempo" if place.local_size == place.size and available() else "gloo"
+    return backend_name(one_host=place.local_size == place.size)
+
+
+def backend_name(*, one_host: bool) -> str:
+    """torch.distributed's backend: ours for ranks of one host, where there is the native core, else gloo; and NCCL."""
+    within = "polytempo" if one_host and available() else "gloo"
     register()  # torch has done it already where its entry points are read
     return f"cpu:{within},cuda:nccl" if torch.cuda.is_available() else within
 
 
 def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
-    """Where ranks find each other: a file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
+    """Where the ranks of this generation, or of this round of an elastic torchrun, find each other."""
+    store = _kept(place, timeout, environ)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or place.launcher != "torchrun":
+        return PrefixStore(f"polytempo/{place.generation}", store)
+    name = name_of_round(store, place.rank, place.size, timeout.total_seconds())
+    store.set_timeout(timeout)
+    return PrefixStore(f"polytempo/{name}", store)
+
+
+def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
+    """A file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
     if place.rendezvous is not None:
         store: Store = FileStore(str(place.rendezvous / "store"), place.size)
         store.set_timeout(timeout)
@@ -166,7 +183,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _hosts() -> list[int]:
+def hosts_of_ranks() -> list[int]:
     """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
     name = torch.frombuffer(bytearray(hashlib.sha256(host_identity().encode()).digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())

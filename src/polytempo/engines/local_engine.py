@@ -80,7 +80,11 @@ class LocalEngine:
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
-        self._children.signal(processes, signal.SIGUSR1)
+        self.signal(processes, signal.SIGUSR1)
+
+    def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
+        """Send a signal to those of `processes` that run."""
+        self._children.signal(processes, number)
 
     def _read(self, child: Child) -> None:
         path = result_path(self._home, child.role.life)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Result, Role
-from polytempo.engines.mailbox_directory import MailboxStore
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.host_mail import HostMailboxes, HostMemory
 from polytempo.engines.run_collective import train_rank
 from polytempo.engines.served_node import Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -18,11 +18,19 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.keys import Keys
 
 
-def perform(spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str) -> Result:
-    """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one."""
+def perform(
+    spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str, memory: HostMemory | None = None
+) -> Result:
+    """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one.
+
+    `memory`: what this process shares with others of its host, which one process there has forked.
+    """
+    if role.kind == "member":
+        return train_member(spec, role.life, setting["rendezvous"])
     if role.kind == "rank":
         return train_rank(spec)
     served = Setting.from_plain(setting)
-    program, rendezvous = ServedProgram(spec, spec.topology(served.hosts)), Rendezvous.joined(setting["rendezvous"])
-    mail = MailboxStore(rendezvous, host, Keys.from_plain(setting["keys"]), program.mail_bytes)
-    return act(program, role, served, mail)
+    program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
+    node, address = setting["keeper"]
+    mail = HostMailboxes(role.life, host, keys, program.mail_bytes, (node, address), memory)
+    return act(program, role, served, mail, None if memory is None else memory.arenas)

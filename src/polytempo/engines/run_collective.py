@@ -47,7 +47,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         setting=setting,
         workers=spec.workers,
         most=spec.workers,
-        threads=options.threads,
+        threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
     )
     with diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
         follower: _Follower | UrlFollower | None = None

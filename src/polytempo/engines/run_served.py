@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -16,18 +18,23 @@ from polytempo.core import PolytempoError, files
 from polytempo.core.notice import Notice, noticed
 from polytempo.engines.departure import Departure
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
+from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
+from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.engines.served_run import ServedOutcome, ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
+from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -92,7 +99,7 @@ def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
             supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
         supervisor.start("evaluator", run.evaluator)
-    launcher = Launcher(run, supervisor, notice)
+    launcher = Launcher(run, supervisor, Departure(run, supervisor, notice))
     run.conduct(launcher)
     run.events.restarts = launcher.restarts
     launcher.await_saved()
@@ -103,11 +110,31 @@ def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
     return run.outcome(supervisor.ended)
 
 
+class Conducted(Protocol):
+    """A run as its launcher sees it; `ServedRun` is one."""
+
+    coordinator: Coordinator
+    topology: Topology
+    options: RunOptions
+    events: RunEvents
+    incarnation: int
+    most_lives: int
+    on_event: Callable[[tuple[str, int]], None]
+    saves: SnapshotSaves | None
+
+    @property
+    def out(self) -> object:
+        """The run's folder, as messages show it."""
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+
+
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, notice: Notice) -> None:
-        self._departure = Departure(run, supervisor, notice)
+    def __init__(self, run: Conducted, supervisor: ProcessSupervisor, departure: Departure | None = None) -> None:
+        self._departure = departure
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
@@ -206,7 +233,7 @@ class Launcher:
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
-            if ended_well and self._departure.left(process, now_s):
+            if ended_well and self._departure is not None and self._departure.left(process, now_s):
                 self._again(role, "left after SIGTERM")
             again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
             if again:
@@ -215,7 +242,8 @@ class Launcher:
                 self._tell(role, how(process), again=again)
             self._silent.pop(role.node, None)
         self._see_alive(now_s)
-        out += self._departure.look(now_s)
+        if self._departure is not None:
+            out += self._departure.look(now_s)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)

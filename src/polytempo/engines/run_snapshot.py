@@ -379,14 +379,21 @@ class SnapshotSaves:
         scheduler = self._coordinator.scheduler
         self._saved_steps, self._saved_epoch = self._steps, scheduler.epoch
         self._on_order()
-        dump = b64encode(scheduler.dump()).decode()
-        run_snapshot = RunSnapshot(
-            self._number, self._generation, self._step(), self._facts, dump, self._seconds + now_s
-        )
+        self.write(self._number, now_s)
+        return self._coordinator.save(now_s, self._number)
+
+    def write(self, number: int, now_s: float) -> None:
+        """Write the launcher's part of snapshot `number`, as things stand."""
+        dump = b64encode(self._coordinator.scheduler.dump()).decode()
+        run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, self._seconds + now_s)
         try:
             write_run_snapshot(self._folder, run_snapshot)
         except OSError as error:
             raise PolytempoError(
                 f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
             ) from error
-        return self._coordinator.save(now_s, self._number)
+
+    def remove(self, number: int) -> None:
+        """Remove the launcher's part of snapshot `number`."""
+        with suppress(OSError):  # without the shards' parts it does no harm
+            disk_of(self._folder).remove(run_snapshot_path(self._folder, number))

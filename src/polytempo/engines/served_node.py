@@ -8,6 +8,7 @@ That is all that it is given. An engine whose processes are forked has these in 
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from polytempo.core.notice import Notice, noticed
 from polytempo.engines.engine import Role
-from polytempo.engines.mailbox_directory import NodeMail
+from polytempo.engines.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.engines.recording import CopyRecorder
-from polytempo.engines.run_snapshot import shard_saves
+from polytempo.engines.run_snapshot import ShardSaves, shard_saves
 from polytempo.engines.served_program import ServedProgram
 from polytempo.server.coordinator.evaluator import Evaluator
-from polytempo.server.loop import serve
+from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import View
 from polytempo.server.shard.node import Node
@@ -36,7 +37,7 @@ from polytempo.spec.result import parameters_sha256
 from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.mail import Mail, MailWorld
 
 _LINGER_S = 1.0
 """How long a process that has done its part lets its last messages leave."""
@@ -53,6 +54,8 @@ class Setting(NamedTuple):
     """Where copies record what met them."""
     snapshot: int | None = None
     """The snapshot in the run's folder that copies begin with; None: with the job's own weights."""
+    if_lost: int | None = None
+    """The snapshot that copies save if the launcher is lost; None: they end with it."""
     hosts: tuple[int, ...] = ()
     """Each node's host, where there are several."""
 
@@ -63,6 +66,7 @@ class Setting(NamedTuple):
             "began_s": time.time() - (time.monotonic() - self.zero_s),
             "record": None if self.record is None else str(self.record),
             "snapshot": self.snapshot,
+            "if_lost": self.if_lost,
             "hosts": self.hosts,
         }
 
@@ -74,15 +78,27 @@ class Setting(NamedTuple):
             zero_s=time.monotonic() - (time.time() - plain["began_s"]),
             record=None if plain["record"] is None else Path(plain["record"]),
             snapshot=plain["snapshot"],
+            if_lost=plain["if_lost"],
             hosts=tuple(plain["hosts"]),
         )
+
+
+class OpenMail(Mail, Protocol):
+    """A process's mailbox."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was posted leave for up to `linger_s`, and close."""
 
 
 class Mailboxes(Protocol):
     """Gives each process its mailbox."""
 
-    def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
-        """The mailbox of `node`, in the process that is it."""
+    def mailbox(self, node: int, *, own_process: bool = False) -> OpenMail:
+        """The mailbox of `node`, in the process that is it.
+
+        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
+        coordinator's is the user's own.
+        """
 
 
 def act(
@@ -184,7 +200,9 @@ class _Part:
             on_entry=on_entry,
             on_save=None if saves is None else saves.on_save,
         )
-        machine = node if snapshots is None else Showing(node, snapshots)
+        machine: Machine = node if snapshots is None else Showing(node, snapshots)
+        if saves is not None and setting.if_lost is not None:
+            machine = self._leaving(machine, node, saves, setting.if_lost)
         line, world = self._join()
         try:
             for to, message in machine.receive(world.now_s(), self._topology.coordinator, setting.view):
@@ -197,7 +215,15 @@ class _Part:
             saves.close()
         return self._told(world)
 
-    def _join(self) -> tuple[NodeMail, MailWorld]:
+    def _leaving(self, machine: Machine, node: Node, saves: ShardSaves, number: int) -> LeavingCopy:
+        """The copy that saves snapshot `number` and leaves when it gets the signal for that."""
+        assert self._program.spec.options.out is not None
+        folder = self._program.spec.options.out.absolute() / "checkpoint"
+        leaving = LeavingCopy(machine, node, folder, number, lambda: saves.on_save(number, node.shard))
+        signal.signal(SAVE_AND_LEAVE, leaving.order)
+        return leaving
+
+    def _join(self) -> tuple[OpenMail, MailWorld]:
         line = self._mail.mailbox(self._role.node, own_process=True)
         return line, MailWorld(self._role.node, line, self._program.hosts, zero_s=self._setting.zero_s)
 

@@ -17,9 +17,10 @@ from polytempo.core import PolytempoError
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.engines.events import RunEvents
-from polytempo.engines.mailbox_directory import MailboxDirectory, MailboxStore
+from polytempo.engines.host_mail import KeeperMail
+from polytempo.engines.lost_launcher import LauncherPart, number_after
+from polytempo.engines.mailbox_directory import MailboxDirectory
 from polytempo.engines.recording import Recording, facts_now, has_ended, leave_end
-from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
 from polytempo.engines.served_node import Mailboxes, Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -80,15 +81,18 @@ class ServedRun:
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
         self._arenas: Arenas | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._keeper: KeeperMail | None = None
+        self._lost: LauncherPart | None = None
+        self._saves_if_lost = False
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
     def meet(self, address: EngineAddress) -> None:
-        """Say how processes find each other: over shared memory where they have this one's, else by encrypted TCP.
+        """Say how processes find each other: in a folder where they have this one's memory, else by the address book.
 
         Call it before the first of them is started, and `close` at the end.
         """
         program = self.program
+        self._saves_if_lost = address.grace_s > 0
         self.topology = program.topology = on_hosts(program.topology, address.num_hosts)
         if address.inherits and address.home is not None:
             self._arenas = Arenas(self.most_lives, program.arena_bytes)
@@ -96,15 +100,16 @@ class ServedRun:
             directory.open()
             self._mail: Mailboxes = directory
             return
-        self._rendezvous, self._keys = Rendezvous.held(address.host), make_keys()
-        self._mail = MailboxStore(self._rendezvous, address.host, self._keys, program.mail_bytes)
+        self._keys = make_keys()
+        self._keeper = KeeperMail(self.topology.coordinator, address.host, self._keys, program.mail_bytes)
+        self._mail = self._keeper
 
     def close(self) -> None:
-        """Let go of shared memory, which is many files, and of the rendezvous: this object is part of cycles."""
+        """Let go of shared memory, which is many files, and of the address book: this object is part of cycles."""
         if self._arenas is not None:
             self._arenas.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
@@ -179,11 +184,18 @@ class ServedRun:
             step=lambda: self.tally.last_step,
             on_order=(lambda: None) if self.recording is None else self.recording.flush,
         )
+        if self._saves_if_lost:
+            self._lost = LauncherPart(
+                self.saves, number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
+            )
+            self._lost.look(0.0)  # before there is any process
         try:
             yield
         finally:
             if self.recording is not None:
                 self.recording.close()
+        if self._lost is not None:
+            self._lost.remove()
 
     # ------------------------------------------------------------------ what the processes do
 
@@ -193,8 +205,14 @@ class ServedRun:
 
     def setting(self) -> Mapping[str, Any]:
         """What a process reads beside the run's `RunSpec`; see `program.perform`."""
-        assert self._rendezvous is not None
-        return {"rendezvous": self._rendezvous.url, "keys": self._keys.to_plain(), **self._now().to_plain()}
+        assert self._keeper is not None
+        shares = self.options.transport == "shared"
+        return {
+            "keeper": [self.topology.coordinator, self._keeper.address],
+            "keys": self._keys.to_plain(),
+            "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
+            **self._now().to_plain(),
+        }
 
     def _now(self) -> Setting:
         return Setting(
@@ -202,6 +220,7 @@ class ServedRun:
             zero_s=self._zero_s,
             record=None if self.recording is None else self.recording.folder,
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+            if_lost=None if self._lost is None else self._lost.number,
             hosts=self.topology.hosts,
         )
 
@@ -218,6 +237,8 @@ class ServedRun:
         """Called by the launcher now and then, between messages."""
         if self.saves is not None:
             out += self.saves.look(now_s)
+        if self._lost is not None and not self.scheduler.finished:
+            self._lost.look(now_s)
 
     # ------------------------------------------------------------------ what comes of it
 

@@ -347,15 +347,29 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deal(Message, frozen=True, eq=False):
-    """The answer to `Ask`: what the worker does next. "wait": it pushes what it holds, then asks again."""
+    """The answer to `Ask`: what the worker does next. "wait": it pushes what it holds, then asks again. "pause": its
+    epoch is done, and its next call is for the one after it."""
 
     worker: int
     incarnation: int
     sequence: int
-    order: Literal["train", "wait", "finish"]
+    order: Literal["train", "wait", "finish", "pause"]
     tickets: tuple[Ticket, ...] = ()
     layout: int = 0
     """A worker must know this layout (`View.layout`) before it acts on the answer."""
+
+
+class ServerAddresses(Message, frozen=True, eq=False):
+    """To workers that share no folder with the shards: where nodes listen that can be written to by now."""
+
+    listening: tuple[tuple[int, str], ...]
+    """(node, address) of each."""
+
+
+class RunFailed(Message, frozen=True, eq=False):
+    """From the coordinator's process to the workers, as its last word: why the run cannot go on."""
+
+    reason: str
 
 
 Outbox = list[tuple[int, Message]]

@@ -147,6 +147,11 @@ class Handle:
         with self._members.join(self._step.shadow_step):
             yield
 
+    def complete(self) -> None:
+        """Exchange now what the next step is made of, as `optimizer.step()` would do, unless that has been done."""
+        if self.replica.exchanges_gradients:
+            self._backward.complete()
+
     # ------------------------------------------------------------------ saving and ending
 
     def preempted(self) -> bool:

@@ -8,13 +8,11 @@ An `Observer` scores and saves. The program says when; the engine chooses an obs
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -28,7 +26,9 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
 from polytempo.training.ports import Ports, ports_of
+from polytempo.training.randomness import seed_step
 from polytempo.training.replica import Replica
+from polytempo.training.sliced_step import next_slices
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
 """One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
@@ -204,14 +204,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         step = context.replica.step
         if context.leaves(step):
             await _leave(port, context, clock)
-        seed_step(context.spec.seed, data.rank, step, "data")
-        batch = next_batch(context.job, batches)
+        batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
-        context.replica.share = context.shard.share
+        context.replica.share = context.shard.share if context.shard.slices is None else 1.0
         meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
             context.scheduler.step()
@@ -222,6 +221,14 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if _finished(context):
             break
     return context.replica.step > first_step
+
+
+def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int) -> Any:
+    """The batch of a step, or its slices; None at the end of the epoch."""
+    if context.shard.slices is not None:
+        return next_slices(context.job, context.shard, batches, context.spec.seed, step)
+    seed_step(context.spec.seed, rank, step, "data")
+    return next_batch(context.job, batches)
 
 
 def _saves_at(context: TrainingContext, step: int) -> bool:
@@ -307,12 +314,6 @@ def meets(score: Score | None, options: RunOptions) -> bool | None:
     assert score is not None
     measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
     return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
-
-
-def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
-    """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
-    digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
 
 
 class _Clock:

@@ -12,11 +12,9 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from polytempo.core import Bundle, Port, Program, State, is_idle
-from polytempo.core.state import settled
+from polytempo.core import Port, Program
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
@@ -24,13 +22,12 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
 from polytempo.training.guard import check_final
-from polytempo.training.program import ROWS_PER_EPOCH, Meter, seed_step
-from polytempo.training.running_statistics import Running
+from polytempo.training.program import ROWS_PER_EPOCH, Meter
+from polytempo.training.randomness import seed_step
 from polytempo.training.served_context import ComputeGradients, ServedContext
-from polytempo.training.shard_rule import parameters_of, rates_of
+from polytempo.training.served_replica import ServedReplica
+from polytempo.training.shard_rule import rates_of
 from polytempo.training.slices import Reassigned
-from polytempo.training.table_rows import ModelTables
-from polytempo.training.trainable_parameters import trainable
 
 _UPDATE_FLOPS = 4.0
 _MOST_EMPTY_STEPS = 10_000
@@ -124,15 +121,7 @@ class _Worker:
         server = context.strategy.server
         helps = server is not None and server.reassigns is not None
         self._reassigned = Reassigned(port, context, client, work_client) if helps else None
-        found = parameters_of(context.model, context.optimizer, context.strategy)  # refuses what cannot be pushed
-        trained = trainable(context.model, context.optimizer)
-        self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
-        self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
-        self._values = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        self._running = Running(context.model)
-        client.running = self._running.vector
-        self._gradients: State = None
-        self._states: State = None
+        self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client)
         self._steps = 0
         self._samples = 0
         self._idle_s = self._idle_at_end_s = 0.0
@@ -140,7 +129,6 @@ class _Worker:
         self._end_s = 0.0
         self._meter = Meter(0, 0.0)
         self._rows: list[bytes] = []
-        self._layout = client.layout
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
@@ -159,35 +147,22 @@ class _Worker:
         And when shards have come or gone: gradients count from versions that those know.
         """
         if self._begin_s is not None:
-            if self._layout != self._client.layout:
-                await self.waited(self._renew())
+            if self._replica.is_outdated:
+                await self.waited(self._replica.renew(self._steps))
             return
         self._begin_s = self._end_s = await self._port.now()
         await self.waited(self.fetch())
-        layout = Bundle(self._values)
-        self._gradients = self._context.strategy.gradients.init(layout)
-        self._states = self._context.strategy.parameters.init(layout)
+        self._replica.begin()
 
     async def fetch(self) -> None:
         """Take over the server's weights."""
-        self._layout = self._client.layout
-        self._place(Bundle(self._values).with_flat(await self._port.pull(self._steps)))
+        await self._replica.fetch(self._steps)
 
     def look_at_final(self) -> None:
         """Refuse final weights that are not finite."""
         if self._context.guard is not None:
             self._context.guard.catch_up(self._client.worker)
-            check_final(self._values, (), max(1, int(self._position["step"])))
-
-    async def _renew(self) -> None:
-        """Fetch the weights, but leave parameters as they are that are the worker's own."""
-        if not self._is_apart:
-            await self.fetch()
-            return
-        own, running = {name: value.clone() for name, value in self._values.items()}, self._running.vector()
-        await self.fetch()
-        self._place(Bundle(own))
-        self._running.place(running)
+            check_final(self._replica.values, (), max(1, int(self._position["step"])))
 
     async def train(self, ticket: Ticket) -> None:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
@@ -202,7 +177,7 @@ class _Worker:
         await port.mark(self._steps)
         samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
         await self._exchange(empty=False)
-        if self._context.guard is not None and self._is_apart:
+        if self._context.guard is not None and self._replica.is_apart:
             self._context.guard.parameters(step_of(self._context, ticket), self._client.worker)
         self._steps += 1
         self._samples += samples
@@ -245,49 +220,19 @@ class _Worker:
                 "more often"
             )
         if self._begin_s is not None:
-            self._gradients = await self.waited(settled(self._gradients))
-            self._states = await self.waited(settled(self._states))
+            await self.waited(self._replica.settle())
 
     async def _exchange(self, *, empty: bool) -> None:
         """The strategy's two transforms with the local step between them, which an empty step leaves out."""
-        strategy, optimizer = self._context.strategy, self._context.optimizer
+        optimizer = self._context.optimizer
         if self._context.decay is not None and not empty:
             self._context.decay.add_()
-        gradients = {
-            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
-        }
-        bundle = Bundle(gradients)
-        rows = [] if empty else self._tables.gradients()
-        for one in rows:
-            self._client.accrue(one)
-        applied = strategy.gradients.apply(self._port, bundle, self._gradients)
-        answer, self._gradients = await self.waited(applied)
+        steps = await self.waited(self._replica.exchange_gradients(empty=empty))
         if not empty:
-            self._point_at(answer, bundle)
-            if answer is None:
-                self._tables.forget()
-            else:
-                self._tables.remember(rows)
-                await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._numel)
+            if steps:
+                await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._replica.numel)
             optimizer.zero_grad()
-        values = Bundle(self._values)
-        changed, self._states = await self.waited(strategy.parameters.apply(self._port, values, self._states))
-        if changed is not None and changed is not values:
-            self._place(changed)
-
-    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
-        """Let the optimizer see the answer, if there is one."""
-        if answer is given and not given.packed:
-            return
-        for name, parameter in self._parameters.items():
-            parameter.grad = None if answer is None else answer.views[name]
-
-    @torch.no_grad()
-    def _place(self, bundle: Bundle) -> None:
-        if self._values:
-            torch._foreach_copy_(list(self._values.values()), list(bundle.views.values()))
-        self._tables.place(self._client.pulled_rows())
-        self._running.place(self._client.pulled_running())
+        await self.waited(self._replica.exchange_parameters())
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
         """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
@@ -299,16 +244,6 @@ class _Worker:
             return rates
         factor = service.rate(self._port.size)
         return tuple(factor * rate for rate in rates)
-
-    @property
-    def _is_apart(self) -> bool:
-        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
-        the shards must leave them as they are. A copy may as well become a newer one."""
-        return is_idle(self._context.strategy.gradients, self._port.size + 1)
-
-    @property
-    def _numel(self) -> int:
-        return sum(value.numel() for value in self._values.values())
 
     # ------------------------------------------------------------------ waiting, and what is told of it
 

@@ -4,7 +4,8 @@ head ── Welcome, StartProcess, StopProcess, Close ──▶ agent ── for
      ◀── Hello, AgentBeat, LogLines, Ended, Bye ──┘               it has torch loaded, so they start in milliseconds
 
 It ends, and all its processes with it, when the head says so, when it has had no connection to the head for
-`PATIENCE_S`, or when the process that started it is gone. Its files end with it, also where it is killed (`janitor`).
+`PATIENCE_S`, soon after nothing listens there any more, or when the process that started it is gone. Without a head
+copies of shards save first (see `lost_launcher`). Its files end with it, also where it is killed (`janitor`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.capacity import limits
 from polytempo.engines.engine import EngineAddress, EngineProcess, Result, Role
+from polytempo.engines.host_mail import HostMemory, host_memory
 from polytempo.engines.init import host_identity
 from polytempo.engines.local_engine import LocalEngine
+from polytempo.engines.lost_launcher import GRACE_S, SAVE_AND_LEAVE
 from polytempo.engines.program import perform
 from polytempo.engines.remote.messages import (
     AgentBeat,
@@ -47,7 +50,7 @@ from polytempo.engines.remote.messages import (
     ToAgent,
     Welcome,
 )
-from polytempo.engines.remote.network import address_towards, interface_of
+from polytempo.engines.remote.network import address_towards, interface_of, refused
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.channel import ChannelClient
@@ -55,6 +58,8 @@ from polytempo.wire.channel import ChannelClient
 PATIENCE_S = 15.0
 """How long an agent waits for the head to be reachable again."""
 BEAT_S = 0.25
+_PROBE_S, _MOST_REFUSALS = 0.5, 3
+"""How often it is looked whether anything listens where the head was, and how often in a row nothing may."""
 _TICK_S = 0.05
 _LOG_BYTES = 64 << 10
 _MOST_LOG_BYTES = 16 << 20
@@ -103,26 +108,52 @@ class _Agent:
         made(home / "logs")
         where = EngineAddress(self._address, welcome.threads, home, inherits=True)
         self._engine = LocalEngine(self._perform, where, notes, home / "logs", welcome.most)
-        self._beat_at_s = 0.0
         self._leaves_until_s: float | None = None
         """When this host is given up, where it is asked to leave."""
+        self._beat_at_s = self._probe_at_s = 0.0
+        self._refusals = 0
+        self._number, self._home = welcome.number, home
+        self._memory: HostMemory | None = None
 
     def run(self) -> None:
         """Do what the head says, until it says that the run is over, or is gone, or this host has to leave."""
         _on_sigterm(lambda number, frame: self._leave())
         try:
-            while self._channel.parted_s <= PATIENCE_S and os.getppid() == self._parent:
+            while not self._head_is_lost:
                 message = self._channel.take(_TICK_S)
                 if isinstance(message, Close) or self._has_left:
                     break
                 if message is not None:
                     self._obey(message)
                 self._tell()
+            else:
+                self._save()
         finally:
             _on_sigterm(end_politely)
             self._engine.stop()
             self._tell()
             self._channel.send(Bye())
+
+    @property
+    def _head_is_lost(self) -> bool:
+        """Out of reach for long, or for a short time if nothing listens there any more."""
+        if os.getppid() != self._parent:
+            return True
+        parted_s, now_s = self._channel.parted_s, time.monotonic()
+        if parted_s <= _PROBE_S:
+            return False
+        if now_s >= self._probe_at_s:
+            self._probe_at_s = now_s + _PROBE_S
+            self._refusals = self._refusals + 1 if refused(self._channel.address, _PROBE_S) else 0
+        return parted_s > PATIENCE_S or self._refusals >= _MOST_REFUSALS
+
+    def _save(self) -> None:
+        """Let copies of shards save what they hold; without the head the run cannot go on."""
+        copies = [process for process in self._processes.values() if process.role.kind == "copy"]
+        self._engine.signal(copies, SAVE_AND_LEAVE)
+        until_s = time.monotonic() + GRACE_S
+        while any(copy.exit_code is None for copy in copies) and time.monotonic() < until_s:
+            self._engine.poll(_TICK_S)
 
     def _obey(self, message: ToAgent) -> None:
         match message:
@@ -153,6 +184,8 @@ class _Agent:
     def _start(self, order: StartProcess) -> None:
         role = Role(**order.role)
         self._orders[role.life] = order
+        if self._memory is None:  # before the first of them is forked
+            self._memory = host_memory(json.loads(order.setting), self._number, self._home)
         process = self._engine.start(role)
         self._processes[role.life], self._logs[role.life] = process, _Log(process.log)
 
@@ -161,7 +194,7 @@ class _Agent:
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
-        return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address)
+        return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)
 
     def _tell(self) -> None:
         """Send what is new: logs, ends, and now and then that this agent lives."""
@@ -205,7 +238,7 @@ def _environment(order: StartProcess, setting: dict[str, Any], address: str) -> 
     named = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {
         **{name: os.environ.get(f"POLYTEMPO_{name}", value) for name, value in named.items()},
-        "POLYTEMPO_RENDEZVOUS": setting["rendezvous"],
+        **({"POLYTEMPO_RENDEZVOUS": setting["rendezvous"]} if "rendezvous" in setting else {}),
         "POLYTEMPO_LOCAL_RANK": str(order.local_rank),
         "POLYTEMPO_LOCAL_SIZE": str(order.local_size),
         "POLYTEMPO_HOST": str(order.host),

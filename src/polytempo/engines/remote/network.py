@@ -43,6 +43,17 @@ def common_address(hosts: Iterable[str]) -> str:
     return addresses.pop()
 
 
+def refused(url: str, wait_s: float) -> bool:
+    """Whether the host of `tcp://host:port` answers that nothing listens there; False where it does not answer."""
+    try:
+        socket.create_connection(parsed_url(url), wait_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def interface_of(address: str) -> str | None:
     """The network interface with this IPv4 address; None where it is not found."""
     if sys.platform != "linux" or ":" in address:

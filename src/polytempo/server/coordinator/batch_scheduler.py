@@ -13,6 +13,7 @@ is done, or one worker holds it, or no worker does. What an order asks of a work
     train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
     wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
     finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
+    pause     the epoch that the worker is in is done, by all; its next ask is for the epoch after it (see `pauses`).
 
 "wait" goes only to workers that hold something: those whose pushes others wait for (the end of the run, a pause), and
 those that hold `most_held` tickets. A worker that holds nothing and can be given nothing has no answer until there is
@@ -28,6 +29,10 @@ push means that no worker has. "freely" they would stop for ever: of the last ti
 for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
 worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
 a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
+
+**Epochs apart** (`pauses`), for loops that end an epoch themselves and do not say how many there will be. A worker gets
+tickets of one epoch until all of that are done, then the order to pause. It goes by its own wish, too (`retire`): what
+it holds is dealt again, and when all have retired, the run is over.
 
 Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the run some workers rest while
 others still have pushes that wait. `resting` names them. Such rules must take them for workers that have left, until
@@ -45,7 +50,7 @@ from polytempo.server.coordinator.saved_schedule import decoded, encoded, remain
 from polytempo.server.coordinator.supply import Evenly, Freely, Supply
 from polytempo.server.message import Deal, Ticket
 
-Order = Literal["train", "wait", "finish"]
+Order = Literal["train", "wait", "finish", "pause"]
 
 
 class _Worker:
@@ -56,6 +61,8 @@ class _Worker:
         self.sequence = 0
         self.answer: Deal | None = None
         self.held: dict[int, Ticket] = {}
+        self.epoch = 0  # where epochs are apart: the one that it asks for
+        self.retires = False
 
     @property
     def waits(self) -> bool:
@@ -85,10 +92,11 @@ class BatchScheduler:
         warm_start: int = 0,
         most_held: int = 2,
         rests: bool = False,
+        pauses: bool = False,
     ) -> None:
         """`most_held`: how many unfinished tickets a worker may have.
 
-        `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`.
+        `rests`: the rule waits for other workers although tickets are dealt freely; see `resting`. `pauses`: see above.
         """
         if min(batches_per_epoch, num_tickets, workers, most_held) < 1 or warm_start < 0:
             raise ValueError(
@@ -104,8 +112,8 @@ class BatchScheduler:
         self._lives: dict[int, int] = {}
         self._again: list[int] = []
         self._done = Ranges()
-        self._stopped = False
-        self.rests = rests
+        self._stopped = self._closed = False
+        self.rests, self._pauses = rests, pauses
         self._holds_back = False
         self._uneven = False
         self._changed = False  # whether an ask that waits may have an answer now
@@ -139,6 +147,12 @@ class BatchScheduler:
         self._supply.lose(worker)
         self._uneven |= self._supply.uneven or (life is not None and bool(life.held))
         self._changed = True
+        self._close()
+
+    def retire(self, worker: int) -> None:
+        """With its next ask `worker` wants no more tickets; it gets its order to finish when all others want none."""
+        if (life := self._workers.get(worker)) is not None:
+            life.retires = True
 
     def ask(self, worker: int, incarnation: int, sequence: int, done: Sequence[int]) -> Deal | None:
         """The answer to ask number `sequence` (1, 2, …), or None: it will come from `due`, or the ask is out of date.
@@ -151,6 +165,8 @@ class BatchScheduler:
         self._note_done(life, done)
         if sequence > life.sequence:
             life.sequence, life.answer = sequence, None
+        if life.retires:
+            self._release(worker, life)
         return life.answer if life.answer is not None else self._answer(worker, life)
 
     def leave(self, worker: int, done: Sequence[int]) -> None:
@@ -214,12 +230,26 @@ class BatchScheduler:
         if on != self._holds_back:
             self._holds_back, self._changed = on, True
 
+    def _release(self, worker: int, life: _Worker) -> None:
+        """Deal to others what a worker holds that has retired."""
+        for number in life.held:
+            heappush(self._again, number)
+        life.held.clear()
+        self._supply.lose(worker)
+        self._uneven = self._changed = True
+        self._close()
+
+    def _close(self) -> None:
+        """End a run whose workers have all retired, but for those that are lost."""
+        lives = self._workers.values()
+        self._closed |= bool(lives) and all(life.retires and not life.held for life in lives)
+
     def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
         before = self.finished, self._is_warm
         for number in done:
             if life.held.pop(number, None) is not None:
                 self._done.add(number)
-        if before != (self.finished, self._is_warm):
+        if before != (self.finished, self._is_warm) or (self._pauses and done):
             self._changed = True
 
     # ------------------------------------------------------------------------------------------------------- answers
@@ -231,23 +261,30 @@ class BatchScheduler:
         order, tickets = chosen
         life.held.update((ticket.number, ticket) for ticket in tickets)
         life.answer = Deal(worker, life.incarnation, life.sequence, order, tickets)
+        life.epoch += order == "pause"
         return life.answer
 
     def _choose(self, worker: int, life: _Worker) -> tuple[Order, tuple[Ticket, ...]] | None:
         if self.finished or (self._stopped and self.deals == "freely"):
             return "finish", ()
+        if life.retires:
+            return None
         if self._holds_back and life.held:
             return "wait", ()
+        end = (life.epoch + 1) * self.batches_per_epoch if self._pauses else self.num_tickets
         if len(life.held) < self._most_held and (self._is_warm or worker == self._first):
-            ticket = self._next_ticket(worker)
+            ticket = self._next_ticket(worker, min(end, self._limit))
             if ticket is not None:
                 return "train", (ticket,)
-        return ("wait", ()) if life.held else None
+        if life.held:
+            return "wait", ()
+        return ("pause", ()) if self._pauses and self._done.covers(0, end - 1) else None
 
-    def _next_ticket(self, worker: int) -> Ticket | None:
-        if self._again and self._again[0] < self._limit:
+    def _next_ticket(self, worker: int, end: int) -> Ticket | None:
+        """`end`: the first ticket that the worker may not have yet."""
+        if self._again and self._again[0] < end:
             return self._ticket(heappop(self._again), again=True)
-        fresh = self._supply.take(worker, self._limit)
+        fresh = self._supply.take(worker, end)
         return None if fresh is None else self._ticket(fresh.number, again=fresh.reassigned)
 
     def _ticket(self, number: int, again: bool) -> Ticket:
@@ -275,6 +312,8 @@ class BatchScheduler:
     @property
     def finished(self) -> bool:
         """Whether every ticket is done; of a run that was stopped, every one that was dealt and is not lost."""
+        if self._closed:
+            return True
         if self._stopped and self.deals == "freely":
             return not any(life.held for life in self._workers.values())
         return self._done.covers(0, self.num_tickets - 1)

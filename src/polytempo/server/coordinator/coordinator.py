@@ -308,6 +308,8 @@ class Coordinator:
         for worker, deal in list(calls.unsaid.items()):
             if deal.order == "finish":
                 calls.finishing[worker] = deal.sequence
+            elif deal.order == "pause":
+                pass  # no shard need know a worker that gets no ticket
             elif not self._membership.knows(worker) or (self._membership.closing and deal.order == "train"):
                 continue
             out.append((worker, replace(calls.say(worker), layout=self.reshaper.layout)))

@@ -142,6 +142,16 @@ def complete(folder: Place, number: int, num_shards: int, disk: Disk | None = No
     return all(_manifest(folder, number, shard).name in names for shard in range(num_shards))
 
 
+def begun(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
+    """Whether any file of `shard`'s part of snapshot `number` is there, if only a partial one."""
+    return any(other == number for _, other in _parts(disk or disk_of(folder), folder, shard))
+
+
+def complete_part(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
+    """Whether `shard` has finished its part of snapshot `number`. Looks at names only."""
+    return _manifest(folder, number, shard).name in (disk or disk_of(folder)).names(folder)
+
+
 def files_of(folder: Place, number: int, num_shards: int) -> list[Place]:
     """The files that snapshot `number` is made of."""
     return [make(folder, number, shard) for shard in range(num_shards) for make in (_file, _manifest)]

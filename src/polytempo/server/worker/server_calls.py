@@ -27,11 +27,11 @@ _INSTANT_S = 1e-6
 
 async def through(client: Client, port: Port, program: Program[T]) -> T:
     """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
-    return await interpreted(program, _Mail(client, port).perform)
+    return await interpreted(program, ServerCalls(client, port).perform)
 
 
-class _Mail:
-    """The mailbox of a worker: the client's part, and the rest."""
+class ServerCalls:
+    """The mailbox of a worker: the client's part, and the rest. One client has one of these."""
 
     def __init__(self, client: Client, port: Port) -> None:
         self._client, self._port = client, port

@@ -36,6 +36,10 @@ class WorkClient:
         self._open = Ask(client.worker, client.incarnation, self._sequence, client.taken_done(), tuple(rows))
         await port.post(self._open, client.coordinator)
 
+    def drop(self) -> None:
+        """Wait no more for the answer to the open call, if there is one: the next call takes its place."""
+        self._open = self._early = None
+
     async def deal(self, port: Port) -> Deal | None:
         """The answer to the open call; None if the run is over. Raises `TimedOut` where none comes for too long.
 

@@ -1,0 +1,166 @@
+"""`ServedReplica`: one worker's copy of a model whose parameters are at a server, and what a step exchanges.
+
+    gradients ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step, if there is an answer
+                                                        │
+    parameters ◀── strategy.parameters ◀────────────────┘        pushes and pulls happen in the two transforms
+
+It performs nothing itself: its methods are coroutines for `server.worker.server_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Bundle, Port, State, Strategy, is_idle
+from polytempo.core.state import settled
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.pull import fetched
+from polytempo.training.running_statistics import Running
+from polytempo.training.shard_rule import parameters_of
+from polytempo.training.table_rows import ModelTables
+from polytempo.training.trainable_parameters import trainable
+
+
+class ServersModel(NamedTuple):
+    """What the server holds: parameters by name, and the running statistics of norms (None: there are none)."""
+
+    values: Mapping[str, Tensor]
+    running: Tensor | None
+
+
+class ServedReplica:
+    """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed."""
+
+    def __init__(self, port: Port, model: nn.Module, optimizer: Optimizer, strategy: Strategy, client: Client) -> None:
+        self._port, self._strategy, self._client = port, strategy, client
+        found = parameters_of(model, optimizer, strategy)
+        trained = trainable(model, optimizer)
+        self.has_tables = any(p.row_width for p in found)
+        """Whether some parameters travel by rows."""
+        self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
+        self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
+        self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        """The parameters but for tables, without autograd."""
+        self._running = Running(model)
+        client.running = self._running.vector
+        self._gradients: State = None
+        self._states: State = None
+        self._layout = client.layout
+
+    @property
+    def numel(self) -> int:
+        """How many elements the parameters have, but for tables."""
+        return sum(value.numel() for value in self.values.values())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether shards have come or gone since the last fetch: gradients count from versions that those know."""
+        return self._layout != self._client.layout
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
+        the shards must leave them as they are. A copy may as well become a newer one."""
+        return is_idle(self._strategy.gradients, self._port.size + 1)
+
+    def begin(self) -> None:
+        """Let the strategy remember nothing yet."""
+        layout = Bundle(self.values)
+        self._gradients = self._strategy.gradients.init(layout)
+        self._states = self._strategy.parameters.init(layout)
+
+    async def fetch(self, clock: int) -> None:
+        """Take over the server's weights, after `clock` steps."""
+        self._layout = self._client.layout
+        self._place(Bundle(self.values).with_flat(await self._port.pull(clock)))
+
+    async def renew(self, clock: int) -> None:
+        """Fetch the weights, but leave parameters as they are that are the worker's own."""
+        if not self.is_apart:
+            await self.fetch(clock)
+            return
+        own, running = {name: value.clone() for name, value in self.values.items()}, self._running.vector()
+        await self.fetch(clock)
+        self._place(Bundle(own))
+        self._running.place(running)
+
+    async def refresh(self, clock: int) -> None:
+        """Take over the server's weights between two steps; pulls that are under way count no more."""
+        await self.settle()
+        await self.fetch(clock)
+        self._states = fetched(self._states)
+
+    async def servers(self, clock: int) -> ServersModel:
+        """The server's weights, in memory of their own; the worker's own stay as they are, and so does their age."""
+        await self.settle()
+        versions = list(self._client.versions)
+        flat = await self._port.pull(clock)
+        self._client.versions[:] = versions
+        views = Bundle(self.values).with_flat(flat.clone()).views
+        return ServersModel(views, self._client.pulled_running())
+
+    @contextmanager
+    def lent(self, other: ServersModel) -> Iterator[None]:
+        """Inside, the model has the other's values."""
+        own = [(parameter, parameter.data) for parameter in self._parameters.values()]
+        running = self._running.vector()
+        for name, parameter in self._parameters.items():
+            parameter.data = other.values[name]
+        self._running.place(other.running)
+        try:
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
+            self._running.place(running)
+
+    async def exchange_gradients(self, *, empty: bool) -> bool:
+        """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
+        gradients = {
+            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
+        }
+        bundle = Bundle(gradients)
+        rows = [] if empty else self._tables.gradients()
+        for one in rows:
+            self._client.accrue(one)
+        answer, self._gradients = await self._strategy.gradients.apply(self._port, bundle, self._gradients)
+        if empty:
+            return False
+        self._point_at(answer, bundle)
+        if answer is None:
+            self._tables.forget()
+            return False
+        self._tables.remember(rows)
+        return True
+
+    async def exchange_parameters(self) -> None:
+        """After the optimizer's step."""
+        values = Bundle(self.values)
+        changed, self._states = await self._strategy.parameters.apply(self._port, values, self._states)
+        if changed is not None and changed is not values:
+            self._place(changed)
+
+    async def settle(self) -> None:
+        """Wait for pushes and pulls that are under way."""
+        self._gradients = await settled(self._gradients)
+        self._states = await settled(self._states)
+
+    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
+        """Let the optimizer see the answer, if there is one."""
+        if answer is given and not given.packed:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if answer is None else answer.views[name]
+
+    @torch.no_grad()
+    def _place(self, bundle: Bundle) -> None:
+        if self.values:
+            torch._foreach_copy_(list(self.values.values()), list(bundle.views.values()))
+        self._tables.place(self._client.pulled_rows())
+        self._running.place(self._client.pulled_running())
