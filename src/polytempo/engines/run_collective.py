@@ -14,6 +14,7 @@ from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.failures import diverged
 from polytempo.engines.init import init
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.report.progress import Progress
@@ -45,18 +46,19 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
         logs=out and out / "logs",
     )
-    with diverged(), show_rows(progress, spec) as show:
+    if out is not None:
+        files.run_folder(out)
+    with LiveRun(out, spec) as live, diverged(), show_rows(progress, spec) as show:
         follower = None
         if out is not None:
-            files.run_folder(out)
             metrics = out / "metrics.jsonl"
             if not options.resume:
                 metrics.unlink(missing_ok=True)
-            follower = _Follower(metrics, show)
+            follower = _Follower(metrics, live.noting(show))
         try:
             with setup.open(launch) as engine:
                 topology = on_hosts(spec.topology(), engine.address.num_hosts)
-                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
+                [answer, *_] = collected(live.watching(engine), topology, None if follower is None else follower.look)
         finally:
             for meeting in meetings:
                 meeting.close()

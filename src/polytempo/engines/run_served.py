@@ -15,6 +15,7 @@ import torch
 from polytempo.core import PolytempoError, files
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_page import reported, show_rows
@@ -50,7 +51,9 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
         with ExitStack() as stack:
             if options.out is not None:
                 files.run_folder(options.out)
+            live = stack.enter_context(LiveRun(options.out, spec))
             run = ServedRun(spec)
+            live.events = lambda: run.events.events
             stack.callback(run.close)
             logs = None if options.out is None else options.out / "logs"
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
@@ -64,10 +67,10 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
                 path = options.out / "metrics.jsonl"
                 metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
                 writer = stack.enter_context(metrics)
-            run.tally.record = recorder(writer, show)
+            run.tally.record = recorder(writer, live.noting(show))
             stack.enter_context(run.kept(opened.address.threads))
             with diverged():
-                outcome = _conducted(run, opened)
+                outcome = _conducted(run, live.watching(opened))
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)
