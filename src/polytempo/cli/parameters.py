@@ -167,6 +167,13 @@ ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
+Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
+EveryS = Annotated[
+    float | None,
+    typer.Option("--every-s", metavar="T", min=0.1, max=3600, help="Seconds between two looks. Default: 1."),
+]
+
 Explained = Annotated[
     str,
     typer.Argument(
