@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     )
     from polytempo.core.errors import JobFailed
     from polytempo.engines.collective import RunTimedOut
+    from polytempo.engines.elastic_loop import elastic
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.launch import launch
     from polytempo.engines.run import compare, run
+    from polytempo.engines.run_elastic import WorkersLost
     from polytempo.engines.simulate import simulate
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from polytempo.spec.result import Result
     from polytempo.training.attach import attach, no_sync
     from polytempo.training.handle import Handle
+    from polytempo.training.loop_state import ElasticState
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
@@ -90,7 +93,9 @@ _HOMES = {
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
+    "polytempo.engines.elastic_loop": ("elastic",),
     "polytempo.engines.run": ("compare", "run"),
+    "polytempo.engines.run_elastic": ("WorkersLost",),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
@@ -98,6 +103,7 @@ _HOMES = {
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
     "polytempo.training.attach": ("attach", "no_sync"),
+    "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
@@ -113,6 +119,7 @@ __all__ = [
     "Data",
     "Deadlock",
     "Drifted",
+    "ElasticState",
     "Handle",
     "Job",
     "JobFailed",
@@ -132,6 +139,7 @@ __all__ = [
     "Transform",
     "VirtualWorld",
     "WorkerDied",
+    "WorkersLost",
     "aggregation",
     "attach",
     "cluster",
@@ -141,6 +149,7 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "elastic",
     "engines",
     "explain",
     "init",

@@ -120,6 +120,13 @@ def attach_alike(
     return handle
 
 
+def detach_from(model: nn.Module) -> None:
+    """Take off the hooks of the handle that `attach(model, …)` returned, if there are some."""
+    handle = _attached(model)
+    if handle is not None:
+        handle.detach()
+
+
 class _Options(NamedTuple):
     """What `attach` was given besides."""
 
