@@ -126,7 +126,7 @@ Scaling = Annotated[
 Available = Annotated[
     Path | None,
     typer.Option(
-        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every few seconds."
+        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every 2 s."
     ),
 ]
 Out = Annotated[
