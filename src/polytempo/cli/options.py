@@ -105,6 +105,7 @@ class TrainOptions(BaseModel):
     until: Annotated[dict[str, Finite], BeforeValidator(_until)] = Field(default_factory=dict)
     steps: Count | None = None
     batch_size: Count | None = None
+    global_batch_size: Count | None = None
     lr: Positive | None = None
     seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
@@ -114,6 +115,10 @@ class TrainOptions(BaseModel):
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
+    min_workers: Count | None = None
+    max_workers: Count | None = None
+    scaling: Literal["global", "local"] = "global"
+    available: Path | None = None
     out: Annotated[Path | str | None, BeforeValidator(_place)] = None
     force: bool = False
     resume: bool = False

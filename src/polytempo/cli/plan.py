@@ -38,7 +38,9 @@ def show_plan(
 ) -> None:
     """What would be run, with the job's own values where none are given."""
     taken = asdict(options)
-    own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken[key] is None}
+    if options.global_batch_size is not None:
+        taken.pop("batch_size")
+    own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken.get(key, options) is None}
     paths = {key: str(taken[key]) for key in ("data", "out") if taken[key] is not None}
     plan: dict[str, object] = {
         "job": job.name,

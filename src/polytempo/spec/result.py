@@ -55,6 +55,9 @@ class Result:
     """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
     """What a parameter server adds (see `training.server_facts`): staleness, and how each worker fared."""
+    membership: list[dict[str, Any]] | None = None
+    """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
+    how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""
