@@ -68,7 +68,7 @@ def agents() -> list[int]:
     """The agents' processes, and those that they have forked."""
     found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in found.splitlines() if line.endswith("-m polytempo.agent")]
-    return [int(words[0]) for words in mine if _environment(words[0]).get("SPARK_LOCAL_DIRS") is not None]
+    return [int(words[0]) for words in mine if _environment(words[0]).get("OF_AN_EXECUTOR") is not None]
 
 
 def _environment(pid: str) -> dict[str, str]:
