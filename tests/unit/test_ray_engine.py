@@ -189,9 +189,12 @@ def test_a_new_actor_takes_the_bundle_of_one_that_has_ended() -> None:
     ray = FakeRay()
     starter = RayStarter(ray, Ray())
     agents = starter.start([0, 1, 2], TICKET)
-    ray.actors[1].futures |= {"node": "aa", "hold": Lost("the node has died\nmore")}
+    ray.actors[1].futures |= {
+        "node": "aa",
+        "hold": Lost("\x1b[36mthe actor died\x1b[39m\n\tat once\nits node has died\n\n"),
+    }
     starter.poll()
-    assert [agent.ended for agent in agents] == [None, "was lost by Ray (the node has died)", None]
+    assert [agent.ended for agent in agents] == [None, "was lost by Ray (the actor died; its node has died)", None]
     assert ray.actors[1].killed
     starter.start([3], TICKET)
     assert ray.actors[3].options["scheduling_strategy"] == (ray.groups[0], 1)

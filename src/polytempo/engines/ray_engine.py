@@ -11,6 +11,7 @@ moves to another node where its own is lost, otherwise in a new group.
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import time
@@ -34,6 +35,9 @@ _END_S = 15.0
 
 _JOIN_S = 120.0
 """How long agents may take to join once they are placed: they load torch."""
+
+_MOST_LETTERS = 300
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ class RayStarter:
                 actor.started.where = f"Ray node {node[:8]}"
         if self._is_there(actor.over):
             said = self._said(actor.over)
-            how = said if isinstance(said, str) else f"was lost by Ray ({_first_line(said)})"
+            how = said if isinstance(said, str) else f"was lost by Ray ({reason(said)})"
             self._lose(actor, how)
         elif not actor.placed and time.monotonic() > actor.until_s:
             self._ray.kill(actor.handle)
@@ -254,5 +258,8 @@ class RayStarter:
         self._groups.clear()
 
 
-def _first_line(error: object) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def reason(error: object) -> str:
+    """The first and the last line of what Ray says: what has happened, and why."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    told = dict.fromkeys([*lines[:1], *lines[-1:]])
+    return "; ".join(line[:_MOST_LETTERS] for line in told) or type(error).__name__
