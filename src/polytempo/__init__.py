@@ -36,11 +36,15 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
+    from polytempo.core.notice import Preempted
+    from polytempo.engines.attach import attach
     from polytempo.engines.collective import RunTimedOut
+    from polytempo.engines.elastic_loop import elastic
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.launch import launch
     from polytempo.engines.run import compare, run
+    from polytempo.engines.run_elastic import WorkersLost
     from polytempo.engines.simulate import simulate
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
@@ -50,8 +54,10 @@ if TYPE_CHECKING:
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
-    from polytempo.training.attach import attach, no_sync
+    from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
+    from polytempo.training.loop_state import ElasticState
+    from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
@@ -86,22 +92,28 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.core.errors": ("JobFailed",),
+    "polytempo.core.notice": ("Preempted",),
+    "polytempo.engines.attach": ("attach",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
+    "polytempo.engines.elastic_loop": ("elastic",),
     "polytempo.engines.run": ("compare", "run"),
+    "polytempo.engines.run_elastic": ("WorkersLost",),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
-    "polytempo.training.attach": ("attach", "no_sync"),
+    "polytempo.training.attached": ("no_sync",),
+    "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),
+    "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
@@ -113,6 +125,7 @@ __all__ = [
     "Data",
     "Deadlock",
     "Drifted",
+    "ElasticState",
     "Handle",
     "Job",
     "JobFailed",
@@ -121,10 +134,12 @@ __all__ = [
     "PeerLost",
     "PolytempoError",
     "Port",
+    "Preempted",
     "ProcessWorld",
     "Result",
     "RunOptions",
     "RunTimedOut",
+    "ServedHandle",
     "ShardLost",
     "Strategy",
     "TimedOut",
@@ -132,6 +147,7 @@ __all__ = [
     "Transform",
     "VirtualWorld",
     "WorkerDied",
+    "WorkersLost",
     "aggregation",
     "attach",
     "cluster",
@@ -141,6 +157,7 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "elastic",
     "engines",
     "explain",
     "init",

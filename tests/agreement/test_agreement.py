@@ -87,3 +87,11 @@ def test_a_repeated_real_run_does_the_same_operations() -> None:
     first, second = (on_processes(strategies.gossip(), 2, steps=12) for _ in range(2))
     assert first[0]["trace_hash"] == second[0]["trace_hash"]
     assert first[0]["parameters_sha256"] == second[0]["parameters_sha256"]
+
+
+def test_any_number_of_workers_reaches_the_same_bits_in_both_worlds() -> None:
+    """By `invariant`, of one global batch; 5 workers have 1 or 2 slices each."""
+    strategy = strategies.sync_sgd(route=collectives.invariant(slices=8))
+    virtual = [simulate(find("digits"), strategy, n, steps=9, global_batch_size=40) for n in (1, 2, 3, 4, 5, 8)]
+    real = [on_processes(strategy, n, steps=9, global_batch_size=40)[0] for n in (1, 2, 3, 4, 8)]
+    assert len({each.parameters_sha256 for each in virtual} | {each["parameters_sha256"] for each in real}) == 1

@@ -17,6 +17,7 @@ ROUTES = [
     collectives.halving_doubling,
     collectives.star,
     collectives.hierarchical(),
+    collectives.invariant(slices=64),
 ]
 
 

@@ -14,6 +14,7 @@ from polytempo.collectives import (
     halving_doubling_price,
     hierarchical,
     hierarchical_price,
+    invariant,
     native,
     ring,
     ring_price,
@@ -67,8 +68,14 @@ TIMED = (*range(1, 10), 16, 64)
 @pytest.mark.parametrize("num_ranks", TIMED)
 @pytest.mark.parametrize(
     ("route", "price"),
-    [(ring, ring_price), (halving_doubling, halving_doubling_price), (star, star_price), (native, ring_price)],
-    ids=["ring", "halving_doubling", "star", "native"],
+    [
+        (ring, ring_price),
+        (halving_doubling, halving_doubling_price),
+        (star, star_price),
+        (native, ring_price),
+        (invariant(64), ring_price),
+    ],
+    ids=["ring", "halving_doubling", "star", "native", "invariant"],
 )
 def test_time_is_the_closed_form(route: Route, price: Callable[..., Price], num_ranks: int, link: Link) -> None:
     numel = 20160  # all of TIMED divide it

@@ -15,6 +15,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.collectives import (
     halving_doubling,
     hierarchical,
+    invariant,
     native,
     ring,
     star,
@@ -32,6 +33,7 @@ ROUTES = [
     hierarchical(),
     hierarchical(tree),
     hierarchical(halving_doubling),
+    invariant(slices=64),
 ]
 SIZES = [0, 1, 2, 3, 7, 64, 1000]
 
@@ -100,6 +102,18 @@ def test_ring_bytes_where_n_divides_k(num_ranks: int) -> None:
     """Exactly 2(N-1)/N · K from every rank."""
     numel = 12 * num_ranks
     assert sent(exchanged(ring, num_ranks, numel), num_ranks) == [2 * (num_ranks - 1) * 12] * num_ranks
+
+
+@every_size
+@pytest.mark.parametrize("numel", SIZES)
+def test_invariant_bytes(num_ranks: int, numel: int) -> None:
+    """Rank r sends all stripes but its own, and that one N-1 times; all ranks together 2(N-1)K."""
+    counted = sent(exchanged(invariant(slices=9), num_ranks, numel), num_ranks)
+    stripe = [len(c) for c in torch.zeros(numel).tensor_split(num_ranks)]
+    assert counted == [
+        numel - stripe[r] + (num_ranks - 1) * stripe[r] if num_ranks > 1 else 0 for r in range(num_ranks)
+    ]
+    assert sum(counted) == 2 * (num_ranks - 1) * numel
 
 
 @every_size

@@ -7,11 +7,13 @@
 | `halving_doubling` | 2log₂N | 2(N-1)/N · K | 2log₂N · α + 2(N-1)/N · K/B |
 | `star` | 2 | (N-1) · K | 2α + 2(N-1) · K/B |
 | `hierarchical` | the tree's within a host, `between`'s between hosts | | |
+| `invariant` | 2(N-1) | 2(N-1)/N · K | 2(N-1)α + 2(N-1)/N · K/B |
 | `native` | what the world offers | | |
 """
 
 from polytempo.collectives.halving import halving_doubling, halving_doubling_price
 from polytempo.collectives.hierarchy import hierarchical, hierarchical_price
+from polytempo.collectives.invariant import invariant
 from polytempo.collectives.ring import ring, ring_price
 from polytempo.collectives.star import star, star_price
 from polytempo.collectives.tree import tree, tree_price
@@ -22,6 +24,7 @@ __all__ = [
     "halving_doubling_price",
     "hierarchical",
     "hierarchical_price",
+    "invariant",
     "native",
     "ring",
     "ring_price",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from polytempo.collectives.halving import halving_doubling
 from polytempo.collectives.hierarchy import Hierarchical
+from polytempo.collectives.invariant import Invariant
 from polytempo.collectives.ring import ring, ring_price
 from polytempo.collectives.star import star
 from polytempo.collectives.tree import num_pieces, tree
@@ -24,9 +25,14 @@ def sum_cost(route: Route, hosts: Sequence[int], numel: int, itemsize: int) -> S
         return Sent()
     if isinstance(route, Hierarchical):
         return _hierarchical(route, hosts, numel, itemsize)
+    if isinstance(route, Invariant):
+        route.check(len(hosts))
+        return _invariant(len(hosts), numel, itemsize)
     if route not in _COSTS:
         known = ", ".join(sorted(route_name(each) for each in _COSTS))
-        raise ValueError(f"what route={route_name(route)} sends is not known; known are {known} and hierarchical")
+        raise ValueError(
+            f"what route={route_name(route)} sends is not known; known are {known}, hierarchical and invariant"
+        )
     return _COSTS[route](len(hosts), numel, itemsize)
 
 
@@ -42,6 +48,14 @@ def _ring(num_ranks: int, numel: int, itemsize: int) -> Sent:
     rounds = 2 * (num_ranks - 1)
     return Sent(
         num_ranks * rounds, rounds * numel * itemsize, busiest_bytes=(2 * numel - kept) * itemsize, rounds=rounds
+    )
+
+
+def _invariant(num_ranks: int, numel: int, itemsize: int) -> Sent:
+    longest, others = -(-numel // num_ranks), num_ranks - 1
+    busiest = numel + (others - 1) * longest  # all stripes but its own, and that one to each of the others
+    return Sent(
+        2 * num_ranks * others, 2 * others * numel * itemsize, busiest_bytes=busiest * itemsize, rounds=2 * others
     )
 
 

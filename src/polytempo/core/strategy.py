@@ -30,6 +30,8 @@ class Strategy:
     its own.
     `server`: the parameters live at a parameter server; `gradients` and `parameters` push to it and pull from it.
     `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
+    `slices`: a global batch is computed in so many slices, each by itself, whatever the number of ranks; `gradients` is
+    given the weighted sum of a rank's slices (`core.slice_tree`). None: each rank computes its batch at once.
     `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
     for what does not go with it. None: this one, with any.
     """
@@ -43,6 +45,7 @@ class Strategy:
     server: Service | None = None
     momentum: float = 0.0
     by_optimizer: Callable[[Optimizer], Strategy] | None = None
+    slices: int | None = None
 
     def __str__(self) -> str:
         return self.name

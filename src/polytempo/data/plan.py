@@ -10,6 +10,9 @@ forms one last, smaller global batch, spread as evenly as possible (sizes differ
 lower ranks have more). If fewer samples than ranks are left they join the batch before instead, so that
 every rank has at least one sample in every step and all ranks make the same number of steps.
 
+Where a strategy computes a global batch in slices (`core.slice_tree`), "ranks" above are slices: what a slice is, and
+what an epoch's last batches are, does not depend on the number of ranks.
+
 One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those
 samples goes to one rank, and every other rank is handed a copy of the first one that counts nothing
 (`Pick.local_samples` is 0, so its share of the step is 0).
@@ -18,7 +21,7 @@ samples goes to one rank, and every other rank is handed a copy of the first one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -53,11 +56,20 @@ def plan(num_samples: int, consumed: int, size: int, batch_size: int) -> list[in
     >>> plan(9, 0, size=2, batch_size=2)
     [4, 5]
     """
-    full, remainder = divmod(num_samples - consumed, size * batch_size)
-    batches = [size * batch_size] * full
+    return global_batches(num_samples - consumed, size * batch_size, size)
+
+
+def global_batches(num_samples: int, global_batch_size: int, parts: int) -> list[int]:
+    """Sizes of the global batches of so many samples, each of which is dealt to `parts` ranks or slices.
+
+    >>> global_batches(17, 8, parts=3)
+    [8, 9]
+    """
+    full, remainder = divmod(num_samples, global_batch_size)
+    batches = [global_batch_size] * full
     if remainder == 0:
         return batches
-    if remainder < size and batches:
+    if remainder < parts and batches:
         batches[-1] += remainder
         return batches
     return [*batches, remainder]
@@ -89,9 +101,15 @@ def pick(start: int, global_samples: int, size: int, rank: int) -> Pick:
 
 def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int) -> Iterator[Pick]:
     """`rank`'s part of every step of the rest of an epoch."""
-    for global_samples in plan(num_samples, consumed, size, batch_size):
-        yield pick(consumed, global_samples, size, rank)
-        consumed += global_samples
+    return own_picks(consumed, plan(num_samples, consumed, size, batch_size), size, [rank])
+
+
+def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int]) -> Iterator[Pick]:
+    """In every step the parts numbered `own`, of global batches whose first one begins at `start`."""
+    for global_samples in batches:
+        for number in own:
+            yield pick(start, global_samples, parts, number)
+        start += global_samples
 
 
 def num_batches(num_samples: int, size: int, batch_size: int, deals: Deals) -> int:
@@ -140,7 +158,16 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def check_enough(num_samples: int, size: int) -> None:
-    """Refuses data with fewer samples than there are workers."""
+def check_enough(num_samples: int, size: int, what: str = "workers") -> None:
+    """Refuses data with fewer samples than there are workers, or slices of a global batch."""
     if num_samples < size:
-        raise ValueError(f"{num_samples} samples cannot be dealt to {size} workers; use at most {num_samples} workers")
+        raise ValueError(f"{num_samples} samples cannot be dealt to {size} {what}; use at most {num_samples} {what}")
+
+
+def check_global_batch(global_batch_size: int, parts: int, what: str) -> None:
+    """Refuses a global batch with fewer samples than `parts`, which are "workers" or "slices"."""
+    if global_batch_size < parts:
+        raise ValueError(
+            f"a global batch of {global_batch_size} samples cannot be dealt to {parts} {what}; use a global batch of "
+            f"at least {parts}, or fewer {what}"
+        )

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from polytempo.data.plan import Pick, check_enough, permutation, picks, plan
+from polytempo.core.slice_tree import subtree
+from polytempo.data.batches import Batches
+from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
 from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
 from polytempo.data.stream import from_stream
 
@@ -37,8 +39,11 @@ class DataShard:
         for x, y in DataShard(dataset, rank=0, size=2, batch_size=32):
             ...
 
-    Raises ValueError for a data set with fewer samples than ranks, and for a loader with a sampler or
-    batch sampler of its own.
+    With `slices` every global batch is cut into so many slices, and a rank gets those of its `subtree` one by one, as
+    many batches a step (`own`). With `global_batch_size` neither a global batch nor a slice depends on `size`.
+
+    Raises ValueError for a data set with fewer samples than ranks or slices, for a loader with a sampler or
+    batch sampler of its own, for a global batch with fewer samples than ranks or slices, and for a stream in slices.
     """
 
     def __init__(
@@ -50,8 +55,15 @@ class DataShard:
         batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
+        global_batch_size: int | None = None,
+        slices: int | None = None,
     ) -> None:
-        """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's."""
+        """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
+
+        `global_batch_size` is that of all ranks, and overrides `batch_size`.
+        """
+        if global_batch_size is not None:
+            batch_size = -(-global_batch_size // size)
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank} of {size}; ranks count from 0 to size - 1")
         self._source = read_source(source, batch_size, shuffle)
@@ -65,13 +77,31 @@ class DataShard:
         self.batch_size, self.shuffle = self._source.batch_size, self._source.shuffle
         self.num_samples = _count(self._source.dataset)
         """Samples of an epoch, over all ranks; None for a stream."""
-        if self.num_samples is not None:
-            check_enough(self.num_samples, size)
+        self.own = range(rank, rank + 1) if slices is None else subtree(slices, size, rank)
+        """Which parts of a global batch are this rank's: its own number, or its slices."""
+        self.slices, self._parts = slices, slices or size
+        self._global_batch_size = global_batch_size
+        self._check()
         self.epoch = 0
         self.consumed = 0
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
+        self.places = range(0)
+        """The places of the epoch's order that were handed out in the last step, and count."""
+
+    def _check(self) -> None:
+        what = "workers" if self.slices is None else "slices"
+        if self.num_samples is not None:
+            check_enough(self.num_samples, self._parts, what)
+        elif self.slices is not None or self._global_batch_size is not None:
+            raise ValueError("a stream (IterableDataset) has batches of batch_size a rank alone; give a data set")
+        check_global_batch(self.global_batch_size, self._parts, what)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all ranks in a step, but for an epoch's last ones."""
+        return self._global_batch_size or self.size * self.batch_size
 
     @property
     def share(self) -> float | None:
@@ -87,14 +117,20 @@ class DataShard:
         """Steps of a whole epoch, the same on all ranks. A stream has none (TypeError)."""
         if self.num_samples is None:
             raise TypeError("a stream (IterableDataset) has no length; it ends where it ends")
-        return len(plan(self.num_samples, 0, self.size, self.batch_size))
+        return len(global_batches(self.num_samples, self.global_batch_size, self._parts))
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
         self._follow_sampler()
-        for step, batch in self._batches():
-            self.consumed += step.global_samples
+        for i, (step, batch) in enumerate(self._batches()):
+            begins = i % len(self.own) == 0
+            self.consumed += step.global_samples if begins else 0
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            counted = range(step.start, step.start + step.local_samples)
+            if begins or not self.places:
+                self.places = counted
+            elif counted:
+                self.places = range(self.places.start, counted.stop)
             yield batch
         self.epoch += 1
         self.consumed = 0
@@ -124,10 +160,28 @@ class DataShard:
     def at(self, *, rank: int, size: int) -> DataShard:
         """The same data at the same position, as `rank` of `size` sees it."""
         other = DataShard(
-            self._given, rank=rank, size=size, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
+            self._given,
+            rank=rank,
+            size=size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            global_batch_size=self._global_batch_size,
+            slices=self.slices,
         )
         other.load_state_dict(self.state_dict())
         return other
+
+    def dealt(self, deals: Deals) -> Batches:
+        """The same data for workers whose batches are dealt one by one. ValueError for a stream."""
+        return Batches(
+            self._given,
+            size=self.size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            deals=deals,
+            shuffle=self.shuffle,
+        )
 
     def state_dict(self) -> dict[str, int | None]:
         """The position, the same on all ranks; plain numbers."""
@@ -156,7 +210,8 @@ class DataShard:
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
         if self.num_samples is None:
             return from_stream(self._source, self.consumed, self.size, self.rank)
-        steps = list(picks(self.num_samples, self.consumed, self.size, self.rank, self.batch_size))
+        batches = global_batches(self.num_samples - self.consumed, self.global_batch_size, self._parts)
+        steps = list(own_picks(self.consumed, batches, self._parts, self.own))
         order = self._order(self.num_samples)
         if self._tensors is not None:
             tensors, rows = self._tensors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from random import Random
 from typing import Any, Unpack
 
@@ -14,8 +13,10 @@ import torch
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
+from polytempo.core.slice_tree import subtree
+from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
-from polytempo.engines.arguments import check_strategy, check_workers
+from polytempo.engines.arguments import check_batches, check_strategy, check_workers
 from polytempo.engines.capacity import check_simulated
 from polytempo.engines.folder import began
 from polytempo.engines.run_page import reported, show_rows
@@ -86,6 +87,7 @@ def simulate(
             f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
         )
     spec = RunSpec.of(job, strategy, workers, options)
+    check_batches(spec)
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
@@ -151,13 +153,21 @@ def _context(
 ) -> TrainingContext:
     model, optimizer = replica_of(spec)
     replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
-    shard = DataShard(data.training(), rank=rank, size=spec.workers, batch_size=spec.batch_size, seed=spec.seed)
+    shard = DataShard(
+        data.training(),
+        rank=rank,
+        size=spec.workers,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+    )
     return TrainingContext(
         spec=spec,
         replica=replica,
         shard=shard,
         data=data,
-        take_step=priced_step(replica, spec.job, flops, updates),
+        take_step=priced_step(replica, spec.job, flops, updates, spec.seed),
         observer=observer,
         scheduler=schedule_of(spec.job, optimizer, len(shard)),
         unchecked=unfinite_names(model),
@@ -169,7 +179,8 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
     steps = options.steps or 10
     data = data_of(job, options.data)
-    flops = spec.batch_size * flops_per_sample(job, replica_of(spec)[0], data, spec.seed)
+    each = flops_per_sample(job, replica_of(spec)[0], data, spec.seed)
+    global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
         model = model_of(job)
     optimizer = optimizer_of(job, model, spec.lr)
@@ -179,6 +190,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     async def program(port: Port) -> None:
         for step in range(steps):
             await port.mark(step)
+            flops = each * global_batch * _part(spec, port.rank)
             await meta_step(port, replicas[port.rank], flops, updates[port.rank])
         await replicas[port.rank].settle()
         await updates[port.rank].settle()
@@ -189,7 +201,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
     context = TrainingContext(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
-    samples = steps * spec.batch_size * workers
+    samples = steps * global_batch
     summary = TrainingSummary(
         steps=steps,
         epochs=samples / check_length(shard),
@@ -206,6 +218,12 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     return _finish(context, summary, outcome, options.out)
 
 
+def _part(spec: RunSpec, rank: int) -> float:
+    """Of a global batch that `rank` computes."""
+    slices = spec.strategy.slices
+    return 1 / spec.workers if slices is None else len(subtree(slices, spec.workers, rank)) / slices
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Look for cycles of garbage a hundred times less often: looking through all workers' objects takes half the time.
@@ -220,7 +238,7 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Path | None) -> Result:
+def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Place | None) -> Result:
     workers, trace = len(outcome.results), outcome.trace
     computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
     result = result_of(

@@ -41,6 +41,8 @@ class Names(NamedTuple):
     clusters: Mapping[str, Function]
     stragglers: Mapping[str, Function]
     low_rank: Function
+    invariant: Function
+    """The route that `sync_sgd` alone can take: it says how gradients are computed, too."""
     arguments: Mapping[str, Mapping[str, object]]
     """For each argument that takes names, such as `codec`, what they mean."""
 
@@ -72,6 +74,8 @@ class Names(NamedTuple):
 
         Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
         """
+        if function is self.strategies.get("sync_sgd"):
+            return {**self.arguments["route"], "invariant": Factory(self.invariant)}
         parameter = inspect.signature(function).parameters.get("route")
         takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
         return {**self.arguments["route"], **self.wire_routes} if takes_wires else self.arguments["route"]
@@ -99,6 +103,7 @@ def names(load: Load) -> Names:
         clusters={name: clusters[name] for name in _CLUSTERS},
         stragglers=stragglers,
         low_rank=aggregation["low_rank"],
+        invariant=load("collectives")["invariant"],
         arguments=_arguments(load("collectives"), aggregation, codecs, stragglers),
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.core.url_path import place
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
@@ -43,13 +44,21 @@ class RunSpec:
     lr: float
     """The learning rate that the job's optimizer is made with."""
     batch_size: int
-    """Samples per worker and step."""
+    """Samples per worker and step, rounded up where the options give a global batch."""
     epochs: float | None
     """The run ends after so many; None: its `steps` alone say when."""
 
     @classmethod
     def of(cls, job: Job, strategy: Strategy, workers: int, options: RunOptions) -> RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
+        if options.global_batch_size is not None and strategy.server is not None:
+            raise ValueError(
+                f"{strategy} hands batches to workers one by one, so no step has a global batch; give batch_size, the "
+                f"samples of each, instead of global_batch_size={options.global_batch_size}"
+            )
+        each = options.batch_size or job.batch_size
+        if options.global_batch_size is not None:
+            each = -(-options.global_batch_size // workers)
         by_steps = options.epochs is None and options.steps is not None
         return cls(
             job=job,
@@ -57,7 +66,7 @@ class RunSpec:
             workers=workers,
             options=options,
             lr=options.lr or job.lr,
-            batch_size=options.batch_size or job.batch_size,
+            batch_size=each,
             epochs=None if by_steps else options.epochs or job.epochs * (_UNTIL_EPOCHS if options.until else 1),
         )
 
@@ -167,5 +176,7 @@ def _plain(options: RunOptions) -> dict[str, Any]:
 
 
 def _options(plain: Mapping[str, Any]) -> RunOptions:
-    folders = {name: Path(plain[name]) for name in ("data", "out") if plain[name] is not None}
+    folders: dict[str, Any] = {} if plain["data"] is None else {"data": Path(plain["data"])}
+    if plain["out"] is not None:
+        folders["out"] = place(plain["out"])
     return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"])})

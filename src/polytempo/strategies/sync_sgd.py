@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import mean
+from polytempo.collectives.invariant import Invariant
 from polytempo.core import Route, Strategy, call_name, native
 
 
@@ -10,10 +11,14 @@ def sync_sgd(route: Route = native) -> Strategy:
     """Average the gradients of all workers before every step.
 
     g = Σᵢ (nᵢ/n) gᵢ, so N workers with n/N samples each do what one worker does with n samples, whatever
-    the optimizer. `route` is `native`, `ring`, `tree`, `halving_doubling`, `star` or `hierarchical()`.
+    the optimizer. `route` is `native`, `ring`, `tree`, `halving_doubling`, `star`, `hierarchical()` or
+    `invariant()`. With the last the weights have the same bits for any number of workers up to its slices, as long as
+    the global batch is the same (option `global_batch_size`).
 
-    Cost: the route's, once a step.
+    Cost: the route's, once a step. With `invariant`: a backward pass for each slice instead of one for each rank, and
+    an exchange that begins behind the last one.
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016.
     """
-    return Strategy(call_name(sync_sgd, locals()), gradients=mean(route))
+    slices = route.slices if isinstance(route, Invariant) else None
+    return Strategy(call_name(sync_sgd, locals()), gradients=mean(route), slices=slices)

@@ -8,16 +8,16 @@ An `Observer` scores and saves. The program says when; the engine chooses an obs
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port, Program
+from polytempo.core.notice import Preempted
 from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
@@ -26,7 +26,9 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
 from polytempo.training.ports import Ports, ports_of
+from polytempo.training.randomness import seed_step
 from polytempo.training.replica import Replica
+from polytempo.training.sliced_step import next_slices
 
 TakeStep = Callable[[Port, Any, int], Program[Tensor]]
 """One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
@@ -75,6 +77,9 @@ class Observer(Protocol):
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint of the training state as it is now; perhaps later."""
 
+    async def leave(self, port: Port) -> None:
+        """The run ends before its end: finish writing what is to be resumed."""
+
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
@@ -97,6 +102,10 @@ class TrainingContext:
     """Training time so far, over all runs; a checkpoint carries it."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
+    leaves: Callable[[int], bool] = field(default=lambda step: False)
+    """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    saved_step: int = -1
+    """The last step of which a checkpoint was written, or is being written."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
 
@@ -193,14 +202,15 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
-        seed_step(context.spec.seed, data.rank, step, "data")
-        batch = next_batch(context.job, batches)
+        if context.leaves(step):
+            await _leave(port, context, clock)
+        batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
-        context.replica.share = context.shard.share
+        context.replica.share = context.shard.share if context.shard.slices is None else 1.0
         meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
             context.scheduler.step()
@@ -213,6 +223,14 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     return context.replica.step > first_step
 
 
+def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int) -> Any:
+    """The batch of a step, or its slices; None at the end of the epoch."""
+    if context.shard.slices is not None:
+        return next_slices(context.job, context.shard, batches, context.spec.seed, step)
+    seed_step(context.spec.seed, rank, step, "data")
+    return next_batch(context.job, batches)
+
+
 def _saves_at(context: TrainingContext, step: int) -> bool:
     every = context.options.checkpoint_every
     return every is not None and step % every == 0
@@ -223,8 +241,19 @@ async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
         if context.replica.guard is not None:
             context.replica.guard.catch_up(port.world_rank)
         moment = await _moment(port, context, clock)
-        context.seconds = moment.seconds
+        context.seconds, context.saved_step = moment.seconds, moment.step
         await context.observer.save(port, context, moment)
+
+
+async def _leave(port: Port, context: TrainingContext, clock: _Clock) -> NoReturn:
+    """Save, unless that has been done, and end the run here."""
+    if context.saved_step != context.replica.step:
+        await _save(port, context, clock)
+    await context.observer.leave(port)
+    error = Preempted(context.replica.step, str(context.options.out))
+    if port.rank == 0:
+        print(f"polytempo: {error}", file=sys.stderr)
+    raise error
 
 
 async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment:
@@ -285,12 +314,6 @@ def meets(score: Score | None, options: RunOptions) -> bool | None:
     assert score is not None
     measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
     return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
-
-
-def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
-    """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
-    digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
 
 
 class _Clock:

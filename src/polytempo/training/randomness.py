@@ -1,7 +1,8 @@
-"""The random states of a process, which stay as they are while something beside training draws."""
+"""The random states of a process: seeded for a step, and kept as they are while something beside training draws."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,9 @@ def kept_random_states() -> Iterator[None]:
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)
+
+
+def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
+    """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
+    digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
 from polytempo.flexrr.reassignment import Reassignment
+from polytempo.training.trainable_parameters import sparse_tables
 
 
 def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
@@ -39,12 +40,35 @@ def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
         )
 
 
+def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buffers: str) -> None:
+    """Raise ValueError where a loop of one's own cannot train `model` by a parameter server."""
+    service = strategy.server
+    assert service is not None
+    if service.reassigns is not None:
+        raise ValueError(
+            f"{strategy} computes a batch in slices, some of which other workers do, and a loop of one's own computes "
+            "whole batches; make a job of it and use pt.run(job, strategy, workers=4), or ssp(), which does not help"
+        )
+    if buffers != "average":
+        raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')
+    devices = {str(p.device) for p in model.parameters()} - {"cpu"}
+    if devices:
+        raise ValueError(f"a parameter server stays on the CPU, and this model is on {sorted(devices)}; use sync_sgd()")
+    if service.optimizer is None and service.decays == "shards" and any(optimizer.state.values()):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has a state already, and with {strategy} the shards make the steps, "
+            "with a state of their own; make a new optimizer"
+        )
+
+
 def check_model(model: nn.Module, strategy: Strategy) -> None:
     """Raise ValueError where workers compute a batch slice by slice, and a batch norm would see a slice for a batch.
 
     It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself.
     One that is frozen (in eval mode) normalises every sample alike, and is let through.
     """
+    if strategy.slices is not None:
+        check_sliced(model, str(strategy))
     parts = None if strategy.server is None else strategy.server.reassigns
     if not isinstance(parts, Reassignment) or parts.slices == 1:
         return
@@ -56,6 +80,19 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
                 "first_offer=1.0, later_offers=1.0), which hands over whole batches, a norm that looks at one sample, "
                 "such as GroupNorm, or backup_workers(backups=0), which helps no one"
             )
+
+
+def check_sliced(model: nn.Module, who: str) -> None:
+    """Raise ValueError for what would depend on which slices a rank has: running statistics, and gradients in rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            raise ValueError(
+                f"{who} computes a batch in slices, and the running statistics of "
+                f"{type(module).__name__} {name!r} would depend on which worker has which; use a norm that looks at "
+                "one sample, such as GroupNorm, track_running_stats=False, or another route"
+            )
+    if tables := sorted(sparse_tables(model)):
+        raise ValueError(f"{who} adds dense gradients, and those of {tables[0]!r} come as rows; use sparse=False")
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:

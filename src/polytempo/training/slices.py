@@ -27,7 +27,7 @@ from polytempo.flexrr.step import CoveredWork, covered_step
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
-from polytempo.training.program import seed_step
+from polytempo.training.randomness import seed_step
 from polytempo.training.served_context import ServedContext
 from polytempo.training.trainable_parameters import trainable
 

@@ -19,13 +19,16 @@ from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
 from polytempo.training.program import TakeStep
 from polytempo.training.replica import Replica
+from polytempo.training.sliced_step import BatchSlice, SlicedGradients
 
 _UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step: SGD with momentum does two multiplications and two additions."""
 
 
-def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Updates) -> TakeStep:
+def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Updates, seed: int = 0) -> TakeStep:
     """A step that computes for real and charges `flops_per_sample`: a third forward, two thirds backward.
+
+    Where a strategy computes in slices, exchanges begin behind the last slice.
 
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
@@ -42,10 +45,21 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
             guard.gradients(replica.step, rank)
         return loss.detach()
 
+    sliced = None if replica.strategy.slices is None else SlicedGradients(replica, job, seed)
+
+    def all_slices(slices: list[BatchSlice], rank: int) -> Tensor:
+        assert sliced is not None
+        loss = sliced.compute(slices, rank)
+        if guard is not None and not replica.exchanges_gradients:
+            guard.gradients(replica.step, rank)
+        return loss
+
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        if sliced is not None:
+            samples = sum(piece.samples for piece in batch)
         flops = updates.varied(flops_per_sample * samples)
         update = replica.optimizer.step
-        computed = partial(forward_and_backward, batch, port.world_rank)
+        computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
         loss: Tensor = await _step(port, replica, flops, computed, update, updates)
         return loss
 
@@ -73,10 +87,12 @@ async def _step(
 ) -> Any:
     size = sum(p.numel() for p in replica.trainable.values())
     buckets = replica.buckets
-    answer = await port.compute(gradients, flops if not buckets else flops / 3)
+    overlaps = bool(buckets) and replica.strategy.slices is None
+    answer = await port.compute(gradients, flops / 3 if overlaps else flops)
     exchanges = []
     for bucket in buckets:
-        await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size)
+        if overlaps:
+            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size)
         exchanges.append(await port.start(replica.exchange(port, bucket)))
     for exchange in exchanges:
         await exchange

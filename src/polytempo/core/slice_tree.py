@@ -1,0 +1,53 @@
+"""A binary tree over the slices of a batch: in which order they are added, and which of them each rank has.
+
+    8 slices, 3 ranks          ╭───────┴───────╮
+                           ╭───┴───╮       ╭───┴───╮
+                         ╭─┴─╮   ╭─┴─╮   ╭─┴─╮   ╭─┴─╮
+                slice    0   1   2   3   4   5   6   7
+                rank     0   0   1   1   2   2   2   2
+
+Each rank has the slices under one node, and the nodes above are those of the same rule over ranks. So ranks that add
+along their own subtree, and then along the tree over ranks, do the additions of one rank that adds along the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def along_tree(count: int, leaf: Callable[[int], T], add: Callable[[T, T], T]) -> T:
+    """The sum of `leaf(0)` to `leaf(count - 1)`, called in this order: that of the first half, plus that of the second.
+
+    The first half is the longer one. At most ⌈log₂count⌉ + 1 values are held at once.
+
+    >>> along_tree(5, "abcde".__getitem__, lambda left, right: f"({left}{right})")
+    '(((ab)c)(de))'
+    """
+
+    def under(first: int, count: int) -> T:
+        if count == 1:
+            return leaf(first)
+        left = (count + 1) // 2
+        earlier = under(first, left)
+        return add(earlier, under(first + left, count - left))
+
+    return under(0, count)
+
+
+def subtree(slices: int, size: int, rank: int) -> range:
+    """The slices of `rank` of `size` ranks, at least one: those under its node. `size` is at most `slices`.
+
+    >>> [list(subtree(8, 3, rank)) for rank in range(3)]
+    [[0, 1], [2, 3], [4, 5, 6, 7]]
+    """
+    first, count = 0, slices
+    while size > 1:
+        left, left_ranks = (count + 1) // 2, (size + 1) // 2
+        if rank < left_ranks:
+            count, size = left, left_ranks
+        else:
+            first, count, rank, size = first + left, count - left, rank - left_ranks, size - left_ranks
+    return range(first, first + count)

@@ -1,0 +1,48 @@
+"""The tree over slices: any number of ranks does the same additions, and each has the slices under one node."""
+
+from __future__ import annotations
+
+import pytest
+
+from polytempo.core.slice_tree import along_tree, subtree
+
+
+def written(count: int, leaf: list[str]) -> str:
+    """The additions, as they are made."""
+    return along_tree(count, leaf.__getitem__, lambda left, right: f"({left}+{right})")
+
+
+def test_trees_by_table() -> None:
+    table = {
+        1: "0",
+        2: "(0+1)",
+        3: "((0+1)+2)",
+        5: "(((0+1)+2)+(3+4))",
+        8: "(((0+1)+(2+3))+((4+5)+(6+7)))",
+    }
+    assert {count: written(count, [str(i) for i in range(count)]) for count in table} == table
+
+
+def test_subtrees_by_table() -> None:
+    table = {
+        (8, 1): [8],
+        (8, 2): [4, 4],
+        (8, 3): [2, 2, 4],
+        (8, 5): [1, 1, 2, 2, 2],
+        (8, 8): [1] * 8,
+        (6, 4): [2, 1, 2, 1],
+        (7, 3): [2, 2, 3],
+    }
+    found = {case: [len(subtree(*case, rank)) for rank in range(case[1])] for case in table}
+    assert found == table
+
+
+@pytest.mark.parametrize("slices", range(1, 18))
+def test_any_number_of_ranks_does_the_additions_of_one(slices: int) -> None:
+    names = [str(i) for i in range(slices)]
+    for size in range(1, slices + 1):
+        own = [subtree(slices, size, rank) for rank in range(size)]
+        assert [number for part in own for number in part] == list(range(slices))
+        assert max(map(len, own)) <= -(-slices // (1 << (size.bit_length() - 1)))
+        sums = [written(len(part), names[part.start : part.stop]) for part in own]
+        assert written(size, sums) == written(slices, names), size
