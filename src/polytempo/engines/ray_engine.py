@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ _JOIN_S = 120.0
 """How long agents may take to join once they are placed: they load torch."""
 
 _MOST_LETTERS = 300
+_REACH_S = 10.0
+_HOST_AND_PORT = re.compile(r"(?:ray://)?([^/@\s]+):(\d{1,5})")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -123,8 +126,9 @@ def _connected(address: str) -> Iterator[Any]:
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        reach(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"no Ray cluster answers at address={address!r} ({error}); start one by `ray start --head`, give the "
             "address of one, or address='local' for one on this host"
@@ -135,6 +139,12 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has put one of its own in its place
+
+
+def reach(address: str) -> None:
+    """OSError where nothing answers at `host:port` or `ray://host:port`: `ray.init` would try that for ever."""
+    if found := _HOST_AND_PORT.fullmatch(address):
+        socket.create_connection((found[1].strip("[]"), int(found[2])), _REACH_S).close()
 
 
 class _Place(NamedTuple):
