@@ -214,6 +214,23 @@ def replay(
 
 
 @app.command()
+def top(
+    run: p.Watched,
+    once: p.Once = None,
+    every_s: p.EveryS = None,
+    json: p.Json = None,
+) -> None:
+    """Show the workers, hosts, rates, staleness and faults of a run, live until it ends.
+
+    RUN is the run's folder. Ctrl-C leaves; the run goes on.
+    """
+    with exit_code():
+        from polytempo.cli.top import top as command  # imports torch, which takes seconds
+
+        command(run, once=bool(once), as_json=bool(json), every_s=1.0 if every_s is None else every_s)
+
+
+@app.command()
 def doctor(json: p.Json = None) -> None:
     """Check this machine, and let two workers exchange data."""
     with exit_code():

@@ -72,6 +72,8 @@ class EngineProcess:
     """What it has left, as JSON, where it ended well."""
     failure: Failure | None = None
     """Why it says that it failed, if it could say so."""
+    host: str = ""
+    """The name of its host; "" for this one."""
 
     @property
     def failed(self) -> bool:

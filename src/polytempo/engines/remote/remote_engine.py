@@ -192,7 +192,7 @@ class RemoteEngine:
             local_size=len(workers) if mine else 1,
             host=agent.host,
         )
-        process.agent = agent
+        process.agent, process.host = agent, agent.hello.name
         agent.processes[role.life] = process
         if not self._channel.send(agent.peer, order):
             self._lose(agent, "does not read any more")
