@@ -136,6 +136,10 @@ Out = Annotated[
         help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
     ),
 ]
+LeaveGrace = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds in which a run may save and leave after SIGTERM. Default: 30."),
+]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
 Json = Annotated[bool | None, typer.Option("--json", help="Print only the result, as JSON.")]
