@@ -1,6 +1,7 @@
 """An agent of a run on several hosts: `python -m polytempo.agent [TICKET_FILE]`.
 
-Without a file, its ticket is the first line of standard input. Engines start it (see `engines.remote.agent`).
+Without a file, its ticket is in POLYTEMPO_TICKET, or else the first line of standard input. Engines start it (see
+`engines.remote.agent`).
 """
 
 from __future__ import annotations

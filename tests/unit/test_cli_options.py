@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.options import TrainOptions, load_file, parse_until, train_options
+from polytempo.core.url_path import place
 
 TOML = """
 job = "digits"
@@ -200,3 +201,11 @@ def test_a_few_aliases_are_options_like_others(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("workers: &n 4\nbatch-size: *n\nuntil: {<<: {accuracy: 0.97}}\n")
     assert load_file(path) == {"workers": 4, "batch_size": 4, "until": {"accuracy": 0.97}}
+
+
+@pytest.mark.parametrize("given", [Path("s3://bucket/run"), "s3://bucket/run"], ids=["command line", "file"])
+def test_out_may_be_a_url(given: object) -> None:
+    """The command line's is a Path, which has dropped a slash."""
+    assert train_options({"job": "digits", "out": given}).out == "s3://bucket/run"
+    assert train_options({"job": "digits", "out": Path("runs/x")}).out == Path("runs/x")
+    assert place(str(train_options({"job": "digits", "out": Path("file:///runs/x")}).out)) == Path("/runs/x")

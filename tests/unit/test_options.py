@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 
 import polytempo as pt
+from polytempo.core.url_path import UrlPath
 from polytempo.spec.options import OptionKeywords, with_keywords
 
 
@@ -17,7 +18,7 @@ def test_the_keywords_are_those_of_the_object() -> None:
     fields = get_type_hints(pt.RunOptions)
     keywords = get_type_hints(OptionKeywords)
     assert list(keywords) == list(fields)
-    folders = dict.fromkeys(("data", "out"), Path | str | None)
+    folders = {"data": Path | str | None, "out": Path | UrlPath | str | None}
     assert keywords == fields | folders
 
 

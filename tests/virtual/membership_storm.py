@@ -9,19 +9,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from polytempo.membership.member import Member
+from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import (
     Begin,
     Dismiss,
     End,
     Fail,
+    GroupView,
     Interrupt,
     Kill,
     Leave,
     Order,
     Ready,
     Report,
-    View,
 )
 from polytempo.membership.run_membership import RunMembership
 
@@ -45,13 +45,13 @@ class Gathering:
 class Process:
     """One life. `place`: what it does next."""
 
-    member: Member
+    member: ElasticMember
     place: str = "making"
     alive: bool = True
     stopped: bool = False
     log: list[Applied] = field(default_factory=list)
     inbox: list[Order] = field(default_factory=list)
-    view: View | None = None
+    view: GroupView | None = None
     interrupted: int = 0
     leaving: bool = False
 
@@ -71,7 +71,7 @@ class Storm:
         self.now_s = 0.0
         self.ended_well = False
         self.failed = ""
-        self.views: list[View] = []
+        self.views: list[GroupView] = []
 
     def run(self, events: int = 4000) -> None:
         """Until the run is over. The storm lasts for a part of the time."""
@@ -141,7 +141,7 @@ class Storm:
         for order in orders:
             match order:
                 case Begin(life):
-                    self.processes[life] = Process(Member(life))
+                    self.processes[life] = Process(ElasticMember(life))
                 case Kill(life):
                     if self.processes[life].alive:
                         self._kill(self.processes[life])
@@ -149,7 +149,7 @@ class Storm:
                     self.failed = reason
                 case End():
                     self.ended_well = True
-                case View():
+                case GroupView():
                     self.views.append(order)
                     self.gatherings[order.generation] = Gathering(order.members)
                     for life in order.members:
@@ -173,7 +173,7 @@ class Storm:
             self._meet(process)
 
     def _hear(self, process: Process, order: Order) -> None:
-        if isinstance(order, View):
+        if isinstance(order, GroupView):
             self._enter(process, order)
         elif isinstance(order, Interrupt):
             process.interrupted = max(process.interrupted, order.generation)
@@ -182,7 +182,7 @@ class Storm:
         elif isinstance(order, Dismiss):
             process.place, process.alive = "dismissed", False
 
-    def _enter(self, process: Process, view: View) -> None:
+    def _enter(self, process: Process, view: GroupView) -> None:
         verdict = process.member.enter(view)
         if verdict == "finish":
             self._apply(process, process.view)
@@ -212,12 +212,12 @@ class Storm:
         elif whole:
             self._passed(process, view, any(came.values()))
 
-    def _is_member(self, life: int, view: View) -> bool:
+    def _is_member(self, life: int, view: GroupView) -> bool:
         other = self.processes[life]
         entered = other.view is not None and other.view.generation == view.generation
         return other.alive and (not entered or other.place in ("sync", "exchange", "commit"))
 
-    def _passed(self, process: Process, view: View, stop: bool) -> None:
+    def _passed(self, process: Process, view: GroupView, stop: bool) -> None:
         if process.place == "sync":
             source = self.processes[view.members[0]]
             if not process.member.stateful:
@@ -244,7 +244,7 @@ class Storm:
         elif stop:
             self._report(process)
 
-    def _apply(self, process: Process, view: View | None) -> None:
+    def _apply(self, process: Process, view: GroupView | None) -> None:
         """The members of `view`, in which the step began, have dealt two samples each."""
         assert view is not None
         begin = process.log[-1][2] if process.log else 0

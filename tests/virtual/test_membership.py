@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.membership.member import Member
+from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import (
     Begin,
     Dismiss,
     End,
     Fail,
+    GroupView,
     Interrupt,
     Kill,
     Leave,
     Order,
     Ready,
     Report,
-    View,
 )
 from polytempo.membership.run_membership import RunMembership
 from virtual.membership_storm import Broken, Storm
 
-SEEDS = 300
+SEEDS = 200
 
 
 def begun(minimum: int = 1, maximum: int = 4, wanted: int = 3, restarts: int = 0) -> RunMembership:
@@ -31,7 +31,7 @@ def begun(minimum: int = 1, maximum: int = 4, wanted: int = 3, restarts: int = 0
     orders: list[Order] = []
     for life in range(wanted):
         orders = machine.receive(0.0, Ready(life))
-    assert orders == [View(1, tuple(range(wanted)), 0, 0)]
+    assert orders == [GroupView(1, tuple(range(wanted)), 0, 0)]
     return machine
 
 
@@ -44,18 +44,20 @@ def test_a_step_that_one_survivor_has_applied_is_finished_by_all() -> None:
     machine = begun()
     machine.ended(1.0, 2)
     machine.receive(1.0, report(0, 7, holds=True))
-    assert machine.receive(1.0, report(1, 8)) == [View(2, (1, 0), 2, 8)]  # 1 knows all of step 8, so it comes first
+    assert machine.receive(1.0, report(1, 8)) == [
+        GroupView(2, (1, 0), 2, 8)
+    ]  # 1 knows all of step 8, so it comes first
 
 
 def test_a_step_that_no_survivor_has_applied_is_undone() -> None:
     machine = begun()
     machine.ended(1.0, 2)
     machine.receive(1.0, report(0, 7, holds=True))
-    assert machine.receive(1.0, report(1, 7)) == [View(2, (0, 1), 2, 7)]
-    member = Member(0)
+    assert machine.receive(1.0, report(1, 7)) == [GroupView(2, (0, 1), 2, 7)]
+    member = ElasticMember(0)
     member.taken_over(7)
     member.exchanged()
-    assert member.enter(View(2, (0, 1), 2, 7)) == "undo"
+    assert member.enter(GroupView(2, (0, 1), 2, 7)) == "undo"
     assert not member.holds
 
 
@@ -65,7 +67,7 @@ def test_no_view_comes_before_the_end_of_a_lost_member_is_known() -> None:
     assert machine.receive(1.0, report(0, 7)) == [Interrupt(1)]
     assert machine.receive(1.0, report(1, 7)) == []
     assert machine.tick(12.0) == [Kill(2)]
-    assert machine.ended(12.1, 2) == [View(2, (0, 1), 2, 7)]
+    assert machine.ended(12.1, 2) == [GroupView(2, (0, 1), 2, 7)]
 
 
 def test_newcomers_come_in_at_a_border_of_steps_behind_those_that_have_the_state() -> None:
@@ -74,14 +76,14 @@ def test_newcomers_come_in_at_a_border_of_steps_behind_those_that_have_the_state
     assert machine.receive(2.0, Ready(3)) == [Interrupt(1)]
     for life in (2, 1):
         machine.receive(2.0, report(life, 9))
-    assert machine.receive(2.0, report(0, 9)) == [View(2, (0, 1, 2, 3), 3, 9)]
+    assert machine.receive(2.0, report(0, 9)) == [GroupView(2, (0, 1, 2, 3), 3, 9)]
 
 
 def test_a_lost_process_is_replaced_as_often_as_was_said() -> None:
     machine = begun(restarts=1)
     assert machine.ended(1.0, 2)[0] == Begin(3)
     machine.receive(1.0, report(0, 5))
-    assert machine.receive(1.0, report(1, 5)) == [View(2, (0, 1), 2, 5)]  # the run does not wait for it
+    assert machine.receive(1.0, report(1, 5)) == [GroupView(2, (0, 1), 2, 5)]  # the run does not wait for it
     assert Begin(4) not in machine.ended(2.0, 3)
 
 
@@ -90,21 +92,21 @@ def test_members_that_are_too_many_are_asked_to_leave_and_dismissed() -> None:
     assert machine.want(1.0, 2) == [Leave(2)]
     machine.receive(1.0, report(0, 5))
     machine.receive(1.0, report(1, 5))
-    assert machine.receive(1.0, report(2, 5, leaving=True)) == [View(2, (0, 1), 2, 5), Dismiss(2)]
+    assert machine.receive(1.0, report(2, 5, leaving=True)) == [GroupView(2, (0, 1), 2, 5), Dismiss(2)]
 
 
 def test_the_last_member_with_the_state_stays_until_another_one_has_it() -> None:
     machine = begun(wanted=1, restarts=1)
     machine.want(1.0, 2)
     machine.receive(1.0, report(0, 5, leaving=True))
-    assert machine.receive(1.0, Ready(1)) == [View(2, (0, 1), 1, 5)]
+    assert machine.receive(1.0, Ready(1)) == [GroupView(2, (0, 1), 1, 5)]
 
 
 def test_below_the_minimum_survivors_wait_and_then_the_run_fails() -> None:
     machine = begun(minimum=2, wanted=2, restarts=1)
     assert machine.ended(1.0, 1)[0] == Begin(2)
     assert machine.receive(1.0, report(0, 5)) == []
-    assert machine.receive(2.0, Ready(2)) == [View(2, (0, 2), 1, 5)]
+    assert machine.receive(2.0, Ready(2)) == [GroupView(2, (0, 2), 1, 5)]
     machine.ended(3.0, 2)
     assert isinstance(machine.receive(3.0, Report(0, 2, 5, False, stateful=True))[-1], Fail)
 
@@ -117,7 +119,7 @@ def test_without_a_member_that_has_the_state_the_run_fails() -> None:
     assert machine.view is not None
     machine.receive(1.0, Ready(3))
     machine.receive(1.0, Report(2, 2, 4, False, stateful=True))  # stopped for life 3
-    assert machine.view == View(3, (2, 3), 1, 4)
+    assert machine.view == GroupView(3, (2, 3), 1, 4)
     machine.ended(2.0, 2)
     orders = machine.receive(2.0, Report(3, 3, 0, False, stateful=False))
     assert [order for order in orders if isinstance(order, Fail)], orders
@@ -135,7 +137,7 @@ def test_a_run_whose_first_member_is_lost_at_its_end_finishes_again() -> None:
     machine = begun()
     machine.receive(1.0, report(1, 9, finished=True))
     machine.ended(1.0, 0)
-    assert machine.receive(1.0, report(2, 9)) == [View(2, (1, 2), 2, 9)]
+    assert machine.receive(1.0, report(2, 9)) == [GroupView(2, (1, 2), 2, 9)]
 
 
 def test_bounds_that_no_run_can_keep_are_refused() -> None:
@@ -159,7 +161,7 @@ def test_a_storm_loses_no_step_and_applies_none_by_halves() -> None:
 class Forgetful(RunMembership):
     """Takes the least step that a survivor has applied for the one that all have."""
 
-    def _next(self, view: View, reports: list[Report], late: bool) -> list[Order]:
+    def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         least = min((r.applied for r in reports), default=0)
         return super()._next(view, [r._replace(applied=least) if r.stateful else r for r in reports], late)
 
@@ -167,7 +169,7 @@ class Forgetful(RunMembership):
 class Hasty(RunMembership):
     """Does not wait for all members' reports."""
 
-    def _regroup(self, now_s: float, view: View, since_s: float) -> list[Order]:
+    def _regroup(self, now_s: float, view: GroupView, since_s: float) -> list[Order]:
         reports = [self._reports[life] for life in self._members() if life in self._reports]
         return self._next(view, reports, late=False) if reports else []
 

@@ -5,11 +5,11 @@ Production's `snapshot.write` and `read` use it in place of the machine's own, s
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from polytempo.core.url_path import Place
 from polytempo.server.shard.disk import Content
 
 _ENOSPC, _EIO = 28, 5
@@ -31,45 +31,45 @@ class FaultyDisk:
 
     def __init__(self, faults: DiskFaults, random: Random) -> None:
         """An empty disk."""
-        self.files: dict[Path, bytearray] = {}
+        self.files: dict[Place, bytearray] = {}
         self.dead = False
         self._faults, self._random = faults, random
 
-    def create(self, path: Path) -> FaultyWriter:
+    def create(self, path: Place) -> FaultyWriter:
         """See `Disk`."""
         self._may_fail()
         self.files[path] = bytearray()
         return FaultyWriter(self, path)
 
-    def read(self, path: Path, most_bytes: int) -> bytes:
+    def read(self, path: Place, most_bytes: int) -> bytes:
         """See `Disk`."""
         return bytes(self._found(path)[:most_bytes])
 
-    def size(self, path: Path) -> int:
+    def size(self, path: Place) -> int:
         """See `Disk`."""
         return len(self._found(path))
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: Place, new: Place) -> None:
         """See `Disk`."""
         self._may_fail()
         self.files[new] = self._found(old)
         del self.files[old]
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """See `Disk`."""
         self._may_fail(full=False)
         self._found(path)
         del self.files[path]
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Place) -> list[str]:
         """See `Disk`."""
         return sorted(path.name for path in self.files if path.parent == folder)
 
-    def sync_folder(self, folder: Path) -> None:
+    def sync_folder(self, folder: Place) -> None:
         """See `Disk`."""
         self._may_fail()
 
-    def write(self, path: Path, content: Content) -> None:
+    def write(self, path: Place, content: Content) -> None:
         """Append to a file, perhaps with a flipped bit."""
         self._may_fail()
         written = bytearray(content)
@@ -78,7 +78,7 @@ class FaultyDisk:
             written[place] ^= 1 << self._random.randrange(8)
         self.files[path] += written
 
-    def _found(self, path: Path) -> bytearray:
+    def _found(self, path: Place) -> bytearray:
         if path not in self.files:
             raise FileNotFoundError(f"no {path.name} on this disk")
         return self.files[path]
@@ -94,7 +94,7 @@ class FaultyDisk:
 class FaultyWriter:
     """A file that is being written."""
 
-    def __init__(self, disk: FaultyDisk, path: Path) -> None:
+    def __init__(self, disk: FaultyDisk, path: Place) -> None:
         """Appends to `path`."""
         self._disk, self._path = disk, path
 

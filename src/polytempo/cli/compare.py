@@ -32,7 +32,7 @@ def compare(request: RunRequest) -> None:
         show_json(figures)
     else:
         show_results(figures)
-        print(f"report: {request.out / 'report.html'}")
+        print(f"report: {str(taken.out).rstrip('/')}/report.html")
     say_unreached([each for each in figures if not each["diverged"]])
     if say_diverged(figures):
         raise typer.Exit(1)

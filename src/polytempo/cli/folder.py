@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
+TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
+"""What a run leaves that another one would overwrite."""
 _MOST_NAMED = 3
 MAX_RUNS = 10_000
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a run, finished or not, has left something in `folder` that another one would overwrite."""
-    return any((folder / name).exists() for name in _TRACES_OF_A_RUN)
+    return any((folder / name).exists() for name in TRACES_OF_A_RUN)
 
 
 def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from typer.core import TyperGroup
 
 import polytempo
 from polytempo.cli import bench_parameters as b
@@ -62,6 +63,10 @@ def train(
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
     restarts: p.Restarts = None,
+    min_workers: p.MinWorkers = None,
+    max_workers: p.MaxWorkers = None,
+    scaling: p.Scaling = None,
+    available: p.Available = None,
     out: p.Out = None,
     force: p.Force = None,
     resume: p.Resume = None,
@@ -117,6 +122,33 @@ def compare(
         from polytempo.cli.compare import compare as command  # imports torch, which takes seconds
 
         command(request)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def submit(
+    context: typer.Context,
+    command: p.Submitted,
+    sbatch: p.Sbatch = None,
+    grace_s: p.Grace = None,
+    dry_run: p.ScriptOnly = False,
+) -> None:
+    """Submit a `train` command as a job of Slurm, which goes back into the queue where its time is over.
+
+    Write: polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER
+    """
+    with exit_code():
+        if command[0] != "train":
+            raise ValueError(f"submit takes a train command, got {command[0]!r}: polytempo submit train JOB …")
+    assert context.parent is not None
+    assert isinstance(context.parent.command, TyperGroup)
+    given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
+    with exit_code():
+        from polytempo.cli.request import train_request  # imports pydantic
+
+        request = train_request(given, given.pop("config"))
+        from polytempo.cli.submit import submit as submitted  # imports torch, which takes seconds
+
+        submitted(command, request, sbatch=sbatch, grace_s=grace_s, dry_run=dry_run)
 
 
 @app.command()

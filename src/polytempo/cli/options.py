@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -61,6 +62,22 @@ def _named(value: object) -> object:
     return value
 
 
+def _place(value: object) -> object:
+    """A folder as a Path, a URL as text. A URL on the command line comes as a Path, which has dropped a slash."""
+    if isinstance(value, Path):
+        return url_of(value) or value
+    return Path(value) if isinstance(value, str) and "://" not in value else value
+
+
+def url_of(path: Path) -> str | None:
+    """The URL that `path` was before it became a Path; None where it was none."""
+    scheme = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):", path.parts[0]) if path.parts else None
+    if scheme is None:
+        return None
+    rest = "/".join(path.parts[1:])
+    return f"file:///{rest}" if scheme[1] == "file" else f"{scheme[1]}://{rest}"
+
+
 Named = Annotated[str, BeforeValidator(_named)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -98,7 +115,11 @@ class TrainOptions(BaseModel):
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
-    out: Path | None = None
+    min_workers: Count | None = None
+    max_workers: Count | None = None
+    scaling: Literal["global", "local"] = "global"
+    available: Path | None = None
+    out: Annotated[Path | str | None, BeforeValidator(_place)] = None
     force: bool = False
     resume: bool = False
     as_json: bool = Field(default=False, alias="json")

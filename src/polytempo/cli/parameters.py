@@ -104,10 +104,37 @@ Transport = Annotated[
 ]
 Restarts = Annotated[
     int | None,
-    typer.Option(metavar="N", help="With a parameter server: how many killed processes to restart. Default: 20."),
+    typer.Option(metavar="N", help="How many killed processes to replace, where a run goes on. Default: 20."),
+]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Go on while at least N workers are left, and replace those that are lost. Default: stop."
+    ),
+]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="The most workers that a run may grow to while it goes on. Default: --workers."),
+]
+Scaling = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Where the number of workers changes, keep the global batch, or the local one. Default: global.",
+    ),
+]
+Available = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every few seconds."
+    ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The folder for the results. Default: a new one under runs/.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
+    ),
 ]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
@@ -140,7 +167,7 @@ ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
-Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Watched = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
 Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
 EveryS = Annotated[
     float | None,
@@ -164,3 +191,13 @@ OfSize = Annotated[
     str | None,
     typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
 ]
+Submitted = Annotated[
+    list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")
+]
+Sbatch = Annotated[
+    str | None, typer.Option(metavar="WORDS", help="More options of sbatch, such as '--account=physics'.")
+]
+Grace = Annotated[
+    int | None, typer.Option(metavar="S", help="Seconds before the time is over in which the run saves. Default: 60.")
+]
+ScriptOnly = Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")]

@@ -9,6 +9,8 @@ from polytempo import jobs
 from polytempo.cli.options import TrainOptions
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import show_json, show_table
+from polytempo.cli.url_folder import check_url
+from polytempo.core.url_path import UrlPath
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
 from polytempo.spec.options import RunOptions
@@ -25,7 +27,10 @@ def found_job(text: str) -> Job:
 def run_options(request: RunRequest) -> RunOptions:
     """The options as the engines take them, with the folder that was chosen."""
     shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
-    return RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
+    taken = RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
+    if isinstance(taken.out, UrlPath):
+        check_url(taken.out, resume=taken.resume)
+    return taken
 
 
 def show_plan(

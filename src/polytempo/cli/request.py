@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polytempo import engines, jobs
 from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.cli.options import TrainOptions, train_options
+from polytempo.cli.options import TrainOptions, train_options, url_of
 from polytempo.engines.environment import recognise
 from polytempo.engines.folder_names import slug
 from polytempo.spec.call import split_calls
@@ -32,7 +32,8 @@ class RunRequest(NamedTuple):
     """The options of a command, and the folder that it may write to."""
 
     options: TrainOptions
-    out: Path
+    out: Path | str
+    """A folder that is free for it, or a URL, which has not been looked at: that takes torch."""
 
     @property
     def job(self) -> str:
@@ -49,7 +50,7 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
     _check_engine(options)
     name = _run_name(options, options.strategy)
     if recognise(os.environ).size > 1 and options.out is None:  # workers that start apart choose the same folder
-        out = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
+        out: Path | str = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
     else:
         out = _folder(options, name)
     return RunRequest(options, out)
@@ -91,6 +92,10 @@ def check_explained(strategy: str, job: str | None) -> None:
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:
     """ValueError for a folder, a place to stop or a job that `polytempo replay` cannot find."""
+    if url_of(run):
+        raise ValueError(
+            f"{url_of(run)}: where a URL names a run's folder there is no record, so it cannot be replayed"
+        )
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run")
     if until is not None:
@@ -159,8 +164,10 @@ def _run_name(options: TrainOptions, *further: str) -> str:
     return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
 
 
-def _folder(options: TrainOptions, name: str) -> Path:
+def _folder(options: TrainOptions, name: str) -> Path | str:
     """The folder that is named, or a new one under `runs/`; with `--resume` that of the last run."""
+    if isinstance(options.out, str):
+        return options.out
     if options.out is not None:
         return checked_folder(options.out, resume=options.resume, force=options.force)
     return default_folder(name, resume=options.resume)

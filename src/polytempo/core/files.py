@@ -4,7 +4,8 @@
       checkpoint/, logs/    made by us; a link of that name is refused
       result.json           written aside and moved into place; a link of either name is replaced, not followed
 
-Whatever cannot be done raises OSError that names the path, but for `parsed`.
+Whatever cannot be done raises OSError that names the path, but for `parsed`. A `UrlPath` has neither folders nor links:
+there is nothing to make, and an object appears whole.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from polytempo.core.url_path import P, Place, UrlPath
 
 MAX_JSON_BYTES = 1 << 30
 FOLDERS = ("checkpoint", "logs", "record")
@@ -29,16 +32,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def run_folder(out: Path) -> Path:
+def run_folder(out: P) -> P:
     """Make a run's folder. Refuses one in which a link, or a file, stands where a run makes a folder."""
+    if isinstance(out, UrlPath):
+        return out
     out.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
         _check_free(out / name)
     return out
 
 
-def made(folder: Path) -> Path:
+def made(folder: P) -> P:
     """Make `folder` where it is not there; a link or a file of that name is refused."""
+    if isinstance(folder, UrlPath):
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir()
@@ -62,7 +69,7 @@ def create(path: Path) -> BinaryIO:
     return open(os.open(path, flags, 0o666), "wb", buffering=0)
 
 
-def replace(path: Path, content: str | bytes) -> None:
+def replace(path: Place, content: str | bytes) -> None:
     """Write `path`, complete or not at all."""
     with aside(path) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
@@ -89,8 +96,13 @@ def write(stream: BinaryIO, content: bytes | bytearray, path: Path) -> None:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[BinaryIO]:
+def aside(path: Place) -> Iterator[BinaryIO]:
     """A file to write to that becomes `path` in the end; after an error `path` is as it was."""
+    if isinstance(path, UrlPath):
+        content = BytesIO()
+        yield content
+        path.write(content.getvalue())
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with named(path), create(temporary) as raw, open(raw.fileno(), "wb", closefd=False) as stream:
@@ -115,13 +127,15 @@ def opened(path: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def read(path: Path, most_bytes: int) -> bytes:
+def read(path: Place, most_bytes: int) -> bytes:
     """The first `most_bytes` of `path`."""
+    if isinstance(path, UrlPath):
+        return path.read(most_bytes)
     with opened(path) as stream:
         return stream.read(most_bytes)
 
 
-def parsed(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
+def parsed(path: Place, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """The JSON in `path`. ValueError names the file where it is too large, too deep or not JSON, or no plain file."""
     try:
         content = read(path, most_bytes + 1)
@@ -133,9 +147,11 @@ def parsed(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {reason}; it is not what a run has written") from error
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Remove a file, a link, or a folder with all that is in it; nothing that a link points at."""
-    if is_folder(path):
+    if isinstance(path, UrlPath):
+        path.remove()
+    elif is_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

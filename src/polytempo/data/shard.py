@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polytempo.core.slice_tree import subtree
-from polytempo.data.plan import Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
+from polytempo.data.batches import Batches
+from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
 from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
 from polytempo.data.stream import from_stream
 
@@ -86,6 +87,8 @@ class DataShard:
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
+        self.places = range(0)
+        """The places of the epoch's order that were handed out in the last step, and count."""
 
     def _check(self) -> None:
         what = "workers" if self.slices is None else "slices"
@@ -120,8 +123,14 @@ class DataShard:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
         self._follow_sampler()
         for i, (step, batch) in enumerate(self._batches()):
-            self.consumed += step.global_samples if i % len(self.own) == 0 else 0
+            begins = i % len(self.own) == 0
+            self.consumed += step.global_samples if begins else 0
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
+            counted = range(step.start, step.start + step.local_samples)
+            if begins or not self.places:
+                self.places = counted
+            elif counted:
+                self.places = range(self.places.start, counted.stop)
             yield batch
         self.epoch += 1
         self.consumed = 0
@@ -162,6 +171,17 @@ class DataShard:
         )
         other.load_state_dict(self.state_dict())
         return other
+
+    def dealt(self, deals: Deals) -> Batches:
+        """The same data for workers whose batches are dealt one by one. ValueError for a stream."""
+        return Batches(
+            self._given,
+            size=self.size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            deals=deals,
+            shuffle=self.shuffle,
+        )
 
     def state_dict(self) -> dict[str, int | None]:
         """The position, the same on all ranks; plain numbers."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from polytempo.core import NotFinite
+from polytempo.core import NotFinite, files
 from polytempo.report.metrics import read_metrics
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -46,7 +44,5 @@ def diverged_result(spec: RunSpec, error: NotFinite) -> Result:
         diverged=str(error),
     )
     if options.out is not None:
-        folder: Path = options.out
-        folder.mkdir(parents=True, exist_ok=True)
-        result.write(folder)
+        result.write(files.run_folder(options.out))
     return result

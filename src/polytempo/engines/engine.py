@@ -26,7 +26,8 @@ class Role(NamedTuple):
     """What a process is to be."""
 
     kind: str
-    """ "rank" of a collective run; "worker", "copy" of a shard or "evaluator" where there is a parameter server."""
+    """ "rank" of a collective run, "member" of an elastic one; "worker", "copy" of a shard or "evaluator" where there
+    is a parameter server."""
     node: int
     """Its number in the run's topology: a worker keeps its node over its lives, a copy is a new node each time."""
     life: int
@@ -39,7 +40,7 @@ class Role(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "copy":
             return f"shard-{self.shard}-node-{self.node}"
-        name = f"{self.kind}-{self.node}" if self.kind in ("rank", "worker") else self.kind
+        name = f"{self.kind}-{self.node}" if self.kind in ("rank", "member", "worker") else self.kind
         return name if self.incarnation == 1 else f"{name}.{self.incarnation}"
 
 
@@ -112,6 +113,14 @@ class Engine(Protocol):
 
     def stop(self, process: EngineProcess | None = None) -> None:
         """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
+
+
+@runtime_checkable
+class Preempting(Protocol):
+    """What an engine may be besides: it passes on that the run has to leave soon."""
+
+    def preempt(self) -> None:
+        """Ask all processes to save and leave, by SIGTERM; `poll` sees them end."""
 
 
 class Launch(NamedTuple):

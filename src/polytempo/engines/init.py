@@ -68,7 +68,7 @@ def init(
         return _laid_out(world, mesh)
     else:
         _join(place, timeout_s, backend)
-    world = ProcessWorld(dist.get_rank(), _hosts())
+    world = ProcessWorld(dist.get_rank(), hosts_of_ranks())
     set_current(world)
     if world.rank == 0:
         _say(launcher, world, quiet)
@@ -113,7 +113,12 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None) -> None:
 
 
 def _backend(place: RankPlace) -> str:
-    within = "polytempo" if place.local_size == place.size and available() else "gloo"
+    return backend_name(one_host=place.local_size == place.size)
+
+
+def backend_name(*, one_host: bool) -> str:
+    """torch.distributed's backend: ours for ranks of one host, where there is the native core, else gloo; and NCCL."""
+    within = "polytempo" if one_host and available() else "gloo"
     register()  # torch has done it already where its entry points are read
     return f"cpu:{within},cuda:nccl" if torch.cuda.is_available() else within
 
@@ -178,7 +183,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _hosts() -> list[int]:
+def hosts_of_ranks() -> list[int]:
     """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
     name = torch.frombuffer(bytearray(hashlib.sha256(host_identity().encode()).digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())

@@ -22,12 +22,13 @@ from polytempo.engines.kubernetes_api import KubernetesApi, KubernetesRefusal
 from polytempo.engines.kubernetes_forms import workload
 from polytempo.engines.kubernetes_options import KubernetesOptions
 from polytempo.engines.kubernetes_pods import Manifest, owner_reference, selector, ticket_secret
-from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, latest, occupies
+from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, latest, phase
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 
 _LOOK_S = 2.0
 _PAUSE_S = 0.2
+_POLITE_S = 5.0
 _SPARE_S = 10.0
 
 
@@ -89,6 +90,7 @@ class KubernetesStarter:
     def stop(self) -> None:
         """See `AgentStarter`. KubernetesRefusal where the API does not delete what was created; it names that."""
         created, self._created = self._created, []
+        self._wait(_POLITE_S if created else 0.0)  # agents that were told to leave need no SIGTERM
         refused: KubernetesRefusal | None = None
         for manifest in reversed(created):
             try:
@@ -97,9 +99,7 @@ class KubernetesStarter:
                 refused = refusal
         if refused is not None:
             raise refused
-        until_s = time.monotonic() + self._options.grace_s + _SPARE_S
-        while created and self._any_left() and time.monotonic() < until_s:
-            time.sleep(_PAUSE_S)
+        self._wait(self._options.grace_s + _SPARE_S if created else 0.0, ("Running", "Pending", "Unknown"))
 
     def _create(self, pods: int, tickets: Sequence[str]) -> None:
         for manifest in workload(self._options, self.name, pods, self._launcher):
@@ -117,8 +117,11 @@ class KubernetesStarter:
         found = self._api.read(kind, name)
         return f"{kind} {name} was deleted" if found is None else finished({**found, "kind": kind})
 
-    def _any_left(self) -> bool:
-        try:
-            return any(occupies(pod) for pod in self._api.pods(selector(self.name)))
-        except KubernetesRefusal:
-            return True
+    def _wait(self, most_s: float, phases: Sequence[str] = ("Running",)) -> None:
+        """Wait until no pod is in one of these phases."""
+        until_s = time.monotonic() + most_s
+        while time.monotonic() < until_s:
+            with suppress(KubernetesRefusal):
+                if not any(phase(pod) in phases for pod in self._api.pods(selector(self.name))):
+                    break
+            time.sleep(_PAUSE_S)

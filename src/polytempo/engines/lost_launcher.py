@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
+from polytempo.core.url_path import Place
 from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.server.loop import Machine
 from polytempo.server.message import Message, Outbox
@@ -67,7 +67,7 @@ class LeavingCopy:
     `save()` writes snapshot `number` of the shard to `folder`.
     """
 
-    def __init__(self, machine: Machine, node: Node, folder: Path, number: int, save: Callable[[], None]) -> None:
+    def __init__(self, machine: Machine, node: Node, folder: Place, number: int, save: Callable[[], None]) -> None:
         self._machine, self._node, self._folder, self._number, self._save = machine, node, folder, number, save
         self._ordered = False
         self._since_s = self._rest_since_s = math.inf

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Result, Role
 from polytempo.engines.host_mail import HostMailboxes, HostMemory
 from polytempo.engines.run_collective import train_rank
@@ -24,6 +25,8 @@ def perform(
 
     `memory`: what this process shares with others of its host, which one process there has forked.
     """
+    if role.kind == "member":
+        return train_member(spec, role.life, setting["rendezvous"])
     if role.kind == "rank":
         return train_rank(spec)
     served = Setting.from_plain(setting)

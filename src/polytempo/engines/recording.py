@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from polytempo.core import files
+from polytempo.core.url_path import Place, local_path
 from polytempo.engines.run_snapshot import RunSnapshot, run_snapshot_path
 from polytempo.native.library import instruction_set
 from polytempo.server.message import Entry as ShardEntry
@@ -132,16 +133,21 @@ class Recording:
         """Hand the coordinator's entries to the operating system: a snapshot is about to rest on them."""
         self._coordinator.flush()
 
-    def end(self, finals: Mapping[str, str]) -> None:
-        """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1")."""
-        files.replace(self.folder / "end.json", json.dumps({"parameters_sha256": dict(finals)}) + "\n")
-
     def close(self) -> None:
         """Nothing more is recorded by the coordinator."""
         self._coordinator.close()
 
 
-def has_ended(out: Path, generation: int) -> bool:
+def leave_end(out: Place, generation: int, finals: Mapping[str, str]) -> None:
+    """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1").
+
+    It is left where a URL names the run's folder, too, in which there is nothing else of a record.
+    """
+    path = out / "record" / f"{generation:04d}" / "end.json"
+    files.replace(path, json.dumps({"parameters_sha256": dict(finals)}) + "\n")
+
+
+def has_ended(out: Place, generation: int) -> bool:
     """Whether start number `generation` of the run in `out` came to its end: with its last score, that is."""
     return (out / "record" / f"{generation:04d}" / "end.json").is_file()
 
@@ -149,7 +155,8 @@ def has_ended(out: Path, generation: int) -> bool:
 def _keep(checkpoint: Path, last: RunSnapshot, start: Path) -> None:
     """Keep the snapshot that a resumed run goes on from: by links where there are any, for it will not change."""
     start.mkdir()
-    for path in [*files_of(checkpoint, last.number, last.facts["shards"]), run_snapshot_path(checkpoint, last.number)]:
+    of_shards = files_of(checkpoint, last.number, last.facts["shards"])
+    for path in map(local_path, [*of_shards, run_snapshot_path(checkpoint, last.number)]):
         try:
             os.link(path, start / path.name)
         except OSError:

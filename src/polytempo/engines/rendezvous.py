@@ -45,6 +45,12 @@ class Rendezvous:
         assert self._store is not None, "it is closed"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    @property
+    def store(self) -> TCPStore:
+        """The store itself, where groups of ranks meet."""
+        assert self._store is not None, "it is closed"
+        return self._store
+
     def close(self) -> None:
         """Let go of the store."""
         self._store = None

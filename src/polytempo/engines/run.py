@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
+from polytempo.core.notice import Preempted
+from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
 from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
@@ -21,6 +22,7 @@ from polytempo.engines.folder_names import slug
 from polytempo.engines.init import init
 from polytempo.engines.rehearsal import rehearse
 from polytempo.engines.run_collective import run_collective
+from polytempo.engines.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.engines.run_page import reported, show_rows
 from polytempo.engines.run_served import run_served
 from polytempo.report.page import write_report
@@ -42,11 +44,12 @@ def run(
     *,
     engine: EngineSetup | None = None,
     progress: Progress | None = None,
+    available: Available | None = None,
     **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` by `strategy` with `workers` processes.
 
-        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out=Path("runs/first"))
+        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out="runs/first")
 
     `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
     starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
@@ -55,15 +58,26 @@ def run(
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
+    With `min_workers` or `max_workers` the run is elastic: workers that are killed are replaced while the others go on
+    from the same step, and `available`, called a few times a second, says how many there may be (see
+    `docs/elastic.md`).
+
     Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
     infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
-    be killed and the run goes on (see `run_served`).
+    be killed and the run goes on (see `run_served`). `Preempted`, a SystemExit with code 75, where this process or a
+    worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it.
     """
     check_strategy(strategy)
     setup = checked_engine(engine)
     spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
+    if available is not None and not spec.options.elastic:
+        raise ValueError(
+            "available says how many workers an elastic run may have; give min_workers or max_workers, too"
+        )
+    if spec.options.elastic:
+        check_elastic_spec(spec)
     _prepare([spec], setup)
-    return _performed(spec, setup, progress)
+    return _performed(spec, setup, progress, available)
 
 
 def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
@@ -92,12 +106,21 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _performed(spec: RunSpec, engine: EngineSetup, progress: Progress | None) -> Result:
+def _performed(
+    spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
+) -> Result:
     """The run itself."""
-    with began(spec.options.out):
-        if spec.strategy.server is not None:
-            return run_served(spec, engine, progress)
-        return run_collective(spec, engine, progress)
+    try:
+        with began(spec.options.out):
+            if spec.options.elastic:
+                return run_elastic(spec, engine, progress, available)
+            if spec.strategy.server is not None:
+                return run_served(spec, engine, progress)
+            return run_collective(spec, engine, progress)
+    except Preempted as error:
+        told = Preempted(error.step, str(spec.options.out))
+        print(f"polytempo: {told}", file=sys.stderr)
+        raise told from None
 
 
 def join(
@@ -152,7 +175,7 @@ def compare(
     return results
 
 
-def report_together(out: Path, folders: Sequence[Path], results: Sequence[Result], title: str) -> None:
+def report_together(out: Place, folders: Sequence[Place], results: Sequence[Result], title: str) -> None:
     """One page, one picture and one JSON list over several runs."""
     runs = [load_run(folder) for folder in folders]
     write_report(out / "report.html", runs, title=title)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from polytempo.core.url_path import Place
 from polytempo.report.page import write_report
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
@@ -15,7 +15,7 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 
 
-def reported(result: Result, out: Path) -> Result:
+def reported(result: Result, out: Place) -> Result:
     """Write the run's `report.html`; the result names it."""
     saved = out / "checkpoint"
     named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)

@@ -14,23 +14,24 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from polytempo.core import NotFinite, PolytempoError
 from polytempo.core.ranges import Range, Ranges
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Outbox
 from polytempo.server.pieces import split, without_tables
-from polytempo.server.shard.disk import LocalDisk
+from polytempo.server.shard.object_disk import disk_of
 from polytempo.server.shard.score_snapshots import ScorePoints
 from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.snapshot import (
@@ -54,6 +55,8 @@ _LEAST_STEPS = 4
 _PATIENCE_S = 30.0
 """A shard that has not written its part by then is asked again: its head may have died with the order."""
 _LONGEST_WRITE_S = 300.0
+_LOOK_AT_URL_S = 0.5
+"""How often it is looked whether the shards have written, where that is a request to another host."""
 _MAX_BYTES = 64 << 20
 _NAME = re.compile(r"snapshot-(\d{8,})-run\.json(\.partial)?")
 
@@ -109,7 +112,7 @@ class _File(msgspec.Struct, frozen=True, rename={"run_snapshot": "standing"}):
 
 
 def resumed(
-    folder: Path, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1, *, even: bool = False
+    folder: Place, num_shards: int, facts: Mapping[str, Any], numbers_per_batch: int = 1, *, even: bool = False
 ) -> Resumed:
     """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
 
@@ -122,7 +125,7 @@ def resumed(
     """
     newest = _newest(folder, num_shards, facts)
     if newest is None:
-        if any(name.startswith("step-") for name in LocalDisk().names(folder)):
+        if any(name.startswith("step-") for name in disk_of(folder).names(folder)):
             raise ValueError(
                 f"{folder} holds checkpoints of workers without a parameter server; resume with the --strategy that "
                 "saved them, or check --out"
@@ -137,7 +140,7 @@ def resumed(
     return chosen
 
 
-def _with_parts(folder: Path, num_shards: int, run_snapshot: RunSnapshot, numbers_per_batch: int) -> Resumed:
+def _with_parts(folder: Place, num_shards: int, run_snapshot: RunSnapshot, numbers_per_batch: int) -> Resumed:
     """The snapshot whose launcher's part is `run_snapshot`, with what the shards' parts say."""
     states = []
     for shard in range(num_shards):
@@ -150,7 +153,7 @@ def _with_parts(folder: Path, num_shards: int, run_snapshot: RunSnapshot, number
     return Resumed(run_snapshot, b64decode(run_snapshot.scheduler), applied, tuple(state.index for state in states))
 
 
-def go_on(scheduler: BatchScheduler, found: Resumed, folder: Path) -> None:
+def go_on(scheduler: BatchScheduler, found: Resumed, folder: Place) -> None:
     """Let `scheduler` deal what is left."""
     try:
         scheduler.load(found.scheduler, found.applied)
@@ -170,9 +173,9 @@ def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
 
 
 def _newest(
-    folder: Path, num_shards: int, facts: Mapping[str, Any], *, before: int | None = None
+    folder: Place, num_shards: int, facts: Mapping[str, Any], *, before: int | None = None
 ) -> RunSnapshot | None:
-    names = LocalDisk().names(folder)
+    names = disk_of(folder).names(folder)
     numbers = sorted((int(m[1]) for name in names if (m := _NAME.fullmatch(name)) and not m[2]), reverse=True)
     for number in numbers[:1]:
         with suppress(SnapshotError):
@@ -199,24 +202,24 @@ def _check(run_snapshot: RunSnapshot, facts: Mapping[str, Any]) -> None:
             )
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Place) -> None:
     """Remove every snapshot of an earlier run in `folder`."""
     discard_beyond(folder, None)
-    for name in LocalDisk().names(folder):
+    for name in disk_of(folder).names(folder):
         if _NAME.fullmatch(name):
-            LocalDisk().remove(folder / name)
+            disk_of(folder).remove(folder / name)
 
 
-def run_snapshot_path(folder: Path, number: int) -> Path:
+def run_snapshot_path(folder: Place, number: int) -> Place:
     """The launcher's part of snapshot `number`."""
     return folder / f"snapshot-{number:08d}-run.json"
 
 
-def read_run_snapshot(folder: Path, number: int) -> RunSnapshot:
+def read_run_snapshot(folder: Place, number: int) -> RunSnapshot:
     """Read and check it; SnapshotError names a file that is missing or damaged."""
     path = run_snapshot_path(folder, number)
     try:
-        file = msgspec.json.decode(LocalDisk().read(path, _MAX_BYTES), type=_File)
+        file = msgspec.json.decode(disk_of(path).read(path, _MAX_BYTES), type=_File)
         if (file.format, file.version) != (FORMAT, VERSION):
             raise SnapshotError(f"{path} is {file.format!r} version {file.version}; this program reads {VERSION}")
         if hashlib.sha256(file.run_snapshot).hexdigest() != file.sha256:
@@ -226,9 +229,9 @@ def read_run_snapshot(folder: Path, number: int) -> RunSnapshot:
         raise SnapshotError(f"{path} cannot be read ({error}); resume from an earlier snapshot") from error
 
 
-def write_run_snapshot(folder: Path, run_snapshot: RunSnapshot) -> None:
+def write_run_snapshot(folder: Place, run_snapshot: RunSnapshot) -> None:
     """Complete or not at all, and on the disk when it returns."""
-    disk, path = LocalDisk(), run_snapshot_path(folder, run_snapshot.number)
+    disk, path = disk_of(folder), run_snapshot_path(folder, run_snapshot.number)
     body = msgspec.json.encode(run_snapshot)
     partial = path.with_name(path.name + ".partial")
     with disk.create(partial) as writer:
@@ -245,7 +248,7 @@ class ShardSaves:
     """
 
     def __init__(
-        self, folder: Path, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
+        self, folder: Place, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
     ) -> None:
         self._snapshots, self._allow_nan = SnapshotWriter(folder, shard), allow_nan
         self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
@@ -297,7 +300,7 @@ class SnapshotSaves:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         coordinator: Coordinator,
         facts: Mapping[str, Any],
         *,
@@ -314,19 +317,36 @@ class SnapshotSaves:
         self._seconds = 0.0 if last is None else last.seconds
         self._ordered_s: float | None = None
         self._saved_steps, self._saved_epoch = self._steps, coordinator.scheduler.epoch
-        self._ended = False
+        self._ended = self._leaves = False
+        self._look_at_s = 0.0
 
     @property
     def pending(self) -> bool:
         """Whether a snapshot is under way."""
+        if time.monotonic() < self._look_at_s:
+            return self._ordered_s is not None
+        if self._ordered_s is not None and isinstance(self._folder, UrlPath):
+            self._look_at_s = time.monotonic() + _LOOK_AT_URL_S
         if self._ordered_s is not None and complete(self._folder, self._number, len(self._coordinator.chains)):
             self._ordered_s = None
-            for name in LocalDisk().names(self._folder):
+            for name in disk_of(self._folder).names(self._folder):
                 match = _NAME.fullmatch(name)
                 if match and int(match[1]) < self._number - 1:
                     with suppress(OSError):  # what is too old and cannot be removed does no harm
-                        LocalDisk().remove(self._folder / name)
+                        disk_of(self._folder).remove(self._folder / name)
         return self._ordered_s is not None
+
+    def leave(self, now_s: float) -> Outbox:
+        """Order a last snapshot, because the run ends before its end; `left` says when all have written it."""
+        if self._leaves or self.pending:
+            return []
+        self._leaves = True
+        return self._order(now_s)
+
+    @property
+    def left(self) -> bool:
+        """Whether the last snapshot is whole."""
+        return self._leaves and not self.pending
 
     def look(self, now_s: float) -> Outbox:
         """Order what is due."""
@@ -376,4 +396,4 @@ class SnapshotSaves:
     def remove(self, number: int) -> None:
         """Remove the launcher's part of snapshot `number`."""
         with suppress(OSError):  # without the shards' parts it does no harm
-            LocalDisk().remove(run_snapshot_path(self._folder, number))
+            disk_of(self._folder).remove(run_snapshot_path(self._folder, number))

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.engines.events import RunEvents
 from polytempo.engines.host_mail import KeeperMail
 from polytempo.engines.lost_launcher import LauncherPart, number_after
 from polytempo.engines.mailbox_directory import MailboxDirectory
-from polytempo.engines.recording import Recording, facts_now, has_ended
+from polytempo.engines.recording import Recording, facts_now, has_ended, leave_end
 from polytempo.engines.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
 from polytempo.engines.served_node import Mailboxes, Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -167,9 +168,12 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
-        self.recording = Recording(self.out, facts, self.run_snapshot)
-        self.on_entry = self.recording.on_entry
+        if not isinstance(self.out, UrlPath):  # a record grows by every message, and an object cannot grow
+            facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
+            self.recording = Recording(self.out, facts, self.run_snapshot)
+            self.on_entry = self.recording.on_entry
+        else:
+            print(f"note: {self.out} is a URL, so no record is kept, and the run cannot be replayed", file=sys.stderr)
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
@@ -178,7 +182,7 @@ class ServedRun:
             every=self.options.checkpoint_every,
             last=self.run_snapshot,
             step=lambda: self.tally.last_step,
-            on_order=self.recording.flush,
+            on_order=(lambda: None) if self.recording is None else self.recording.flush,
         )
         if self._saves_if_lost:
             self._lost = LauncherPart(
@@ -188,7 +192,8 @@ class ServedRun:
         try:
             yield
         finally:
-            self.recording.close()
+            if self.recording is not None:
+                self.recording.close()
         if self._lost is not None:
             self._lost.remove()
 
@@ -277,10 +282,10 @@ class ServedRun:
         )
         return self.tally.result(totals)
 
-    def leave_trace(self, outcome: ServedOutcome, out: Path) -> None:
+    def leave_trace(self, outcome: ServedOutcome, out: Place) -> None:
         """Write the trace of all processes, and the end of the record."""
-        if self.recording is not None:
-            self.recording.end(outcome.finals)
+        if self.saves is not None:
+            leave_end(out, 0 if self.run_snapshot is None else self.run_snapshot.generation + 1, outcome.finals)
         events, dropped = outcome.events
         write_chrome_trace(
             out / "trace.json", events, title=f"{self.spec.job.name}, {self.spec.strategy}", dropped=dropped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from random import Random
 from typing import Any, Unpack
 
@@ -15,6 +14,7 @@ from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.core.slice_tree import subtree
+from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.engines.arguments import check_batches, check_strategy, check_workers
 from polytempo.engines.capacity import check_simulated
@@ -238,7 +238,7 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Path | None) -> Result:
+def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Place | None) -> Result:
     workers, trace = len(outcome.results), outcome.trace
     computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
     result = result_of(

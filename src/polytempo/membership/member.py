@@ -1,4 +1,4 @@
-"""`Member`: what one process of an elastic run remembers of the step in hand, so that no step is applied by halves.
+"""`ElasticMember`: what a process of an elastic run remembers of the step in hand, so that none is applied by halves.
 
     exchange ──▶ holds ──▶ commit point ──▶ committed ──▶ applied
        │           │            │               │
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from polytempo.membership.message import Report, View
+from polytempo.membership.message import GroupView, Report
 
 Verdict = Literal["finish", "undo", "take over", "wait"]
 """What a member does before it goes on with a view: apply the answer that it holds, drop what it has of the step in
 hand, take the training's state from the view's first member, or nothing, for it takes no part."""
 
 
-class Member:
+class ElasticMember:
     """One process. `applied` counts the steps of the whole run that its state has."""
 
     def __init__(self, life: int) -> None:
@@ -48,7 +48,7 @@ class Member:
         """What `RunMembership` has to know when the group of this generation has been left."""
         return Report(self.life, self.generation, self.applied, self.holds, self.stateful, leaving, finished)
 
-    def enter(self, view: View) -> Verdict:
+    def enter(self, view: GroupView) -> Verdict:
         """What to do before the first step of `view`. `stepped` or `taken_over` say when it is done."""
         self.generation = view.generation
         if self.life not in view.members:

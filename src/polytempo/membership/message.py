@@ -1,6 +1,6 @@
 """What the processes of an elastic run and `RunMembership` say to each other, as plain data.
 
-process ── Ready, Report ──▶ RunMembership ── View, Interrupt, Leave, Dismiss, End ──▶ processes
+process ── Ready, Report ──▶ RunMembership ── GroupView, Interrupt, Leave, Dismiss, End ──▶ processes
                                            ── Begin, Kill, Fail ──▶ the launcher
 
 A *life* is the number of a process among all processes of the run. A life is never used again.
@@ -34,7 +34,7 @@ class Report(NamedTuple):
     """Whether it has come to the end of the training."""
 
 
-class View(NamedTuple):
+class GroupView(NamedTuple):
     """Who takes part from now on. The place of a life in `members` is its rank."""
 
     generation: int
@@ -86,4 +86,4 @@ class Fail(NamedTuple):
     reason: str
 
 
-Order = View | Interrupt | Leave | Dismiss | End | Begin | Kill | Fail
+Order = GroupView | Interrupt | Leave | Dismiss | End | Begin | Kill | Fail

@@ -21,13 +21,13 @@ from polytempo.membership.message import (
     Dismiss,
     End,
     Fail,
+    GroupView,
     Interrupt,
     Kill,
     Leave,
     Order,
     Ready,
     Report,
-    View,
 )
 
 Place = Literal["begun", "waiting", "member", "gone"]
@@ -61,7 +61,7 @@ class RunMembership:
         """Since when reports are collected."""
         self._lacking_since_s: float | None = None
         """Since when all have reported, and are too few."""
-        self.view: View | None = None
+        self.view: GroupView | None = None
         self.over = False
         """Whether the training has come to its end, or cannot go on."""
 
@@ -152,7 +152,7 @@ class RunMembership:
             return self._fail(f"only {len(waiting)} of {self._wanted} processes came to the beginning")
         return []
 
-    def _admit(self, view: View) -> list[Order]:
+    def _admit(self, view: GroupView) -> list[Order]:
         """Interrupt the members where others wait, and there is room."""
         room = self._maximum - len(view.members)
         if self._interrupted or not self._at("waiting") or room <= 0:
@@ -160,7 +160,7 @@ class RunMembership:
         self._interrupted = True
         return [Interrupt(view.generation)]
 
-    def _regroup(self, now_s: float, view: View, since_s: float) -> list[Order]:
+    def _regroup(self, now_s: float, view: GroupView, since_s: float) -> list[Order]:
         members = self._members()
         late = now_s - since_s > self._answer_s
         if silent := [life for life in members if life not in self._reports]:
@@ -175,7 +175,7 @@ class RunMembership:
             return [End()]
         return self._next(view, reports, late=now_s - self._lacking_since_s > self._answer_s)
 
-    def _next(self, view: View, reports: list[Report], late: bool) -> list[Order]:
+    def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         """The view after `view`, all of whose living members have reported."""
         stateful = [report for report in reports if report.stateful]
         if not stateful and (view.stateful or not reports):
@@ -204,11 +204,11 @@ class RunMembership:
         """Whether no process is on its way that could join `chosen`."""
         return not set(self.alive) - set(chosen) - self._asked and self._losses > self._restarts
 
-    def _announce(self, members: list[int], stateful: int, step: int) -> View:
+    def _announce(self, members: list[int], stateful: int, step: int) -> GroupView:
         for life in members:
             self._places[life] = "member"
         generation = 1 if self.view is None else self.view.generation + 1
-        self.view = View(generation, tuple(members), stateful, step)
+        self.view = GroupView(generation, tuple(members), stateful, step)
         self._reports, self._interrupted = {}, False
         self._since_s = self._lacking_since_s = None
         return self.view

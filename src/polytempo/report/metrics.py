@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from polytempo.core import files
+from polytempo.core.url_path import Place, UrlPath
+from polytempo.report.grown_object import GrownObject
 
 
 class MetricsWriter:
     """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
 
     A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
-    beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more.
+    beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more. Where a URL
+    names the file, it is put again now and then, and at the end (see `report.grown_object`).
 
         with MetricsWriter(folder / "metrics.jsonl") as metrics:
             metrics.write({"kind": "train", "step": 1, "loss": 2.3})
     """
 
-    def __init__(self, path: Path, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
+    def __init__(self, path: Place, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
         kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
         kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
+        lines = [_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
+        self._closed = False
+        if isinstance(path, UrlPath):
+            grown = GrownObject(path, b"".join(lines))
+            self._append: Callable[[bytes], None] = grown.write
+            self._close: Callable[[], None] = grown.close
+            return
         with files.aside(path) as stream:
-            stream.writelines(_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at)
-        self._path, self._stream = path, files.append(path)
+            stream.writelines(lines)
+        appended = files.append(path)
+        self._append, self._close = lambda line: files.write(appended, line, path), appended.close
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Numbers that are not finite become null: JSON has no others."""
-        files.write(self._stream, _line(row), self._path)
+        self._append(_line(row))
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
-        self._stream.close()
+        if not self._closed:
+            self._closed = True
+            self._close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -46,7 +58,7 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Place) -> list[dict[str, Any]]:
     """The rows of `path`. A last line that a crash cut short is left out; a broken line before it is an error."""
     rows: list[dict[str, Any]] = []
     lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n")

@@ -8,9 +8,9 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
 from polytempo.core.files import replace
+from polytempo.core.url_path import Place
 from polytempo.report import plots, served
 from polytempo.report.figure import Figure
 from polytempo.report.headline import headline, remarks
@@ -31,7 +31,7 @@ _SIMULATED = (
 )
 
 
-def write_report(path: Path, runs: Sequence[RunRecord], *, title: str) -> None:
+def write_report(path: Place, runs: Sequence[RunRecord], *, title: str) -> None:
     """Write the page about `runs` (at least one) to `path`, complete or not at all."""
     if not runs:
         raise ValueError("a report needs at least one run; pass the records of the runs that finished")

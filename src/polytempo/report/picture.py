@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 from polytempo.report.axes import axes_of
 from polytempo.report.names import short_labels
 from polytempo.report.plots import left_out, lines_of, points, time_title
@@ -23,7 +23,7 @@ _DOTS_PER_INCH = 140
 _SIZE_INCHES = (1400 / _DOTS_PER_INCH, 560 / _DOTS_PER_INCH)
 
 
-def write_picture(path: Path, runs: Sequence[RunRecord]) -> None:
+def write_picture(path: Place, runs: Sequence[RunRecord]) -> None:
     """Write a PNG of 1400 × 560 pixels: test accuracy (or, without any, training loss) over time and over samples."""
     if not runs:
         raise ValueError("a picture needs at least one run; pass the records of the runs that finished")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 from polytempo.report.metrics import read_metrics
 from polytempo.worlds.trace import Event
 
@@ -29,7 +29,7 @@ class RunRecord(NamedTuple):
         return [row for row in self.metrics if row.get("kind") == kind]
 
 
-def load_run(folder: Path) -> RunRecord:
+def load_run(folder: Place) -> RunRecord:
     """Read the run that left `folder`. Metrics and trace may be missing, the result may not."""
     result = load_result(folder)
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
@@ -38,7 +38,7 @@ def load_run(folder: Path) -> RunRecord:
     return RunRecord(result, rows, events, dropped)
 
 
-def load_result(folder: Path) -> dict[str, Any]:
+def load_result(folder: Place) -> dict[str, Any]:
     """The `result.json` in `folder`. ValueError where there is none, or it is damaged."""
     path = folder / "result.json"
     if not path.is_file():
@@ -49,7 +49,7 @@ def load_result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def read_events(path: Path) -> tuple[list[Event], int]:
+def read_events(path: Place) -> tuple[list[Event], int]:
     """The events of a Chrome trace that `worlds.trace` has written, and how many before them were left out."""
     trace = files.parsed(path)
     events = [

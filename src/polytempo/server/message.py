@@ -359,7 +359,7 @@ class Deal(Message, frozen=True, eq=False):
     """A worker must know this layout (`View.layout`) before it acts on the answer."""
 
 
-class Addresses(Message, frozen=True, eq=False):
+class ServerAddresses(Message, frozen=True, eq=False):
     """To workers that share no folder with the shards: where nodes listen that can be written to by now."""
 
     listening: tuple[tuple[int, str], ...]

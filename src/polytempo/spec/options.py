@@ -8,6 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from polytempo.core.url_path import Place, place
+
+_BOUNDS = ("min_workers", "max_workers")
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -26,8 +30,8 @@ class RunOptions:
     lr: float | None = None
     seed: int = 0
     data: Path | None = None
-    out: Path | None = None
-    """The run's folder; None leaves nothing behind."""
+    out: Place | None = None
+    """The run's folder, or its URL (`"s3://bucket/run"`, any filesystem of fsspec); None leaves nothing behind."""
     resume: bool = False
     threads: int | None = None
     """Threads per worker; None: the cores of this host, shared among its workers."""
@@ -43,17 +47,30 @@ class RunOptions:
     transport: Literal["shared", "tcp"] = "shared"
     """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
     always TCP where an engine's processes share no memory."""
+    grace_s: float = 30.0
+    """How long a run with an `out` may take to save and leave after SIGTERM; then it is ended."""
     restarts: int = 20
-    """With a parameter server: how many processes may be started in place of others that were killed."""
+    """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
+    """
     reshape: Mapping[int, int] = field(default_factory=dict)
     """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
     Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
 
+    min_workers: int | None = None
+    """Without a parameter server: the run goes on as long as so many workers are left. None: it ends with the first
+    that is lost, unless `max_workers` is given (then: 1)."""
+    max_workers: int | None = None
+    """The most workers that a run may grow to while it goes on. None: `workers`."""
+    scaling: Literal["global", "local"] = "global"
+    """Where the number of workers changes: "global" keeps the samples of a step, which are dealt to those that are
+    there; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
+
     def __post_init__(self) -> None:
         """Refuse what no run could use. Folders may be given as text."""
-        for name in ("data", "out"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", Path(self.data))
+        if self.out is not None:
+            object.__setattr__(self, "out", place(self.out))
         for name in (
             "epochs",
             "steps",
@@ -63,6 +80,8 @@ class RunOptions:
             "threads",
             "checkpoint_every",
             "timeout_s",
+            "grace_s",
+            *_BOUNDS,
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -77,6 +96,8 @@ class RunOptions:
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
+        if self.scaling not in ("global", "local"):
+            raise ValueError(f"scaling is 'global' or 'local', got {self.scaling!r}")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
             raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
         if self.reshape and self.resume:
@@ -84,6 +105,11 @@ class RunOptions:
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
             raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may be lost, leave and join while the run goes on, without a parameter server."""
+        return self.min_workers is not None or self.max_workers is not None
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -97,7 +123,7 @@ class OptionKeywords(TypedDict, total=False):
     lr: float | None
     seed: int
     data: Path | str | None
-    out: Path | str | None
+    out: Place | str | None
     resume: bool
     threads: int | None
     allow_nan: bool
@@ -105,8 +131,12 @@ class OptionKeywords(TypedDict, total=False):
     on_drift: Literal["stop", "restore", "ignore"]
     timeout_s: float
     transport: Literal["shared", "tcp"]
+    grace_s: float
     restarts: int
     reshape: Mapping[int, int]
+    min_workers: int | None
+    max_workers: int | None
+    scaling: Literal["global", "local"]
 
 
 def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOptions:

@@ -7,13 +7,13 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,16 @@ class Result:
     """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
     """What a parameter server adds (see `training.server_facts`): staleness, and how each worker fared."""
+    membership: list[dict[str, Any]] | None = None
+    """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
+    how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""
         plain = asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Leave `result.json`, complete or not at all."""
         files.replace(folder / "result.json", json.dumps(self.as_json(), indent=2) + "\n")
 

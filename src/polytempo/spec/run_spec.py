@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.core.url_path import place
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
@@ -175,5 +176,7 @@ def _plain(options: RunOptions) -> dict[str, Any]:
 
 
 def _options(plain: Mapping[str, Any]) -> RunOptions:
-    folders = {name: Path(plain[name]) for name in ("data", "out") if plain[name] is not None}
+    folders: dict[str, Any] = {} if plain["data"] is None else {"data": Path(plain["data"])}
+    if plain["out"] is not None:
+        folders["out"] = place(plain["out"])
     return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"])})

@@ -12,15 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Mesh, Port, Work
-from polytempo.core.files import made, replace
+from polytempo.core.files import made, read, replace
 from polytempo.core.state import Scalar
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.spec.options import RunOptions
 from polytempo.training.background import Background
 from polytempo.training.checkpoint_folders import CheckpointError, partial_folder
@@ -34,12 +34,15 @@ from polytempo.worlds import ProcessWorld
 _MOST_WAITING = 2
 """Copies of the model that may wait for a thread, besides the one that it works on."""
 _LOOK_S = 0.02
+_LOOK_AT_URL_S = 1.0
+"""Where a look is a request to another host."""
+_HASH_BYTES = 64
 
 
 class _Parts(NamedTuple):
     """A checkpoint that is being written: where, by how many ranks, and what its manifest says."""
 
-    root: Path
+    root: Place
     size: int
     notes: Mapping[str, Scalar]
     mesh: Mesh
@@ -119,10 +122,8 @@ class BackgroundObserver:
         write = partial(written_part, context, parts.root, moment.step, port.rank, part)
         self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
-    async def finish(
-        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
-    ) -> tuple[Score | None, bool | None]:
-        """Wait for the threads, and score the final model with all ranks."""
+    async def leave(self, port: Port) -> None:
+        """Wait for the threads, and complete what they have written."""
         await self._hear()
         for thread in (self._scorer, self._writer):
             if thread is not None:
@@ -132,6 +133,12 @@ class BackgroundObserver:
         await port.barrier()  # all threads are done
         if not self._commit():
             raise CheckpointError(f"the parts of the checkpoints {sorted(self._uncommitted)} are not all in one folder")
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Wait for the threads, and score the final model with all ranks."""
+        await self.leave(port)
         together = CollectiveObserver(self._world, self._evaluation)
         score, reached = await together.finish(port, context, moment, final)
         self.off_bytes = together.off_bytes
@@ -173,8 +180,9 @@ class BackgroundObserver:
             self._commit()
 
     def _look(self) -> None:
+        at_url = any(isinstance(parts.root, UrlPath) for parts in self._uncommitted.values())
         self._commit()
-        self._look_s = time.monotonic() + _LOOK_S
+        self._look_s = time.monotonic() + (_LOOK_AT_URL_S if at_url else _LOOK_S)
         self._looks = False
 
     def _commit(self) -> bool:
@@ -183,7 +191,9 @@ class BackgroundObserver:
             files = [self._hash_file(parts.root, step, rank) for rank in range(parts.size)]
             if not all(file.exists() for file in files):
                 return False
-            complete(parts.root, step, [file.read_text(encoding="ascii") for file in files], parts.notes, parts.mesh)
+            complete(
+                parts.root, step, [read(file, _HASH_BYTES).decode("ascii") for file in files], parts.notes, parts.mesh
+            )
             del self._uncommitted[step]
         return True
 
@@ -197,6 +207,6 @@ class BackgroundObserver:
         if self._error is not None:
             raise self._error
 
-    def _hash_file(self, root: Path, step: int, rank: int) -> Path:
+    def _hash_file(self, root: Place, step: int, rank: int) -> Place:
         """Where a rank says that its part is written; the token tells it from what an earlier run left."""
         return partial_folder(root, step) / f"rank-{rank}.{self._token}.sha256"

@@ -18,8 +18,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from polytempo.core import Mesh, files
 from polytempo.core.state import Scalar
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.training.checkpoint_folders import (
     CheckpointError,
     damaged,
@@ -40,7 +42,9 @@ from polytempo.training.checkpoint_folders import (
     prune,
     still_there,
 )
+from polytempo.training.checkpoint_objects import fetched, object_name, object_of, put_manifest, put_part
 from polytempo.training.manifest import (
+    MANIFEST,
     MAX_MANIFEST_BYTES,
     Manifest,
     PartFile,
@@ -53,7 +57,6 @@ from polytempo.training.manifest import (
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
-_MANIFEST = "manifest.json"
 _FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 """What comes of reading what no program of ours has written, though its hashes are right."""
 
@@ -70,20 +73,23 @@ class CheckpointPart:
     scalars: dict[str, Scalar]
 
 
-def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
+def write_part(root: Place, step: int, rank: int, part: CheckpointPart) -> str:
     """Write one rank's file aside, flushed to the disk. Returns its sha256, which `commit` needs.
 
     Tensors may share memory, be views, or live on another device: each is saved as a copy of its own. A caller
     has looked for NaN and infinities (`checkpoint_writer.written_part`).
     """
     _check_names(part)
+    tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
+    metadata = {"scalars": json.dumps(part.scalars)}
+    if isinstance(root, UrlPath):
+        return _put(final_folder(root, step), rank, tensors, metadata)
     folder = partial_folder(root, step)
     file = folder / part_name(rank)
-    tensors = {name: _own(tensor) for name, tensor in part.tensors.items()}
     try:
         make_partial(folder)
         files.remove(file)  # a link of that name would be followed
-        save_file(tensors, file, metadata={"scalars": json.dumps(part.scalars)})
+        save_file(tensors, file, metadata=metadata)
         _sync(file)
         return _sha256(file)
     except (OSError, SafetensorError) as error:
@@ -94,7 +100,9 @@ def write_part(root: Path, step: int, rank: int, part: CheckpointPart) -> str:
         ) from error
 
 
-def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Scalar], mesh: Mesh | None = None) -> Path:
+def commit(
+    root: Place, step: int, hashes: Sequence[str], about: Mapping[str, Scalar], mesh: Mesh | None = None
+) -> Place:
     """Make the parts of `step` (one hash per rank) the newest checkpoint. Rank 0 calls it when all parts are written.
 
     `mesh`: how the ranks are laid out; without one, all lie along "data".
@@ -103,31 +111,40 @@ def commit(root: Path, step: int, hashes: Sequence[str], about: Mapping[str, Sca
     Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
     parts beyond it stay, because a rank that is ahead may be writing them.
     """
-    folder, final = partial_folder(root, step), final_folder(root, step)
+    final = final_folder(root, step)
+    folder = final if isinstance(final, UrlPath) else partial_folder(root, step)
     parts = [_finished_part(folder, rank, sha256) for rank, sha256 in enumerate(hashes)]
     mesh = mesh or along_data(len(parts))
     if mesh.size != len(parts):
         raise ValueError(f"a {mesh} has {mesh.size} ranks, and {len(parts)} have written; pass a hash for each rank")
     content = encoded(Manifest(step, tuple(parts), dict(about), mesh))
     try:
-        for stray in set(os.listdir(folder)) - {part.name for part in parts}:
-            files.remove(folder / stray)
-        with files.create(folder / _MANIFEST) as stream:
-            stream.write(content)
-        _sync(folder / _MANIFEST)
-        _sync(folder)
-        move_into_place(folder, final)
-        _sync(root)
-        _sync(root.parent)
+        if isinstance(final, UrlPath):
+            put_manifest(final, content, hashes)
+        else:
+            assert isinstance(folder, Path)
+            _complete_folder(folder, final, content, {part.name for part in parts})
     except OSError as error:
         raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {still_there(root)}") from error
     prune(root, step)
     return final
 
 
-def read_manifest(path: Path) -> Manifest:
+def _complete_folder(folder: Path, final: Path, manifest: bytes, parts: set[str]) -> None:
+    for stray in set(os.listdir(folder)) - parts:
+        files.remove(folder / stray)
+    with files.create(folder / MANIFEST) as stream:
+        stream.write(manifest)
+    _sync(folder / MANIFEST)
+    _sync(folder)
+    move_into_place(folder, final)
+    _sync(final.parent)
+    _sync(final.parent.parent)
+
+
+def read_manifest(path: Place) -> Manifest:
     """The manifest of the checkpoint in folder `path`, checked against its own hash."""
-    file = path / _MANIFEST
+    file = path / MANIFEST
     try:
         content = files.read(file, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
@@ -140,26 +157,52 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path, file, f"is damaged ({type(error).__name__}: {error})") from error
 
 
-def read_part(path: Path, rank: int) -> CheckpointPart:
+def read_part(path: Place, rank: int) -> CheckpointPart:
     """What `rank` saved in the checkpoint folder `path`, on the CPU. Checks size and sha256 before parsing."""
     parts = read_manifest(path).parts
     if not 0 <= rank < len(parts):
         raise ValueError(f"{path} holds the ranks 0 to {len(parts) - 1}; there is no rank {rank}")
     expected = parts[rank]
-    file = path / expected.name
+    named: Place = path / expected.name
     try:
-        num_bytes = _size(file)
-        if num_bytes != expected.num_bytes:
-            raise damaged(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
-        if _sha256(file) != expected.sha256:
-            raise damaged(path, file, "is damaged (its sha256 is not the manifest's)")
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-            return CheckpointPart(tensors, scalars_of(opened.metadata()))
+        with _local(path, expected) as file:
+            num_bytes = _size(file)
+            if num_bytes != expected.num_bytes:
+                raise damaged(path, named, f"has {num_bytes} bytes instead of {expected.num_bytes}")
+            if _sha256(file) != expected.sha256:
+                raise damaged(path, named, "is damaged (its sha256 is not the manifest's)")
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+                return CheckpointPart(tensors, scalars_of(opened.metadata()))
     except OSError as error:
-        raise damaged(path, file, f"cannot be read ({error.strerror})") from error
+        raise damaged(path, named, f"cannot be read ({error.strerror})") from error
     except (SafetensorError, *_FORGED) as error:
-        raise damaged(path, file, f"is not what a rank has written ({type(error).__name__}: {error})") from error
+        raise damaged(path, named, f"is not what a rank has written ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def _local(path: Place, part: PartFile) -> Iterator[Path]:
+    """A part as a local file. A folder that was copied here from a URL has parts that are named by their content."""
+    if isinstance(path, UrlPath):
+        with fetched(path, part) as copy:
+            yield copy
+        return
+    by_content = object_of(path, part)
+    assert isinstance(by_content, Path)
+    yield by_content if by_content.is_file() and not os.path.lexists(path / part.name) else path / part.name
+
+
+def _put(folder: UrlPath, rank: int, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """The same bytes as in a local file, as an object."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
+            file = Path(scratch) / part_name(rank)
+            save_file(tensors, file, metadata=metadata)
+            sha256 = _sha256(file)
+            put_part(folder, rank, file, sha256)
+            return sha256
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}. {still_there(folder.parent)}") from error
 
 
 def _check_names(part: CheckpointPart) -> None:
@@ -175,11 +218,13 @@ def _own(tensor: Tensor) -> Tensor:
     return plain.clone(memory_format=torch.contiguous_format)
 
 
-def _finished_part(folder: Path, rank: int, sha256: str) -> PartFile:
-    file = folder / part_name(rank)
+def _finished_part(folder: Place, rank: int, sha256: str) -> PartFile:
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ValueError(f"{sha256!r} is no sha256; pass what write_part returned, in the order of ranks")
+    file: Place = folder / (object_name(rank, sha256) if isinstance(folder, UrlPath) else part_name(rank))
     try:
+        if isinstance(file, UrlPath):
+            return PartFile(part_name(rank), file.size(), sha256)
         num_bytes, declared = _size(file), _declared_bytes(file)
     except (OSError, *_FORGED) as error:
         raise CheckpointError(f"{file} is missing or unreadable; all ranks must write to one shared folder") from error

@@ -4,6 +4,8 @@ step-00000100/            complete: renamed into place only after everything in 
 .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
 .step-00000100.replaced/  the old version of a step that is being saved again
 .step-00000080.removed/   out of date: it loses its name before its files
+
+Where a URL names the root, `checkpoint_objects` says what is complete.
 """
 
 from __future__ import annotations
@@ -11,46 +13,51 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from polytempo.core import files
 from polytempo.core.errors import PolytempoError
+from polytempo.core.url_path import P, Place, UrlPath
+from polytempo.training.checkpoint_objects import complete_steps, prune_objects
+from polytempo.training.manifest import COMPLETE, KEPT, LEFTOVER
 
-KEPT = 2
 _TRIES = 100
 
-_COMPLETE = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
 
 
 class CheckpointError(PolytempoError):
     """A checkpoint cannot be written, or what is on the disk is not what was written."""
 
 
-def latest(root: Path) -> Path | None:
+def latest(root: Place) -> Place | None:
     """The folder of the newest complete checkpoint, or None where there is none."""
-    folders = _complete(root)
+    folders = _complete_in(root)
     return folders[max(folders)] if folders else None
 
 
-def partial_folder(root: Path, step: int) -> Path:
+def partial_folder(root: P, step: int) -> P:
     """Where the parts of a checkpoint lie until it is complete."""
     if step < 0:
         raise ValueError(f"step {step} is negative; steps count from 0")
     return root / f".step-{step:08d}.partial"
 
 
-def final_folder(root: Path, step: int) -> Path:
+def final_folder(root: P, step: int) -> P:
     """Where a complete checkpoint lies."""
     return root / f"step-{step:08d}"
+
+
+def _complete_in(root: Place) -> Mapping[int, Place]:
+    return complete_steps(root) if isinstance(root, UrlPath) else _complete(root)
 
 
 def _complete(root: Path) -> dict[int, Path]:
     """Complete checkpoints by step. An old version counts while its new one is not yet in place."""
     found: dict[int, Path] = {}
-    for pattern in (_REPLACED, _COMPLETE):
+    for pattern in (_REPLACED, COMPLETE):
         for folder in _within(root):
             if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
                 found[int(match[1])] = folder
@@ -86,15 +93,19 @@ def move_into_place(folder: Path, final: Path) -> None:
     os.rename(folder, final)
 
 
-def prune(root: Path, step: int) -> None:
+def prune(root: Place, step: int) -> None:
     """Remove what `step`, which is complete now, leaves without use.
 
     Leftovers go first, then what is out of date; a complete folder loses its name before its files. What
     cannot be removed does no harm: the next save tries again.
     """
+    if isinstance(root, UrlPath):
+        with suppress(OSError):
+            prune_objects(root, step)
+        return
     complete = _complete(root)
     for folder in _within(root):
-        match = _LEFTOVER.fullmatch(folder.name)
+        match = LEFTOVER.fullmatch(folder.name)
         if match and folder not in complete.values() and (match[2] != "partial" or int(match[1]) <= step):
             with suppress(OSError):
                 files.remove(folder)
@@ -110,17 +121,20 @@ def prune(root: Path, step: int) -> None:
                 os.rename(complete[other], final_folder(root, other))
 
 
-def still_there(root: Path) -> str:
+def still_there(root: Place) -> str:
     """For an error's text: what a run can go on from."""
-    previous = latest(root)
+    try:
+        previous = latest(root)
+    except OSError as error:
+        return f"Whether there is an earlier checkpoint cannot be seen ({error})."
     return f"The checkpoint {previous} is untouched." if previous else "There is no earlier checkpoint."
 
 
-def damaged(path: Path, file: Path, problem: str) -> CheckpointError:
+def damaged(path: Place, file: Place, problem: str) -> CheckpointError:
     """The error for a `file` of checkpoint `path` that is not as it was written, with what to do."""
-    match = _COMPLETE.fullmatch(path.name)
+    match = COMPLETE.fullmatch(path.name)
     step = int(match[1]) if match else 0
-    earlier = {other: folder for other, folder in _complete(path.parent).items() if other < step}
+    earlier = {other: folder for other, folder in _complete_in(path.parent).items() if other < step}
     if earlier:
         remedy = f"delete {path} to fall back to {earlier[max(earlier)]}"
     else:

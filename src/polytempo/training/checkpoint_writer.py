@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from polytempo.core import Mesh, NotFinite, Port, Work
+from polytempo.core import Mesh, NotFinite, Port, Work, files
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
+from polytempo.core.url_path import Place
 from polytempo.training.agree import gather_json
 from polytempo.training.checkpoint import (
     CheckpointPart,
@@ -28,7 +28,7 @@ from polytempo.training.replica import saved_states
 from polytempo.training.schedule_state import schedule_saved
 
 
-async def save(port: Port, context: TrainingContext, root: Path) -> None:
+async def save(port: Port, context: TrainingContext, root: Place) -> None:
     """Every rank writes its part of a checkpoint in `root`; rank 0 of the world, `port`, then makes it the newest.
 
     Where ranks along "data" hold equal parameters and optimizer state, the first of them writes these for all: so
@@ -43,7 +43,7 @@ async def save(port: Port, context: TrainingContext, root: Path) -> None:
     await port.barrier()
 
 
-def written_part(context: TrainingContext, root: Path, step: int, rank: int, part: CheckpointPart) -> str:
+def written_part(context: TrainingContext, root: Place, step: int, rank: int, part: CheckpointPart) -> str:
     """`write_part` of what `context` saves, if that is finite: else it would take the place of a good checkpoint.
 
     Raises NotFinite before anything is written; where the run goes on (`allow_nan`), the answer is "" instead.
@@ -61,12 +61,13 @@ def written_part(context: TrainingContext, root: Path, step: int, rank: int, par
     return write_part(root, step, rank, part)
 
 
-def complete(root: Path, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> None:
+def complete(root: Place, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> None:
     """`commit`, or where a rank has left out its part, removal of the others' parts."""
     if all(hashes):
         commit(root, step, hashes, notes, mesh)
     else:
-        shutil.rmtree(partial_folder(root, step), ignore_errors=True)
+        with suppress(OSError):
+            files.remove(partial_folder(root, step))
 
 
 def part_of(port: Port, context: TrainingContext) -> CheckpointPart:
@@ -76,7 +77,7 @@ def part_of(port: Port, context: TrainingContext) -> CheckpointPart:
 
 
 async def write_when_landed(
-    port: Port, context: TrainingContext, root: Path, written: Callable[[str], None]
+    port: Port, context: TrainingContext, root: Place, written: Callable[[str], None]
 ) -> Work[None]:
     """Write this rank's part of a checkpoint of the present step without finishing what is under way.
 

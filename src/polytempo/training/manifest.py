@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,13 @@ from polytempo.core.state import Scalar
 FORMAT = "polytempo-checkpoint"
 VERSION = 2
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+MANIFEST = "manifest.json"
+KEPT = 2
+"""So many complete checkpoints remain."""
+COMPLETE = re.compile(r"step-(\d{8,})")
+"""The name of a checkpoint's folder."""
+LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
+"""Names of what is no complete checkpoint, or none any more."""
 
 
 class PartFile(NamedTuple):

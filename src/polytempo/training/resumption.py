@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Mesh, Port, Strategy
 from polytempo.core.state import Saved, Scalar
+from polytempo.core.url_path import Place
 from polytempo.training.agree import agree
 from polytempo.training.checkpoint import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint_folders import CheckpointError, latest
@@ -24,7 +25,7 @@ from polytempo.training.schedule_state import schedule_restore
 V = TypeVar("V")
 
 
-async def load(port: Port, context: TrainingContext, root: Path) -> int:
+async def load(port: Port, context: TrainingContext, root: Place) -> int:
     """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
 
     With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
@@ -54,13 +55,13 @@ async def load(port: Port, context: TrainingContext, root: Path) -> int:
     return context.replica.step
 
 
-async def _newest(port: Port, root: Path, strategy: Strategy) -> Path:
+async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
     """The newest checkpoint's folder, which must be the same on all ranks."""
     folder = latest(root)
     await agree(port, {"checkpoint": folder.name if folder else None})
     if folder is not None:
         return folder
-    if any(root.glob("snapshot-*-run.json")):
+    if any(re.fullmatch(r"snapshot-.*-run\.json", entry.name) for entry in (root.iterdir() if root.is_dir() else [])):
         raise ValueError(
             f"{root} holds snapshots of a parameter server, and {strategy} has none; resume with the --strategy that "
             "saved them, or check --out"
@@ -68,7 +69,7 @@ async def _newest(port: Port, root: Path, strategy: Strategy) -> Path:
     raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
 
 
-def _check(about: Mapping[str, Scalar], folder: Path, context: TrainingContext) -> None:
+def _check(about: Mapping[str, Scalar], folder: Place, context: TrainingContext) -> None:
     strategy, job = str(context.replica.strategy), context.job.name
     if about.get("strategy") != strategy:
         raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
@@ -76,7 +77,7 @@ def _check(about: Mapping[str, Scalar], folder: Path, context: TrainingContext) 
         raise ValueError(f"{folder} was saved by job {about.get('job')!r}, this run trains {job!r}; use another --out")
 
 
-def _saved_ranks(folder: Path, saved: Mesh, port: Port) -> list[int]:
+def _saved_ranks(folder: Place, saved: Mesh, port: Port) -> list[int]:
     """The saved ranks that held what this rank holds, along "data"."""
     mine = mesh_of(port)
     old, new = ({axis: n for axis, n in mesh.axes if axis != DATA and n > 1} for mesh in (saved, mine))
@@ -89,7 +90,7 @@ def _saved_ranks(folder: Path, saved: Mesh, port: Port) -> list[int]:
     return saved.group(own, [DATA] if DATA in saved.lengths else [])
 
 
-def _go_on(data: Port, context: TrainingContext, folder: Path, saved: Sequence[int]) -> list[Any]:
+def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[int]) -> list[Any]:
     """Take over what ranks `saved` that held the same. Returns the learning rates that were in force before."""
     own = read_part(folder, saved[data.rank % len(saved)])
     synchronized = context.replica.strategy.synchronized
@@ -119,7 +120,7 @@ def _rates(optimizer: Optimizer) -> list[Any]:
     return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
 
 
-def _set_rates(context: TrainingContext, rates: list[Any], folder: Path) -> None:
+def _set_rates(context: TrainingContext, rates: list[Any], folder: Place) -> None:
     optimizer = context.replica.optimizer
     if context.scheduler is None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

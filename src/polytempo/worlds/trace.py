@@ -7,10 +7,10 @@ import json
 import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 
 MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""
@@ -165,6 +165,6 @@ def _tracks(events: list[Event]) -> list[int]:
     return tracks
 
 
-def write_chrome_trace(path: Path, events: Iterable[Event], *, title: str, dropped: int = 0) -> None:
+def write_chrome_trace(path: Place, events: Iterable[Event], *, title: str, dropped: int = 0) -> None:
     """Write `chrome_trace` as JSON, complete or not at all. Size: some 200 bytes an event, so about 10 MB at most."""
     files.replace(path, json.dumps(chrome_trace(events, title=title, dropped=dropped)))

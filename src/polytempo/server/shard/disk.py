@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from polytempo.core import files
+from polytempo.core.url_path import Place, local_path
 
 Content = bytes | bytearray | memoryview
 
@@ -32,62 +33,63 @@ class Writer(Protocol):
 class Disk(Protocol):
     """Files in folders. An operation that fails raises OSError."""
 
-    def create(self, path: Path) -> Writer:
+    def create(self, path: Place) -> Writer:
         """Make a new, empty file, and its folder if there is none. A file of that name is replaced."""
 
-    def read(self, path: Path, most_bytes: int) -> bytes:
+    def read(self, path: Place, most_bytes: int) -> bytes:
         """The file's content, or its first `most_bytes` if it is longer."""
 
-    def size(self, path: Path) -> int:
+    def size(self, path: Place) -> int:
         """The file's length in bytes."""
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: Place, new: Place) -> None:
         """Give the file `old` the name `new`. A file `new` is replaced in one step."""
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """Remove the file."""
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Place) -> list[str]:
         """The names in the folder, sorted; [] where there is no folder."""
 
-    def sync_folder(self, folder: Path) -> None:
+    def sync_folder(self, folder: Place) -> None:
         """Flush: when this returns, the folder's names are on the disk."""
 
 
 class LocalDisk:
     """The machine's own file system. No link is followed (see `core.files`)."""
 
-    def create(self, path: Path) -> Writer:
+    def create(self, path: Place) -> Writer:
         """See `Disk`."""
-        files.made(path.parent)
-        return _LocalWriter(path)
+        local = local_path(path)
+        files.made(local.parent)
+        return _LocalWriter(local)
 
-    def read(self, path: Path, most_bytes: int) -> bytes:
+    def read(self, path: Place, most_bytes: int) -> bytes:
         """See `Disk`."""
         return files.read(path, most_bytes)
 
-    def size(self, path: Path) -> int:
+    def size(self, path: Place) -> int:
         """See `Disk`."""
-        with files.opened(path) as stream:
+        with files.opened(local_path(path)) as stream:
             return os.fstat(stream.fileno()).st_size
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: Place, new: Place) -> None:
         """See `Disk`."""
-        os.replace(old, new)
+        os.replace(local_path(old), local_path(new))
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """See `Disk`."""
-        if not os.path.lexists(path):
+        if not os.path.lexists(local_path(path)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         files.remove(path)
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Place) -> list[str]:
         """See `Disk`."""
-        return sorted(os.listdir(files.made(folder))) if os.path.lexists(folder) else []
+        return sorted(os.listdir(files.made(local_path(folder)))) if os.path.lexists(local_path(folder)) else []
 
-    def sync_folder(self, folder: Path) -> None:
+    def sync_folder(self, folder: Place) -> None:
         """See `Disk`."""
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(local_path(folder), os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -22,7 +22,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from polytempo.core.errors import NotFinite, PolytempoError
-from polytempo.server.shard.disk import Disk, LocalDisk
+from polytempo.core.url_path import Place
+from polytempo.server.shard.disk import Disk
+from polytempo.server.shard.object_disk import disk_of
 from polytempo.server.shard.optimizer import can_be_native, first_unfinite
 
 FORMAT = "polytempo-shard-snapshot"
@@ -69,7 +70,7 @@ class SnapshotPart(NamedTuple):
 
 
 def write(
-    folder: Path, number: int, shard: int, state: bytes, tensors: Sequence[Tensor], disk: Disk | None = None
+    folder: Place, number: int, shard: int, state: bytes, tensors: Sequence[Tensor], disk: Disk | None = None
 ) -> None:
     """Write `shard`'s part of snapshot `number`; then its newest two parts remain. The tensors must not change.
 
@@ -79,7 +80,7 @@ def write(
     if number < 0 or shard < 0:
         raise ValueError(f"snapshots and shards count from 0, got snapshot {number} of shard {shard}")
     contents = _contents(state, tensors)
-    disk = disk or LocalDisk()
+    disk = disk or disk_of(folder)
     file, manifest = _file(folder, number, shard), _manifest(folder, number, shard)
     remains = [_partial(file), _partial(manifest)]
     try:
@@ -101,9 +102,9 @@ def write(
         _prune(disk, folder, number, shard)
 
 
-def read(folder: Path, number: int, shard: int, disk: Disk | None = None) -> SnapshotPart:
+def read(folder: Place, number: int, shard: int, disk: Disk | None = None) -> SnapshotPart:
     """`shard`'s part of snapshot `number`, checked; SnapshotError names the file that is missing or damaged."""
-    disk = disk or LocalDisk()
+    disk = disk or disk_of(folder)
     file = _file(folder, number, shard)
     num_bytes, sha256 = _read_manifest(disk, _manifest(folder, number, shard), number, shard)
     try:
@@ -123,7 +124,7 @@ def read(folder: Path, number: int, shard: int, disk: Disk | None = None) -> Sna
 
 
 @contextmanager
-def snapshot_errors(folder: Path, number: int, shard: int) -> Iterator[None]:
+def snapshot_errors(folder: Place, number: int, shard: int) -> Iterator[None]:
     """Inside, where a part's content is used, an error becomes a SnapshotError that names the file."""
     try:
         yield
@@ -135,33 +136,33 @@ def snapshot_errors(folder: Path, number: int, shard: int) -> Iterator[None]:
         ) from error
 
 
-def complete(folder: Path, number: int, num_shards: int, disk: Disk | None = None) -> bool:
+def complete(folder: Place, number: int, num_shards: int, disk: Disk | None = None) -> bool:
     """Whether every shard has finished its part of snapshot `number`. Looks at names only."""
-    names = set((disk or LocalDisk()).names(folder))
+    names = set((disk or disk_of(folder)).names(folder))
     return all(_manifest(folder, number, shard).name in names for shard in range(num_shards))
 
 
-def begun(folder: Path, number: int, shard: int, disk: Disk | None = None) -> bool:
+def begun(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
     """Whether any file of `shard`'s part of snapshot `number` is there, if only a partial one."""
-    return any(other == number for _, other in _parts(disk or LocalDisk(), folder, shard))
+    return any(other == number for _, other in _parts(disk or disk_of(folder), folder, shard))
 
 
-def complete_part(folder: Path, number: int, shard: int, disk: Disk | None = None) -> bool:
+def complete_part(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
     """Whether `shard` has finished its part of snapshot `number`. Looks at names only."""
-    return _manifest(folder, number, shard).name in (disk or LocalDisk()).names(folder)
+    return _manifest(folder, number, shard).name in (disk or disk_of(folder)).names(folder)
 
 
-def files_of(folder: Path, number: int, num_shards: int) -> list[Path]:
+def files_of(folder: Place, number: int, num_shards: int) -> list[Place]:
     """The files that snapshot `number` is made of."""
     return [make(folder, number, shard) for shard in range(num_shards) for make in (_file, _manifest)]
 
 
-def newest_whole(folder: Path, num_shards: int, disk: Disk | None = None, *, before: int | None = None) -> int | None:
+def newest_whole(folder: Place, num_shards: int, disk: Disk | None = None, *, before: int | None = None) -> int | None:
     """The newest snapshot whose every part is there and undamaged; None where there is none. Reads all of it.
 
     `before`: only those with smaller numbers.
     """
-    disk = disk or LocalDisk()
+    disk = disk or disk_of(folder)
     numbers = {number for shard in range(num_shards) for _, number in _parts(disk, folder, shard)}
     for number in sorted((n for n in numbers if before is None or n < before), reverse=True):
         with suppress(SnapshotError):
@@ -171,9 +172,9 @@ def newest_whole(folder: Path, num_shards: int, disk: Disk | None = None, *, bef
     return None
 
 
-def discard_beyond(folder: Path, number: int | None, disk: Disk | None = None) -> None:
+def discard_beyond(folder: Place, number: int | None, disk: Disk | None = None) -> None:
     """Remove all parts of snapshots after `number`, None: of all. For a restart from it, before anything is written."""
-    disk = disk or LocalDisk()
+    disk = disk or disk_of(folder)
     for name in disk.names(folder):
         match = _PART.fullmatch(name)
         if match and (number is None or int(match[1]) > number):
@@ -196,25 +197,25 @@ def check_finite(shard: int, tensors: Sequence[Tensor]) -> None:
             raise NotFinite("", bad, float(flat[bad]), f"shard {shard}, {what}", advice=advice)
 
 
-def _file(folder: Path, number: int, shard: int) -> Path:
+def _file(folder: Place, number: int, shard: int) -> Place:
     return folder / f"snapshot-{number:08d}-shard-{shard}.safetensors"
 
 
-def _manifest(folder: Path, number: int, shard: int) -> Path:
+def _manifest(folder: Place, number: int, shard: int) -> Place:
     return folder / f"snapshot-{number:08d}-shard-{shard}.json"
 
 
-def _partial(path: Path) -> Path:
+def _partial(path: Place) -> Place:
     return path.with_name(path.name + ".partial")
 
 
-def _parts(disk: Disk, folder: Path, shard: int) -> list[tuple[str, int]]:
+def _parts(disk: Disk, folder: Place, shard: int) -> list[tuple[str, int]]:
     """A shard's files, with the number of the snapshot that each belongs to."""
     matches = [match for name in disk.names(folder) if (match := _PART.fullmatch(name))]
     return [(match[0], int(match[1])) for match in matches if int(match[2]) == shard]
 
 
-def _put(disk: Disk, path: Path, contents: Iterator[bytes | memoryview]) -> tuple[int, str]:
+def _put(disk: Disk, path: Place, contents: Iterator[bytes | memoryview]) -> tuple[int, str]:
     """Write the file aside and flush it; its size and sha256."""
     num_bytes, digest = 0, hashlib.sha256()
     with disk.create(_partial(path)) as writer:
@@ -226,7 +227,7 @@ def _put(disk: Disk, path: Path, contents: Iterator[bytes | memoryview]) -> tupl
     return num_bytes, digest.hexdigest()
 
 
-def _prune(disk: Disk, folder: Path, number: int, shard: int) -> None:
+def _prune(disk: Disk, folder: Place, number: int, shard: int) -> None:
     """Remove old parts, each manifest before its tensors, so that half a part is never taken for one."""
     parts = _parts(disk, folder, shard)
     complete = sorted({other for name, other in parts if name.endswith(".json") and other <= number}, reverse=True)
@@ -234,7 +235,7 @@ def _prune(disk: Disk, folder: Path, number: int, shard: int) -> None:
     _remove(disk, folder, sorted(name for name, other in parts if other < oldest_kept))
 
 
-def _remove(disk: Disk, folder: Path, names: Sequence[str]) -> None:
+def _remove(disk: Disk, folder: Place, names: Sequence[str]) -> None:
     for name in names:
         disk.remove(folder / name)
 
@@ -273,7 +274,7 @@ def _encoded(number: int, shard: int, num_bytes: int, sha256: str) -> bytes:
     return json.dumps({**body, "manifest_sha256": own}).encode() + b"\n"
 
 
-def _read_manifest(disk: Disk, path: Path, number: int, shard: int) -> tuple[int, str]:
+def _read_manifest(disk: Disk, path: Place, number: int, shard: int) -> tuple[int, str]:
     """The size and hash of the part's file."""
     try:
         content = disk.read(path, MAX_MANIFEST_BYTES)

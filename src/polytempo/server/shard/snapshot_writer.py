@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, final
 
 from torch import Tensor
 
 from polytempo.core.errors import NotFinite
+from polytempo.core.url_path import Place
 from polytempo.server.shard.disk import Disk
 from polytempo.server.shard.snapshot import SnapshotError, check_finite, write
 
@@ -34,7 +34,7 @@ class SnapshotWriter:
     is reported. The thread ends with the process; it may leave a partial file, never half a snapshot.
     """
 
-    def __init__(self, folder: Path, shard: int, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Place, shard: int, disk: Disk | None = None) -> None:
         self._folder, self._shard, self._disk = folder, shard, disk
         self._thread: threading.Thread | None = None
         self._saved: WrittenSnapshot | None = None

@@ -1,0 +1,113 @@
+"""`SampleAccount`: evidence that each sample of an epoch counted exactly once, however many ranks there were and when.
+
+    each rank, each step     its places of the epoch's order ──▶ how many, and the sum of their marks
+    the commit point         adds these over all ranks, those included that are lost later
+    the account              adds the steps that were applied, epoch by epoch
+    the end of an epoch      as many as there are, and the sum of all marks?
+
+A mark is 48 bits that a hash makes of a place, and marks add modulo 2**48. The sum is that of all places where each
+counted once; where one is missing and another is there twice it is so by chance alone (2**-48).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core.errors import PolytempoError
+
+_MASK = 2**48 - 1
+"""A sum of marks over up to 2**15 ranks fits into 63 bits."""
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Counted(NamedTuple):
+    """So many samples, and the sum of their places' marks."""
+
+    samples: int = 0
+    marks: int = 0
+
+    def __add__(self, other: object) -> Counted:
+        """Both together."""
+        assert isinstance(other, Counted)
+        return Counted(self.samples + other.samples, (self.marks + other.marks) & _MASK)
+
+
+class SamplesLost(PolytempoError):
+    """Samples of an epoch were left out, or counted more than once."""
+
+
+class SampleAccount:
+    """What has been applied of each epoch of `num_samples` samples."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self._epochs: dict[int, Counted] = {}
+
+    def add(self, epoch: int, counted: Counted) -> None:
+        """A step was applied."""
+        self._epochs[epoch] = self._epochs.get(epoch, Counted()) + counted
+
+    def check(self, epoch: int, consumed: int) -> None:
+        """Raise `SamplesLost` unless the account has all earlier epochs, and the first `consumed` places of `epoch`,
+        exactly once.
+        """
+        due = dict.fromkeys(range(epoch), self.num_samples) | ({epoch: consumed} if consumed else {})
+        for each in sorted(due.keys() | self._epochs.keys()):
+            expected = counted_of(range(due.get(each, 0)), self.num_samples)
+            found = self._epochs.get(each, Counted())
+            if found != expected:
+                raise SamplesLost(
+                    f"epoch {each} should have used {expected.samples} samples exactly once, and used {found.samples}"
+                    + ("" if found.samples != expected.samples else ", some of them twice and others never")
+                )
+
+    def to_plain(self) -> list[list[int]]:
+        """As JSON takes it."""
+        return [[epoch, *counted] for epoch, counted in sorted(self._epochs.items())]
+
+    def load_plain(self, plain: list[list[int]]) -> None:
+        """Go on from what `to_plain` returned."""
+        self._epochs = {epoch: Counted(*counted) for epoch, *counted in plain}
+
+    def begin_at(self, epoch: int, consumed: int) -> None:
+        """Take for granted what an earlier run has used."""
+        self._epochs = {each: counted_of(range(self.num_samples), self.num_samples) for each in range(epoch)}
+        if consumed:
+            self._epochs[epoch] = counted_of(range(consumed), self.num_samples)
+
+
+def counted_of(places: range, num_samples: int) -> Counted:
+    """What `places` of an epoch of `num_samples` count.
+
+    >>> counted_of(range(0, 3), 10) + counted_of(range(3, 10), 10) == counted_of(range(0, 10), 10)
+    True
+    """
+    sums = _sums(num_samples)
+    return Counted(len(places), int(sums[places.stop] - sums[places.start]) & _MASK) if places else Counted()
+
+
+@lru_cache(maxsize=2)
+def _sums(num_samples: int) -> Tensor:
+    """The sum of the marks of all places before each, shape (num_samples + 1,), int64.
+
+    It may wrap around, which the mask of a difference does not see.
+    """
+    marks = torch.arange(1, num_samples + 1, dtype=torch.int64) * _signed(_GOLDEN)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        marks = (marks ^ _shifted(marks, shift)) * _signed(factor)
+    marks = (marks ^ _shifted(marks, 31)) & _MASK
+    return torch.cat([torch.zeros(1, dtype=torch.int64), marks.cumsum(0)])
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Without the sign: torch shifts copies of it in."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """64 bits as torch takes them."""
+    return word - 2**64 if word >= 2**63 else word

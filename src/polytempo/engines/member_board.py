@@ -1,0 +1,137 @@
+"""The board of an elastic run: texts that its launcher and its members leave for each other at a `Rendezvous`.
+
+member of life L    up/L/0, up/L/1, …   ──▶ launcher          each a message of `membership.message`, or a row of
+launcher            down/L/0, down/L/1, … ──▶ member          metrics, as JSON; read once, in order
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+from polytempo.core import PolytempoError
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, Ready, Report
+from polytempo.training.commit_point import Wishes
+
+_LOOK_S = 0.02
+"""How often a member looks for news while it trains."""
+_WAIT_S = 0.005
+"""And while it waits for a view."""
+
+
+class Row(NamedTuple):
+    """A row of metrics of the view's first member."""
+
+    life: int
+    row: dict[str, Any]
+
+
+class Formed(NamedTuple):
+    """The first member of a view has applied a step in it: the run goes on."""
+
+    life: int
+    generation: int
+
+
+Said = Ready | Report | Row | Formed
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End)
+}
+
+
+class Superseded(PolytempoError):
+    """The group that this member is in, or forms, has no future: others are lost, or want to join."""
+
+
+class LauncherBoard:
+    """The launcher's side."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._written: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+
+    def tell(self, life: int, order: GroupView | Interrupt | Leave | Dismiss | End) -> None:
+        """Leave a message for a member."""
+        number = self._written.get(life, 0)
+        self._rendezvous.set(f"down/{life}/{number}", _text(order))
+        self._written[life] = number + 1
+
+    def heard(self, life: int) -> list[Said]:
+        """What a process has said since the last look."""
+        found: list[Said] = []
+        while (text := self._rendezvous.get(f"up/{life}/{self._read.get(life, 0)}")) is not None:
+            self._read[life] = self._read.get(life, 0) + 1
+            found.append(_message(text))
+        return found
+
+
+class MemberBoard:
+    """The side of one member, which looks for news without waiting while it trains."""
+
+    def __init__(self, rendezvous: Rendezvous, life: int) -> None:
+        self.life = life
+        self._rendezvous = rendezvous
+        self._written = self._read = 0
+        self._looked_s = 0.0
+        self._orders: list[GroupView | Dismiss | End] = []
+        self._interrupted = 0
+        self.leaving = False
+        """Whether this member is to leave: set by a signal, too."""
+        self.generation = 0
+        """Of the view that it has taken last."""
+
+    def say(self, message: Said) -> None:
+        """Leave a message for the launcher."""
+        self._rendezvous.set(f"up/{self.life}/{self._written}", _text(message))
+        self._written += 1
+
+    def wishes(self) -> Wishes:
+        """Whether this member has heard that its group is to stop, or wants to leave."""
+        if time.monotonic() - self._looked_s >= _LOOK_S:
+            self._look()
+        return Wishes(stop=self.superseded, leave=self.leaving)
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the present generation is to end, as far as this member has looked."""
+        return self._interrupted >= self.generation or bool(self._orders)
+
+    def check(self) -> None:
+        """Look for news, and raise `Superseded` where the present generation is to end."""
+        self._look()
+        if self.superseded:
+            raise Superseded(f"generation {self.generation} is to end")
+
+    def next(self) -> GroupView | Dismiss | End:
+        """Wait for the next view, or the end. The launcher's end ends the waiting, and this process."""
+        while not self._orders:
+            time.sleep(_WAIT_S)
+            self._look()
+        order = self._orders.pop(0)
+        if isinstance(order, GroupView):
+            self.generation = order.generation
+        return order
+
+    def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        while (text := self._rendezvous.get(f"down/{self.life}/{self._read}")) is not None:
+            self._read += 1
+            order = _message(text)
+            if isinstance(order, Interrupt):
+                self._interrupted = max(self._interrupted, order.generation)
+            elif isinstance(order, Leave):
+                self.leaving = True
+            else:
+                self._orders.append(order)
+
+
+def _text(message: NamedTuple) -> str:
+    return json.dumps([type(message).__name__, *message])
+
+
+def _message(text: str) -> Any:
+    kind, *values = json.loads(text)
+    return _KINDS[kind](*(tuple(value) if isinstance(value, list) else value for value in values))

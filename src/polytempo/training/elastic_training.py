@@ -1,0 +1,287 @@
+"""`ElasticTraining`: one process of an elastic run, over all the groups of ranks in which it takes part.
+
+a view ──▶ enter: finish or undo the step in hand ──▶ the group is formed ──▶ begin: state for newcomers
+  ▲                                                                              │
+  └── report ◀── a member is lost, or all stop at a border of steps ◀── train ◀──┘
+
+Model, optimizer and data are made once, and stay. What belongs to a group of ranks (hooks, buckets, the part of the
+data) is made anew with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.core import PolytempoError, Port
+from polytempo.core.state import Saved
+from polytempo.data.sample_account import Counted, SampleAccount, counted_of
+from polytempo.data.shard import DataShard
+from polytempo.membership.member import ElasticMember
+from polytempo.membership.message import GroupView
+from polytempo.spec.job_calls import data_of, replica_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.attach import AttachOptions, attach_alike, attach_replica
+from polytempo.training.collective_observer import CollectiveObserver
+from polytempo.training.commit_point import Committed, Wishes, commit_point
+from polytempo.training.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
+from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.evaluate import Evaluation
+from polytempo.training.guard import unfinite_names
+from polytempo.training.handle import Handle
+from polytempo.training.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.resumption import load
+from polytempo.training.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.sliced_step import SlicedGradients
+from polytempo.worlds import ProcessWorld
+
+
+def global_batch_of(spec: RunSpec) -> int:
+    """Samples of a step of all workers together, at the number of workers with which the run begins."""
+    return spec.options.global_batch_size or spec.workers * spec.batch_size
+
+
+class Stopped(PolytempoError):
+    """All ranks stop before the same step, for the group of ranks is to change."""
+
+
+class ElasticTraining:
+    """One process's model, optimizer and data. `wishes` says what it has heard; `record` takes rows of metrics."""
+
+    def __init__(
+        self, spec: RunSpec, life: int, wishes: Callable[[], Wishes], record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.spec, self.member = spec, ElasticMember(life)
+        self.model, self.optimizer = replica_of(spec)
+        self.data = data_of(spec.job, spec.options.data)
+        self._wishes, self._record = wishes, record
+        self._evaluation = None if self.data.test is None else Evaluation(spec.job, self.model, self.data)
+        self._unchecked = unfinite_names(self.model)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._scheduler: LRScheduler | None = None
+        self._seconds = 0.0
+        self._place: dict[str, int | None] = {}
+        """Where the data go on after the last step that was applied."""
+        self._saved: Saved | None = None
+        """The strategy's state of this process, between two groups."""
+        self._buffers: dict[str, Tensor] = {}
+        """The model's buffers as they were before the step in hand."""
+        self._stop = False
+        self.on_step: Callable[[], None] | None = None
+        """Called once, after the next step that is applied in a group."""
+        self._handle: Handle | None = None
+        self.context: TrainingContext | None = None
+        self.account: SampleAccount | None = None
+        self.other_bytes = 0.0
+        """What this process has sent in earlier groups, for training."""
+
+    # ------------------------------------------------------------------ between two groups
+
+    def enter(self, view: GroupView) -> None:
+        """Finish or undo the step in hand, as `view` says, and let go of the last group's hooks."""
+        verdict = self.member.enter(view)
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.detach()
+        replica = handle.replica
+        if verdict == "finish":
+            self.optimizer.step()
+            for bucket in replica.buckets:
+                bucket.commit()
+            replica.step += 1
+            self._applied(None)
+        elif self._buffers:
+            self._restore_buffers()
+        while self._scheduler is not None and self._scheduler.last_epoch < replica.step:
+            self._scheduler.step()
+        self._saved = replica.state()
+        assert self.context is not None
+        world = handle.world
+        self._seconds = self.context.seconds + world.now_s() - self.context.observer.off_s
+        self.other_bytes += world.trace.bytes_sent[world.rank] - getattr(self.context.observer, "off_bytes", 0)
+
+    def _applied(self, committed: Committed | None) -> None:
+        """A step is in the model. Of one that another member has seen committed, that one has the account."""
+        assert self.context is not None
+        self.member.stepped()
+        self._buffers = {}
+        self._place = self.context.shard.state_dict()
+        if committed is not None:
+            assert self.account is not None
+            self._stop = committed.stop
+            self.account.add(self.context.shard.epoch, committed.counted)
+            if self.on_step is not None:
+                self.on_step()
+                self.on_step = None
+
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+        self._buffers = {}
+
+    # ------------------------------------------------------------------ a group
+
+    def begin(self, world: ProcessWorld, view: GroupView) -> None:
+        """Make all that belongs to this group, and give newcomers what they lack."""
+        port, spec = world.port, self.spec
+        if self._scheduler is None:
+            self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
+        self._stop = False
+        handle = self._attached(world, view)
+        check_elastic(handle.replica.strategy)
+        self._handle = handle
+        self.context = TrainingContext(
+            spec=spec,
+            replica=handle.replica,
+            shard=self._shard(port.rank, port.size),
+            data=self.data,
+            take_step=self._take_step(handle),
+            observer=CollectiveObserver(world, self._evaluation),
+            scheduler=self._scheduler,
+            unchecked=self._unchecked,
+            record=self._record,
+        )
+        if view.stateful:
+            world.drive(self._share(port, view, self.context))
+        else:
+            self._start(world, self.context)
+        if spec.options.scaling == "local":
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * port.size / spec.workers
+        world.step = handle.replica.step
+
+    def _shard(self, rank: int, size: int) -> DataShard:
+        spec = self.spec
+        keeps_all = spec.options.scaling == "global"
+        return DataShard(
+            self.data.training(),
+            rank=rank,
+            size=size,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            global_batch_size=global_batch_of(spec) if keeps_all else None,
+            slices=spec.strategy.slices,
+        )
+
+    def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
+        whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
+        asked, given = self.spec.options, (self.model, self.optimizer, whole)
+        options = AttachOptions(on_drift=asked.on_drift, allow_nan=asked.allow_nan)
+        if not view.stateful:
+            return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
+        newcomers = frozenset(range(view.stateful, world.size))
+        if newcomers:
+            world.drive(hand_over_model(world.port, self.model, self.optimizer, newcomers))
+        else:
+            world.drive(broadcast_buffers(world.port, self.model))
+        return attach_alike(*given, world=world, options=options)
+
+    def _start(self, world: ProcessWorld, context: TrainingContext) -> None:
+        """The beginning of the run, or where a checkpoint goes on."""
+        options, shard = self.spec.options, context.shard
+        if options.resume:
+            assert options.out is not None
+            world.drive(load(world.port, context, options.out / "checkpoint"))
+        self.account = SampleAccount(check_length(shard))
+        self.account.begin_at(shard.epoch, shard.consumed)
+        self._place, self._seconds = shard.state_dict(), context.seconds
+        self.member.taken_over(context.replica.step)
+
+    async def _share(self, port: Port, view: GroupView, context: TrainingContext) -> None:
+        """Rank 0 says where the training stands; newcomers take it over."""
+        newcomer, replica = port.rank >= view.stateful, context.replica
+        if self.account is None:
+            self.account = SampleAccount(check_length(context.shard))
+        schedule = None if self._scheduler is None or newcomer else schedule_saved(self._scheduler)
+        told = await broadcast_json(
+            port,
+            {
+                "place": self._place,
+                "seconds": self._seconds,
+                "schedule": schedule,
+                "account": self.account.to_plain(),
+            },
+        )
+        if not newcomer and self._place != told["place"]:
+            raise AssertionError(f"rank {port.rank} goes on at {self._place}, and rank 0 at {told['place']}")
+        mine = self._saved or replica.state()
+        if view.stateful < port.size:
+            others = await broadcast_saved(port, mine)
+            mine = others if newcomer else mine
+        replica.restore(mine, [] if newcomer else [mine])
+        context.shard.load_state_dict(told["place"])
+        context.seconds = self._seconds = told["seconds"]
+        self._place = told["place"]
+        self.account.load_plain(told["account"])
+        if newcomer:
+            if self._scheduler is not None:
+                schedule_restore(self._scheduler, told["schedule"])
+            self.member.taken_over(view.step)
+        assert replica.step == view.step, (replica.step, view)
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, world: ProcessWorld) -> TrainingSummary:
+        """Train to the end. Raises `PeerLost` or `TimedOut` where a member is lost, `Stopped` at a border."""
+        assert self.context is not None
+        world.begin()
+        return world.drive(train(world.port, self.context))
+
+    def _take_step(self, handle: Handle) -> TakeStep:
+        """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer."""
+        model, optimizer, world, replica = self.model, self.optimizer, handle.world, handle.replica
+        compute = self._compute(handle)
+
+        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+            if self._stop:
+                raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
+            world.share = replica.share
+            self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            loss = compute(batch, port.world_rank)
+            handle.complete()
+            self.member.exchanged()
+            committed = await commit_point(port, self._wishes, self._counted())
+            before = replica.step
+            try:
+                optimizer.step()
+            finally:  # a member may be lost when buffers meet after the step, which stands nevertheless
+                if replica.step > before:
+                    self._applied(committed)
+            return loss
+
+        return take_step
+
+    def _compute(self, handle: Handle) -> Callable[[Any, int], Tensor]:
+        """The gradients of a batch, or of a batch's slices, on a rank; their exchange may have begun."""
+        replica, spec = handle.replica, self.spec
+
+        def whole(batch: Any, rank: int) -> Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(spec.job, self.model, batch)
+            if replica.guard is not None:
+                replica.guard.loss(loss, replica.step, rank)
+            loss.backward()
+            return loss
+
+        if spec.strategy.slices is None:
+            return whole
+        gradients = SlicedGradients(replica, spec.job, spec.seed)
+
+        def sliced(batch: Any, rank: int) -> Tensor:
+            with handle.no_sync():
+                return gradients.compute(batch, rank)
+
+        return sliced
+
+    def _counted(self) -> Counted:
+        assert self.context is not None
+        shard = self.context.shard
+        return counted_of(shard.places, check_length(shard))

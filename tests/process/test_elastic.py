@@ -1,0 +1,207 @@
+"""Workers of a synchronous run are killed, stopped, sent away and taken in: it ends as the calm run does.
+
+The model computes in float64 and the global batch is kept, so weights differ from the calm run's by rounding alone
+(1e-15 a step). A sample that counted twice or never would show in the fifth digit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # optimizers need it: a second here instead of in each worker
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.run_collective import run_collective
+from polytempo.engines.run_elastic import ElasticLauncher, WorkersLost, run_elastic
+from polytempo.report.metrics import read_metrics
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+
+pytestmark = pytest.mark.process
+
+STEPS = 240
+EPOCHS = 30
+
+Story = Callable[[ElasticLauncher], Any]
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders come into being: afterwards none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+calls: list[float] = []
+
+
+def slowly(output: Tensor, hurry: Path | None) -> None:
+    """Let steps last longer and longer until a test's story is over, so that there is time for it however busy the
+    machine is.
+    """
+    if hurry is not None and output.requires_grad and not hurry.exists():
+        calls.append(min(0.5, 0.02 * 1.02 ** len(calls)))
+        time.sleep(calls[-1])
+
+
+def job(hurry: Path | None = None, fails: bool = False) -> pt.Job:
+    """A regression of 95 samples in batches of 3 × 4: 8 steps an epoch. `hurry`: the file that ends the slow steps."""
+
+    def data(path: Path | None) -> pt.Data:
+        x = torch.randn(95, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return pt.Data(TensorDataset(x, x.cos().sum(1, keepdim=True)), TensorDataset(x, x.sum(1, keepdim=True)))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        slowly(output, hurry)
+        if fails and output.requires_grad:
+            raise KeyError("no such thing")
+        return nn.functional.mse_loss(output, target)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr)
+
+    def schedule(optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * steps_per_epoch)
+
+    return pt.Job(
+        model=model, data=data, loss=loss, optimizer=optimizer, schedule=schedule, lr=0.01, batch_size=4, name="waves"
+    )
+
+
+def spec_of(trained: pt.Job, **options: Any) -> RunSpec:
+    """A run of 3 workers."""
+    return RunSpec.of(trained, pt.strategies.sync_sgd(), 3, RunOptions(epochs=EPOCHS, seed=2, **options))
+
+
+def told(story: Story, spec: RunSpec, hurry: Path, wanted: list[int] | None = None) -> Any:
+    """An elastic run during which `story`, a generator, goes on as often as the launcher looks for news.
+
+    When the story has ended, the run hurries to its end.
+    """
+    plot: list[Iterator[None]] = []
+
+    def watch(launcher: ElasticLauncher) -> None:
+        if not plot:
+            plot.append(story(launcher))
+        if next(plot[0], hurry) is hurry:
+            hurry.touch()
+
+    available = None if wanted is None else lambda: wanted[-1]
+    result = run_elastic(spec, pt.engines.local(), None, available, watch)
+    assert hurry.exists(), "the run was over before the story"
+    return result
+
+
+def trains_with(launcher: ElasticLauncher, size: int) -> Iterator[None]:
+    """Until a step was made by so many workers together."""
+    while launcher.view is None or len(launcher.view.members) != size or not launcher.is_training:
+        yield
+
+
+def harm(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
+    """Send a signal to a member, and wait until the others train without it."""
+    assert launcher.view is not None
+    life = launcher.view.members[rank]
+    process: Any = launcher.processes[life]
+    os.kill(process.pid, number)
+    while life in launcher.view.members or not launcher.is_training:
+        yield
+
+
+def test_whatever_becomes_of_workers_the_model_is_the_calm_runs(tmp_path: Path) -> None:
+    """They are killed, stopped and terminated, and there is room for more of them, and for less."""
+    wanted, out, hurry = [3], tmp_path / "run", tmp_path / "hurry"
+
+    def story(launcher: ElasticLauncher) -> Iterator[None]:
+        for rank, number in ((0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGTERM)):
+            yield from trains_with(launcher, 3)
+            yield from harm(launcher, rank, number)
+        for size in (4, 1, 2):
+            wanted.append(size)
+            yield from trains_with(launcher, size)
+
+    calm = run_collective(spec_of(job()), pt.engines.local())
+    spec = spec_of(job(hurry), min_workers=1, max_workers=4, out=out, checkpoint_every=50)
+    result = told(story, spec, hurry, wanted)
+    assert result.steps == calm.steps == STEPS
+    assert result.loss == pytest.approx(calm.loss, rel=1e-9, abs=0)
+    assert result.ledger == calm.ledger
+    assert [(row["once"], row["last_epoch"]) for row in result.ledger] == [(95, EPOCHS - 1)]
+    lost = [text for change in result.membership for text in change["lost"]]
+    assert lost == ["member-0 was killed by SIGKILL", "member-2 was killed by SIGKILL"]
+    rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows == sorted(set(rows))
+    assert sorted(path.name for path in (out / "checkpoint").glob("step-*"))[-1].endswith("240")
+
+
+def test_with_the_local_batch_kept_the_rate_follows_the_number_of_workers(tmp_path: Path) -> None:
+    """Plain SGD on a loss that is its weight: after each step it is less by the learning rate."""
+    hurry = tmp_path / "hurry"
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        slowly(output, hurry)
+        return output.mean()
+
+    def model() -> nn.Module:
+        made = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(made.weight)
+        return made
+
+    ones = TensorDataset(torch.ones(96, 1), torch.zeros(96, 1))
+    linear = pt.Job(
+        model=model,
+        data=lambda path: pt.Data(ones, ones),
+        loss=loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr),
+        lr=0.125,
+        batch_size=2,
+        name="linear",
+    )
+    options = RunOptions(epochs=12, min_workers=1, scaling="local", restarts=0)
+    spec = RunSpec.of(linear, pt.strategies.sync_sgd(), 2, options)
+
+    def watch(launcher: ElasticLauncher) -> None:
+        if not hurry.exists() and launcher.is_training:
+            next(harm(launcher, 1, signal.SIGKILL))
+            hurry.touch()
+
+    result = run_elastic(spec, pt.engines.local(), None, None, watch)
+    assert result.membership is not None
+    together = result.membership[1]["step"]
+    alone = (12 * 96 - 4 * together) // 2
+    assert result.steps == together + alone
+    assert result.loss == -0.125 * together - 0.0625 * alone  # these sums are exact
+
+
+def test_what_a_worker_raises_ends_the_run() -> None:
+    with pytest.raises(WorkerDied, match="no such thing"):
+        run_elastic(spec_of(job(fails=True), min_workers=1), pt.engines.local())
+
+
+def test_too_few_workers_end_the_run(tmp_path: Path) -> None:
+    def story(launcher: ElasticLauncher) -> Iterator[None]:
+        yield from trains_with(launcher, 3)
+        next(harm(launcher, 1, signal.SIGKILL))
+        next(harm(launcher, 2, signal.SIGKILL))
+        while True:
+            yield
+
+    spec = spec_of(job(tmp_path / "hurry"), min_workers=2, restarts=0)
+    with pytest.raises(WorkersLost, match=r"1 workers are left, and at least 2 are needed.*killed by SIGKILL"):
+        told(story, spec, tmp_path / "hurry")

@@ -1,0 +1,170 @@
+"""Checkpoints and snapshots in an object store: whatever write is the last one, an earlier one is read as it was."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from object_store import Store, bucket
+from polytempo.core.url_path import UrlPath
+from polytempo.server.shard import snapshot
+from polytempo.server.shard.snapshot import SnapshotError, complete, discard_beyond, newest_whole
+from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint_folders import CheckpointError, latest
+
+RANKS = 2
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[UrlPath]:
+    """A store that works again afterwards."""
+    yield UrlPath(bucket(tmp_path)) / "checkpoint"
+    Store.fails_at = None
+
+
+def part(value: float) -> CheckpointPart:
+    return CheckpointPart({"w": torch.full((3,), value), "n": torch.tensor(7)}, {"seconds": value})
+
+
+def save(root: UrlPath | Path, step: int, value: float) -> None:
+    hashes = [write_part(root, step, rank, part(value + rank)) for rank in range(RANKS)]
+    commit(root, step, hashes, {"strategy": "sync_sgd()"})
+
+
+def loaded(root: UrlPath) -> tuple[int, float]:
+    """Step and value of the newest checkpoint, of which every part is read."""
+    folder = latest(root)
+    assert folder is not None
+    parts = [read_part(folder, rank) for rank in range(RANKS)]
+    value = float(parts[0].tensors["w"][0])
+    for rank in range(RANKS):
+        assert parts[rank].tensors["w"].tolist() == [value + rank] * 3
+        assert parts[rank].scalars == {"seconds": value + rank}
+    return read_manifest(folder).step, value
+
+
+def test_the_newest_two_remain_and_hold_the_bytes_of_local_ones(root: UrlPath, tmp_path: Path) -> None:
+    assert latest(root) is None
+    for step in (10, 20, 30):
+        save(root, step, float(step))
+        save(tmp_path / "local", step, float(step))
+    assert loaded(root) == (30, 30.0)
+    assert root.names() == ["step-00000020", "step-00000030"]
+    folder, local = root / "step-00000030", tmp_path / "local" / "step-00000030"
+    assert (folder / "manifest.json").read(10_000) == (local / "manifest.json").read_bytes()
+    parts = [(folder / name).read(10_000) for name in folder.names() if name != "manifest.json"]
+    assert parts == [(local / f"rank-{rank}.safetensors").read_bytes() for rank in range(RANKS)]
+
+
+def test_a_copy_in_a_folder_is_read_like_a_local_one(root: UrlPath, tmp_path: Path) -> None:
+    save(root, 10, 4.0)
+    local = tmp_path / "copied" / "step-00000010"
+    local.mkdir(parents=True)
+    for name in (root / "step-00000010").names():
+        (root / "step-00000010" / name).download(local / name)
+    assert latest(local.parent) == local
+    assert read_part(local, 1).scalars == {"seconds": 5.0}
+
+
+def test_what_lies_beyond_a_step_that_is_saved_again_goes(root: UrlPath) -> None:
+    for step in (10, 20, 30):
+        save(root, step, float(step))
+    write_part(root, 40, 0, part(40.0))  # by a rank that is ahead
+    save(root, 20, 21.0)
+    assert loaded(root) == (20, 21.0)
+    assert root.names() == ["step-00000020", "step-00000040"]
+    assert len((root / "step-00000020").names()) == RANKS + 1
+
+
+@pytest.mark.parametrize("step", [20, 30], ids=["the same step again", "the next step"])
+def test_a_save_that_fails_at_any_operation_leaves_the_former_one(root: UrlPath, tmp_path: Path, step: int) -> None:
+    save(root, 10, 10.0)
+    save(root, 20, 20.0)
+    objects, before = tmp_path / "objects", tmp_path / "before"
+    shutil.copytree(objects, before)
+    outcomes = set()
+    for n in itertools.count(1):
+        shutil.rmtree(objects)
+        shutil.copytree(before, objects)
+        Store.operations, Store.fails_at = 0, n
+        failed = True
+        try:
+            save(root, step, 99.0)
+            failed = False
+        except CheckpointError:
+            pass
+        untouched = Store.operations < n
+        Store.fails_at = None
+        assert loaded(root) == ((20, 20.0) if failed else (step, 99.0)), n
+        outcomes.add(failed)
+        save(root, 40, 40.0)  # and the run that goes on leaves no remains
+        assert loaded(root) == (40, 40.0)
+        assert all(len((root / name).names()) == RANKS + 1 for name in root.names())
+        if untouched:
+            break
+    assert outcomes == {True, False}
+    assert n > 8
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-1"])
+def test_damage_is_named(root: UrlPath, name: str) -> None:
+    save(root, 10, 10.0)
+    save(root, 20, 20.0)
+    folder = root / "step-00000020"
+    [found] = [folder / each for each in folder.names() if each.startswith(name)]
+    content = found.read(100_000)
+    found.write(content[:50] + b"x" + content[51:])
+    with pytest.raises(CheckpointError, match=r"step-00000020 to fall back to bucket://.*step-00000010"):
+        loaded(root)
+    found.write(content[:-9])
+    if name == "manifest.json":  # cut short, as a filesystem leaves it that is no object store: it was never complete
+        assert loaded(root) == (10, 10.0)
+    else:
+        with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
+            loaded(root)
+
+
+# ---- snapshots of shards ----
+
+
+def write(folder: UrlPath, number: int, value: int) -> None:
+    for shard in range(2):
+        snapshot.write(folder, number, shard, bytes([value]), [torch.full((4,), float(value))])
+
+
+def test_a_snapshot_that_fails_at_any_operation_leaves_the_former_one(root: UrlPath, tmp_path: Path) -> None:
+    write(root, 1, 1)
+    write(root, 2, 2)
+    objects, before = tmp_path / "objects", tmp_path / "before"
+    shutil.copytree(objects, before)
+    numbers = set()
+    for n in itertools.count(1):
+        shutil.rmtree(objects)
+        shutil.copytree(before, objects)
+        Store.operations, Store.fails_at = 0, n
+        failed = True
+        try:
+            write(root, 3, 3)
+            failed = False
+        except (SnapshotError, OSError):
+            pass
+        untouched = Store.operations < n
+        Store.fails_at = None
+        number = newest_whole(root, 2)
+        assert number == 3 or (failed and number == 2), n  # what was put before the answer failed is there
+        numbers.add(number)
+        for shard in range(2):
+            found = snapshot.read(root, number, shard)
+            assert (found.state, found.tensors[0].tolist()) == (bytes([number]), [float(number)] * 4)
+        if untouched:
+            break
+    assert numbers == {2, 3}
+    discard_beyond(root, 2)
+    assert not complete(root, 3, 2)
+    assert newest_whole(root, 2) == 2
+    assert not any(name.endswith(".partial") for name in root.names())
