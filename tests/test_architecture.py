@@ -64,6 +64,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.train"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.submit"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",

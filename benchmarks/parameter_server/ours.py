@@ -26,6 +26,7 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.shared import Arenas
@@ -126,7 +127,8 @@ class Served:
                 return self._arenas.empty(worker, numel, dtype)
 
             spans = shard_map((Parameter("weights", self.numel),), 1)
-            client = Client(worker, 1, spans, ((self.workers,),), self.workers + 1, _TIMING, empty=empty)
+            memory = LentGradients(empty, lambda one: self._arenas.reference(one) is not None)
+            client = Client(worker, 1, spans, ((self.workers,),), self.workers + 1, _TIMING, memory=memory)
             mail = self._mail(worker)
             mail.wait_for(self.workers)
             world = MailWorld(worker, mail, [0] * (self.workers + 2))

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
+    from polytempo.core.notice import Preempted
+    from polytempo.engines.attach import attach
     from polytempo.engines.collective import RunTimedOut
     from polytempo.engines.elastic_loop import elastic
     from polytempo.engines.failures import WorkerDied
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
-    from polytempo.training.attach import attach, no_sync
+    from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
     from polytempo.training.loop_state import ElasticState
+    from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
@@ -89,6 +92,8 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.core.errors": ("JobFailed",),
+    "polytempo.core.notice": ("Preempted",),
+    "polytempo.engines.attach": ("attach",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
@@ -102,12 +107,13 @@ _HOMES = {
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
-    "polytempo.training.attach": ("attach", "no_sync"),
+    "polytempo.training.attached": ("no_sync",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),
+    "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
@@ -128,10 +134,12 @@ __all__ = [
     "PeerLost",
     "PolytempoError",
     "Port",
+    "Preempted",
     "ProcessWorld",
     "Result",
     "RunOptions",
     "RunTimedOut",
+    "ServedHandle",
     "ShardLost",
     "Strategy",
     "TimedOut",

@@ -1,6 +1,7 @@
 """An agent of a run on several hosts: `python -m polytempo.agent [TICKET_FILE]`.
 
-Without a file, its ticket is the first line of standard input. Engines start it (see `engines.remote.agent`).
+Without a file, its ticket is in POLYTEMPO_TICKET, or else the first line of standard input. Engines start it (see
+`engines.remote.agent`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from importlib import import_module
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
+from polytempo.engines.fork import default_signals
 from polytempo.engines.remote.agent import end_politely, serve_head
 from polytempo.engines.remote.ticket import AgentTicket
 
 
 def main() -> int:
     """Be an agent; the exit code."""
+    default_signals()  # the launcher held some back while it started this process
     signal.signal(signal.SIGTERM, end_politely)
     signal.signal(signal.SIGINT, end_politely)
     try:

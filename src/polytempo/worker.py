@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from polytempo import jobs
+from polytempo.core.notice import ignore_hangup
 from polytempo.engines import janitor
 from polytempo.engines.engine import Role
 from polytempo.engines.fork import default_signals, die_with
@@ -59,6 +60,7 @@ def _settle(order: Mapping[str, Any]) -> None:
     die_with(order["launcher"])
     janitor.begin(order["notes"])
     default_signals()
+    ignore_hangup()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)

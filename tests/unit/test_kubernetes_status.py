@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, index_of, latest, occupies
+from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, index_of, latest, phase
 
 
 def pod(phase: str, number: int = 0, name: str = "run-0-x", **more: Any) -> dict[str, Any]:
@@ -74,15 +74,8 @@ def test_the_newest_pod_of_a_number_counts() -> None:
     assert latest([leaving, new, other, old], 1) is new
     assert latest([old, leaving], 1) is leaving
     assert latest([old], 0) is None
+    assert [phase(each) for each in (old, new, {"metadata": {"name": "bare"}})] == ["Failed", "Running", "Pending"]
     assert [index_of(each) for each in (old, other, {"metadata": {"name": "bare"}})] == [1, 0, -1]
-
-
-@pytest.mark.parametrize(
-    ("phase", "found"),
-    [("Pending", True), ("Running", True), ("Unknown", True), ("Succeeded", False), ("Failed", False)],
-)
-def test_a_pod_occupies_its_node_until_it_has_ended(phase: str, found: bool) -> None:
-    assert occupies(pod(phase)) is found
 
 
 FINISHED = [

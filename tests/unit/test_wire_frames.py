@@ -111,6 +111,21 @@ def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
     there_and_back()
 
 
+@pytest.mark.parametrize("part_bytes", [1, 7, 32])
+def test_a_tensor_that_is_cut_into_parts_comes_back_as_it_was(part_bytes: int) -> None:
+    for gradient in (torch.arange(9.0), torch.arange(5, dtype=torch.uint8), torch.tensor([]), torch.ones(8) > 0):
+        message = pushed(gradient)
+        frames = encode(message, None, part_bytes)
+        assert len(frames) - 1 == sum(
+            max(1, -(-t.nbytes // part_bytes)) for t in (gradient, message.rows[0].rows, message.rows[0].values)
+        )
+        assert same(message, decode(arrived(frames), FrameLimits(num_frames=64)))
+
+
+def test_a_large_tensor_has_a_bounded_number_of_parts() -> None:
+    assert len(encode(Push(0, 0, 1, 0, 0, 1, (), (), torch.zeros(100_000)), None, 1)) <= 1 + 512
+
+
 def pushed(gradient: Tensor) -> Push:
     return Push(0, 0, 1, 0, 0, 1, (0.1,), (7,), gradient, (Rows(0, torch.tensor([3]), torch.ones(1, 2)),))
 
@@ -169,8 +184,14 @@ WRONG: dict[str, tuple[list[Frame], str]] = {
     "an empty header": ([b""], "1 to 65536 bytes"),
     "a long header": ([bytes(65537)], "1 to 65536 bytes"),
     "too much in all": ([pulled([0, [2], 1]), bytes(1 << 19), bytes(1 << 19)], "up to 1048576 bytes"),
-    "another version": ([b"\x02" + pulled([0, [2], 1])[1:], EIGHT], "version 2"),
-    "not msgpack": ([b"\x01\xc1"], "malformed"),
+    "another version": ([b"\x01" + pulled([0, [2], 1])[1:], EIGHT], "version 1"),
+    "not msgpack": ([bytes([VERSION]) + b"\xc1"], "malformed"),
+    "parts that are not there": ([pulled([0, [2], 1, 2]), EIGHT], "2 frames from 1 on"),
+    "an empty part": ([pulled([0, [2], 1, 2]), EIGHT, b""], "one of them is empty"),
+    "parts of another tensor": ([pulled([0, [2], 1, 2]), EIGHT, EIGHT], "have 16 bytes, their tensor 8"),
+    "one part": ([pulled([0, [2], 1, 1]), EIGHT], "the parts of one behind each other"),
+    "parts out of order": ([pulled([0, [2], 2, 2]), EIGHT, EIGHT], "the parts of one behind each other"),
+    "more parts than there may be": ([pulled([0, [2], 1, 513]), EIGHT], "the parts of one behind each other"),
     "cut off": ([pulled([0, [2], 1])[:-1], EIGHT], "truncated"),
     "more than a message": ([pulled([0, [2], 1]) + b"\x00", EIGHT], "trailing"),
     "an unknown message": ([header("Burn", 0)], "Burn"),

@@ -23,7 +23,7 @@ from polytempo import strategies
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.bench.rank import BenchRank, crewed
 from polytempo.native.library import why_not
-from polytempo.training.attach import attach
+from polytempo.training.attach import attach_replica
 
 CONFIGURATIONS = ("ddp_gloo", "shared_memory")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -112,7 +112,7 @@ def _train(crew: BenchRank, name: str, plan: MemoryPlan, looks: list[Look]) -> N
         model = DistributedDataParallel(model, process_group=crew.gloo)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     if name == "shared_memory":
-        attach(model, optimizer, strategies.shared_memory())
+        attach_replica(model, optimizer, strategies.shared_memory())
     for _ in range(plan.steps):
         optimizer.zero_grad()
         model(batch).square().mean().backward()

@@ -26,7 +26,7 @@ from polytempo.bench.rank import BenchRank, crewed
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, slowest, timed, turns
 from polytempo.core.strategy import Strategy
 from polytempo.native.library import why_not
-from polytempo.training.attach import attach
+from polytempo.training.attach import attach_replica
 
 OURS = ("ddp_polytempo", "shared_memory", "hogwild")
 BASES = ("one_thread", "ddp_gloo", "apart")
@@ -121,7 +121,7 @@ def _alone(crew: BenchRank, name: str, workload: Workload, batches: Sequence[Bat
 def _attached(name: str, workload: Workload, batches: Sequence[Batch], strategy: Strategy) -> Contender:
     model = _made(workload)
     optimizer = _optimizer(workload, model)
-    attach(model, optimizer, strategy)
+    attach_replica(model, optimizer, strategy)
     return Contender(name, timed(_step(workload, model, batches, optimizer)))
 
 

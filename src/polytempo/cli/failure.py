@@ -29,7 +29,8 @@ def exit_code() -> Generator[None]:
     """Turn what goes wrong inside into a message and an exit code.
 
     `ValueError`, a wrong value, is 2, in a worker too; Ctrl-C is 130, SIGTERM 143; everything else, a run that failed,
-    is 1. With `POLYTEMPO_DEBUG=1` the traceback is shown, too.
+    is 1. A run that has saved and left after SIGTERM ends with 75 (see `core.notice`).
+    With `POLYTEMPO_DEBUG=1` the traceback is shown, too.
     """
     try:
         with _sigterm_raises():
@@ -58,16 +59,21 @@ def _sigterm_raises() -> Generator[None]:
     if not handled or any(name in os.environ for name in _OF_LAUNCHERS):
         yield
         return
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _Terminate())
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _terminate(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
-    raise Terminated
+class _Terminate:
+    """The handler. A run that can save puts its own in its place meanwhile (see `core.notice`)."""
+
+    ends = True
+
+    def __call__(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
+        raise Terminated
 
 
 def wrong_value(error: Exception) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from typer.core import TyperGroup
 
 import polytempo
 from polytempo.cli import bench_parameters as b
@@ -123,6 +124,33 @@ def compare(
         command(request)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def submit(
+    context: typer.Context,
+    command: p.Submitted,
+    sbatch: p.Sbatch = None,
+    grace_s: p.Grace = None,
+    dry_run: p.ScriptOnly = False,
+) -> None:
+    """Submit a `train` command as a job of Slurm, which goes back into the queue where its time is over.
+
+    Write: polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER
+    """
+    with exit_code():
+        if command[0] != "train":
+            raise ValueError(f"submit takes a train command, got {command[0]!r}: polytempo submit train JOB …")
+    assert context.parent is not None
+    assert isinstance(context.parent.command, TyperGroup)
+    given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
+    with exit_code():
+        from polytempo.cli.request import train_request  # imports pydantic
+
+        request = train_request(given, given.pop("config"))
+        from polytempo.cli.submit import submit as submitted  # imports torch, which takes seconds
+
+        submitted(command, request, sbatch=sbatch, grace_s=grace_s, dry_run=dry_run)
+
+
 @app.command()
 def simulate(
     context: typer.Context,
@@ -182,6 +210,23 @@ def replay(
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
+
+
+@app.command()
+def top(
+    run: p.Watched,
+    once: p.Once = None,
+    every_s: p.EveryS = None,
+    json: p.Json = None,
+) -> None:
+    """Show the workers, hosts, rates, staleness and faults of a run, live until it ends.
+
+    RUN is the run's folder. Ctrl-C leaves; the run goes on.
+    """
+    with exit_code():
+        from polytempo.cli.top import top as command  # imports torch, which takes seconds
+
+        command(run, once=bool(once), as_json=bool(json), every_s=1.0 if every_s is None else every_s)
 
 
 @app.command()

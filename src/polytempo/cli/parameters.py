@@ -167,6 +167,13 @@ ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
+Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
+EveryS = Annotated[
+    float | None,
+    typer.Option("--every-s", metavar="T", min=0.1, max=3600, help="Seconds between two looks. Default: 1."),
+]
+
 Explained = Annotated[
     str,
     typer.Argument(
@@ -184,3 +191,13 @@ OfSize = Annotated[
     str | None,
     typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
 ]
+Submitted = Annotated[
+    list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")
+]
+Sbatch = Annotated[
+    str | None, typer.Option(metavar="WORDS", help="More options of sbatch, such as '--account=physics'.")
+]
+Grace = Annotated[
+    int | None, typer.Option(metavar="S", help="Seconds before the time is over in which the run saves. Default: 60.")
+]
+ScriptOnly = Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")]

@@ -43,8 +43,10 @@ class Batches:
         batch_size: int | None = None,
         seed: int = 0,
         deals: Deals = "freely",
+        shuffle: bool | None = None,
     ) -> None:
-        self._source = read_source(source, batch_size, None)
+        """`batch_size` is per worker; it and `shuffle` (None: True for a data set) override a loader's."""
+        self._source = read_source(source, batch_size, shuffle)
         dataset = self._source.dataset
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError("a parameter server deals batches by number, so a job's data need a length and an order")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polytempo.core.slice_tree import subtree
-from polytempo.data.plan import Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
+from polytempo.data.batches import Batches
+from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
 from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
 from polytempo.data.stream import from_stream
 
@@ -170,6 +171,17 @@ class DataShard:
         )
         other.load_state_dict(self.state_dict())
         return other
+
+    def dealt(self, deals: Deals) -> Batches:
+        """The same data for workers whose batches are dealt one by one. ValueError for a stream."""
+        return Batches(
+            self._given,
+            size=self.size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            deals=deals,
+            shuffle=self.shuffle,
+        )
 
     def state_dict(self) -> dict[str, int | None]:
         """The position, the same on all ranks; plain numbers."""

@@ -9,13 +9,15 @@ _ENGINES = {
     "dask": ("dask_engine", "Dask"),
     "kubernetes": ("kubernetes_engine", "Kubernetes"),
     "local": ("local_engine", "Local"),
+    "mpi": ("mpi_engine", "Mpi"),
     "ray": ("ray_engine", "Ray"),
+    "slurm": ("slurm_engine", "Slurm"),
     "spark": ("spark_engine", "Spark"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }
 
-__all__ = ["dask", "kubernetes", "local", "ray", "spark", "ssh", "subprocess"]
+__all__ = ["dask", "kubernetes", "local", "mpi", "ray", "slurm", "spark", "ssh", "subprocess"]
 
 
 def __getattr__(name: str) -> Any:

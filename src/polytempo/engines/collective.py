@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.engine import Engine, EngineProcess, Role
+from polytempo.core.notice import Notice, Preempted
+from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
 from polytempo.engines.failures import died, last_lines, quote
 from polytempo.spec.topology import Topology
 
@@ -32,18 +33,30 @@ def collected(
     tick: Callable[[], object] | None = None,
     timeout_s: float | None = None,
     ask_where: Callable[[Sequence[EngineProcess]], object] = lambda processes: None,
+    notice: Notice | None = None,
 ) -> list[Any]:
     """Start the topology's ranks, wait until each has left its result, and return what they left, by rank.
 
     `tick` is called a few times a second meanwhile, and may raise. `ask_where` lets processes write into their logs
-    where they hang. Errors: `WorkerDied` for the first that fails, `RunTimedOut` after `timeout_s`.
+    where they hang. Errors: `WorkerDied` for the first that fails, `RunTimedOut` after `timeout_s`, `Preempted` where
+    ranks have saved and left, as this process asks of them when it has its `notice`.
     """
     processes = [engine.start(Role("rank", rank, rank), topology.host_of(rank)) for rank in topology.workers]
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    asked = False
     while running := [process for process in processes if process.exit_code is None]:
         left_s = max(0.0, deadline - time.monotonic())
         engine.poll(min(left_s, _TICK_S if tick else _LONGEST_WAIT_S))
+        if notice is not None and notice.given and not asked:
+            asked = True
+            _pass_on(engine, notice)
+        if notice is not None and notice.expired:
+            notice.end()
         if any(process.failed for process in processes):
+            if any(_preempted(process) for process in processes):
+                raise _left(engine, processes, 30.0 if notice is None else notice.grace_s)
+            if asked and notice is not None:
+                notice.end()
             _await_all(engine, processes)
             raise died([process for process in processes if process.failed], len(processes))
         if timeout_s is not None and time.monotonic() >= deadline:
@@ -55,9 +68,31 @@ def collected(
     return [json.loads(process.result or b"null") for process in processes]
 
 
-def _await_all(engine: Engine, processes: Sequence[EngineProcess]) -> None:
+def _pass_on(engine: Engine, notice: Notice) -> None:
+    """Let the run's processes save and leave; where they cannot be asked, the run ends as it would without."""
+    if isinstance(engine, Preempting):
+        engine.preempt()
+    else:
+        notice.end()
+
+
+def _preempted(process: EngineProcess) -> bool:
+    return process.failure is not None and process.failure.error == Preempted.__name__
+
+
+def _left(engine: Engine, processes: Sequence[EngineProcess], within_s: float) -> BaseException:
+    """`Preempted` where all ranks have saved and left; else what went wrong meanwhile."""
+    _await_all(engine, processes, within_s)
+    others = [process for process in processes if process.failed and not _preempted(process)]
+    if others:
+        return died(others, len(processes))
+    steps = [process.failure.facts["step"] for process in processes if process.failure and process.failure.facts]
+    return Preempted(max(steps))
+
+
+def _await_all(engine: Engine, processes: Sequence[EngineProcess], within_s: float = _GRACE_S) -> None:
     """Wait until all have ended, for a moment at most."""
-    until = time.monotonic() + _GRACE_S
+    until = time.monotonic() + within_s
     while any(process.exit_code is None for process in processes) and time.monotonic() < until:
         engine.poll(max(0.0, until - time.monotonic()))
 

@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 _END_S = 15.0
 """How long agents may take to end when asked: longer than `held_agent` waits before it ends one for certain."""
 _PAUSE_S = 0.02
-_CONNECT_S = 30.0
+_CONNECT_S = 20.0
 
 
 @dataclass(frozen=True)

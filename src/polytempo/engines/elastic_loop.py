@@ -27,7 +27,7 @@ from polytempo.engines.run_elastic import Available, ElasticLauncher
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import Dismiss, End, GroupView, Ready
 from polytempo.membership.run_membership import RunMembership
-from polytempo.training.attach import detach_from
+from polytempo.training.attached import detach_from
 from polytempo.training.commit_point import commit_point
 from polytempo.training.elastic_training import Stopped
 from polytempo.training.loop_state import ElasticState

@@ -72,6 +72,8 @@ class EngineProcess:
     """What it has left, as JSON, where it ended well."""
     failure: Failure | None = None
     """Why it says that it failed, if it could say so."""
+    host: str = ""
+    """The name of its host; "" for this one."""
 
     @property
     def failed(self) -> bool:
@@ -111,6 +113,14 @@ class Engine(Protocol):
 
     def stop(self, process: EngineProcess | None = None) -> None:
         """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
+
+
+@runtime_checkable
+class Preempting(Protocol):
+    """What an engine may be besides: it passes on that the run has to leave soon."""
+
+    def preempt(self) -> None:
+        """Ask all processes to save and leave, by SIGTERM; `poll` sees them end."""
 
 
 class Launch(NamedTuple):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 # macOS has no prctl: there the janitor alone ends the workers of a launcher that was killed.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -39,10 +41,16 @@ def fork(child: Callable[[], None]) -> int:
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns wherever threads run; `local.launch` looks at them itself.
-        warnings.filterwarnings("ignore", message=r".*use of fork\(\) may lead to", category=DeprecationWarning)
+    with _without_warning():
         return os.fork()
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Python 3.12 warns wherever threads run; `local.launch` looks at them itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*use of fork\(\) may lead to", category=DeprecationWarning)
+        yield
 
 
 @contextmanager
@@ -53,6 +61,16 @@ def held_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def open_program(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """`subprocess.Popen` inside `held_signals`: the program does not inherit the mask, so SIGTERM ends it."""
+    with _without_warning():
+        return subprocess.Popen(words, preexec_fn=_let_signals_through, **options)  # noqa: S603 - the caller's words
+
+
+def _let_signals_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def default_signals() -> None:

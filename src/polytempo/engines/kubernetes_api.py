@@ -55,14 +55,16 @@ class KubernetesApi:
             found = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else "default"
         else:
             try:
-                library.config.load_kube_config(context=context, client_configuration=settings)
-                _, active = library.config.list_kube_config_contexts()
+                file = os.environ.get("KUBECONFIG")  # the client knows what it was when it was imported
+                library.config.load_kube_config(file, context=context, client_configuration=settings)
+                contexts, active = library.config.list_kube_config_contexts(file)
             except library.config.ConfigException as error:
                 raise ValueError(
                     f"kubernetes: this process is in no pod, and there is no kubeconfig that would do ({error}). "
                     "Set KUBECONFIG, or run the launcher in the cluster: pt.engines.kubernetes(…).to_yaml(…)"
                 ) from None
-            found = (active.get("context") or {}).get("namespace") or "default"
+            chosen = active if context is None else next(each for each in contexts if each["name"] == context)
+            found = chosen["context"].get("namespace") or "default"
         return KubernetesApi(namespace or found, library.client.ApiClient(settings))
 
     def create(self, manifest: Manifest) -> Manifest:
@@ -119,7 +121,7 @@ class KubernetesApi:
         if IN_A_POD not in os.environ:
             return None
         with suppress(KubernetesRefusal):
-            name = socket.gethostname()
+            name = os.environ.get("POD_NAME") or socket.gethostname()  # they differ in an Indexed Job
             return self._asked(f"get pod {name}", self._core.read_namespaced_pod, name, self.namespace)
         return None
 

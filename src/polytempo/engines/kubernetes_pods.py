@@ -124,8 +124,9 @@ def _environment(options: KubernetesOptions) -> list[Manifest]:
     plain: list[Manifest] = [
         {"name": name, "value": value} for name, value in given.items() if name not in options.secrets
     ]
-    address: Manifest = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    return [*plain, address, *(_from_secret(name, place) for name, place in options.secrets.items())]
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    own = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+    return [*plain, *own, *(_from_secret(name, place) for name, place in options.secrets.items())]
 
 
 def _from_secret(name: str, place: str) -> Manifest:

@@ -22,12 +22,13 @@ from polytempo.engines.kubernetes_api import KubernetesApi, KubernetesRefusal
 from polytempo.engines.kubernetes_forms import workload
 from polytempo.engines.kubernetes_options import KubernetesOptions
 from polytempo.engines.kubernetes_pods import Manifest, owner_reference, selector, ticket_secret
-from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, latest, occupies
+from polytempo.engines.kubernetes_status import describe, ended_for_good, finished, latest, phase
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 
 _LOOK_S = 2.0
 _PAUSE_S = 0.2
+_POLITE_S = 5.0
 _SPARE_S = 10.0
 
 
@@ -64,7 +65,8 @@ class KubernetesStarter:
         try:
             self._create(len(numbers), [ticket.numbered(number).to_json() for number in numbers])
         except BaseException:
-            self.stop()
+            with suppress(KubernetesRefusal):  # the first one says more
+                self._delete()
             raise
         self._agents = [PodAgent(number, f"pod {i} of {self.name}", index=i) for i, number in enumerate(numbers)]
         return list(self._agents)
@@ -88,6 +90,13 @@ class KubernetesStarter:
 
     def stop(self) -> None:
         """See `AgentStarter`. KubernetesRefusal where the API does not delete what was created; it names that."""
+        if self._created:
+            self._wait(_POLITE_S, ("Running",))  # agents that were told to leave need no SIGTERM
+            self._delete()
+            self._wait(self._options.grace_s + _SPARE_S, ("Running", "Pending", "Unknown"))
+
+    def _delete(self) -> None:
+        """Delete what was created, as far as the API does that; KubernetesRefusal names what is left."""
         created, self._created = self._created, []
         refused: KubernetesRefusal | None = None
         for manifest in reversed(created):
@@ -97,9 +106,6 @@ class KubernetesStarter:
                 refused = refusal
         if refused is not None:
             raise refused
-        until_s = time.monotonic() + self._options.grace_s + _SPARE_S
-        while created and self._any_left() and time.monotonic() < until_s:
-            time.sleep(_PAUSE_S)
 
     def _create(self, pods: int, tickets: Sequence[str]) -> None:
         for manifest in workload(self._options, self.name, pods, self._launcher):
@@ -117,8 +123,11 @@ class KubernetesStarter:
         found = self._api.read(kind, name)
         return f"{kind} {name} was deleted" if found is None else finished({**found, "kind": kind})
 
-    def _any_left(self) -> bool:
-        try:
-            return any(occupies(pod) for pod in self._api.pods(selector(self.name)))
-        except KubernetesRefusal:
-            return True
+    def _wait(self, most_s: float, phases: Sequence[str]) -> None:
+        """Wait until no pod is in one of these phases, at most so long."""
+        until_s = time.monotonic() + most_s
+        while time.monotonic() < until_s:
+            with suppress(KubernetesRefusal):
+                if not any(phase(pod) in phases for pod in self._api.pods(selector(self.name))):
+                    break
+            time.sleep(_PAUSE_S)

@@ -26,9 +26,9 @@ def latest(pods: Sequence[Manifest], index: int) -> Manifest | None:
     return max(mine, key=lambda pod: (_goes_on(pod), pod["metadata"].get("creationTimestamp", "")), default=None)
 
 
-def occupies(pod: Manifest) -> bool:
-    """Whether the pod has not ended: its containers may run."""
-    return _phase(pod) not in ("Succeeded", "Failed")
+def phase(pod: Manifest) -> str:
+    """Pending, Running, Succeeded, Failed or Unknown."""
+    return str(pod.get("status", {}).get("phase", "Pending"))
 
 
 def describe(pod: Manifest) -> str:
@@ -44,9 +44,9 @@ def ended_for_good(pod: Manifest, restarts: int) -> str | None:
 
     A pod that has failed is replaced `restarts` times; failures that the policy ignores do not count.
     """
-    if _phase(pod) == "Succeeded":
+    if phase(pod) == "Succeeded":
         return "has completed"
-    if _phase(pod) != "Failed" or _ignored(pod):
+    if phase(pod) != "Failed" or _ignored(pod):
         return None
     failures = int(_annotations(pod).get(FAILURES, 0)) + 1
     if failures <= restarts:
@@ -67,12 +67,8 @@ def _annotations(pod: Manifest) -> dict[str, str]:
     return pod["metadata"].get("annotations") or {}
 
 
-def _phase(pod: Manifest) -> str:
-    return str(pod.get("status", {}).get("phase", "Pending"))
-
-
 def _goes_on(pod: Manifest) -> bool:
-    return occupies(pod) and "deletionTimestamp" not in pod["metadata"]
+    return phase(pod) not in ("Succeeded", "Failed") and "deletionTimestamp" not in pod["metadata"]
 
 
 def _conditions(pod: Manifest) -> dict[str, dict[str, Any]]:
@@ -103,4 +99,4 @@ def _trouble(pod: Manifest) -> str:
         waits = [scheduled]
     for each in waits:
         return ": ".join(str(each[key]) for key in ("reason", "message") if each.get(key))
-    return "" if _phase(pod) == "Running" else _phase(pod).lower()
+    return "" if phase(pod) == "Running" else phase(pod).lower()

@@ -74,6 +74,10 @@ class LocalEngine:
         """See `Engine`."""
         self._children.stop(process)
 
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        self._children.preempt()
+
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
         self.signal(processes, signal.SIGUSR1)

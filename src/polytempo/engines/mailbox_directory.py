@@ -31,7 +31,8 @@ class MailboxDirectory:
     `most_bytes`: the largest tensors that any message carries, in all.
     """
 
-    def __init__(self, home: Path, transport: Transport, arenas: Arenas, most_bytes: int) -> None:
+    def __init__(self, home: Path, transport: Transport, arenas: Arenas | None, most_bytes: int) -> None:
+        """`arenas` None: tensors travel through the sockets."""
         if transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
         self._home, self._transport, self._arenas = home, transport, arenas
@@ -57,10 +58,10 @@ class MailboxDirectory:
 
     @property
     def _folder(self) -> Path:
-        return self._home / "mail"
+        return _folder_in(self._home)
 
     def _socket(self, node: int) -> str:
-        return f"ipc://{self._folder}/n{node}"
+        return socket_in(self._home, node)
 
 
 class NodeMail:
@@ -112,6 +113,15 @@ def addresses_in(folder: Path) -> Callable[[int], str | None]:
             return None
 
     return find
+
+
+def socket_in(home: Path, node: int) -> str:
+    """The address of `node` where all processes have the folder `home`, and use no ports."""
+    return f"ipc://{_folder_in(home)}/n{node}"
+
+
+def _folder_in(home: Path) -> Path:
+    return home / "mail"
 
 
 def _address_file(folder: Path, node: int) -> Path:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Unpack
 
 from polytempo.core import NotFinite, Strategy, files
+from polytempo.core.notice import Preempted
 from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
 from polytempo.engines.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
@@ -63,7 +64,8 @@ def run(
 
     Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
     infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
-    be killed and the run goes on (see `run_served`).
+    be killed and the run goes on (see `run_served`). `Preempted`, a SystemExit with code 75, where this process or a
+    worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it.
     """
     check_strategy(strategy)
     setup = checked_engine(engine)
@@ -108,12 +110,17 @@ def _performed(
     spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
 ) -> Result:
     """The run itself."""
-    with began(spec.options.out):
-        if spec.options.elastic:
-            return run_elastic(spec, engine, progress, available)
-        if spec.strategy.server is not None:
-            return run_served(spec, engine, progress)
-        return run_collective(spec, engine, progress)
+    try:
+        with began(spec.options.out):
+            if spec.options.elastic:
+                return run_elastic(spec, engine, progress, available)
+            if spec.strategy.server is not None:
+                return run_served(spec, engine, progress)
+            return run_collective(spec, engine, progress)
+    except Preempted as error:
+        told = Preempted(error.step, str(spec.options.out))
+        print(f"polytempo: {told}", file=sys.stderr)
+        raise told from None
 
 
 def join(

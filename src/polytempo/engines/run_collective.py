@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polytempo.core import files
+from polytempo.core.notice import noticed
 from polytempo.core.url_path import UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.failures import diverged
 from polytempo.engines.init import init
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
@@ -47,18 +50,23 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         most=spec.workers,
         threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
     )
-    with diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
+    if out is not None:
+        files.run_folder(out)
+    local = out if isinstance(out, Path) else None
+    with LiveRun(local, spec) as live, diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
         follower: _Follower | UrlFollower | None = None
         if out is not None:
-            files.run_folder(out)
             metrics = out / "metrics.jsonl"
             if not options.resume:
                 files.remove(metrics)
-            follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
+            noted = live.noting(show)
+            follower = UrlFollower(metrics, noted) if isinstance(metrics, UrlPath) else _Follower(metrics, noted)
         try:
             with setup.open(launch._replace(logs=logs)) as engine:
                 topology = on_hosts(spec.topology(), engine.address.num_hosts)
-                [answer, *_] = collected(engine, topology, None if follower is None else follower.look)
+                with noticed(options.grace_s) if out is not None else nullcontext() as notice:
+                    look = None if follower is None else follower.look
+                    [answer, *_] = collected(live.watching(engine), topology, look, notice=notice)
         finally:
             for meeting in meetings:
                 meeting.close()

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from polytempo.core import PolytempoError, files
+from polytempo.core.notice import Notice, noticed
+from polytempo.engines.departure import Departure
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
+from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_logs import logs_of
 from polytempo.engines.run_page import reported, show_rows
+from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.engines.served_run import ServedOutcome, ServedRun
 from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
+from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -41,6 +52,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
 
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
     shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
+    After SIGTERM a worker pushes what it has and leaves; this process has a snapshot written and ends with `Preempted`.
 
     Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
     of a shard has died.
@@ -51,7 +63,9 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
         with ExitStack() as stack:
             if options.out is not None:
                 files.run_folder(options.out)
+            live = stack.enter_context(LiveRun(options.out if isinstance(options.out, Path) else None, spec))
             run = ServedRun(spec)
+            live.events = lambda: run.events.events
             stack.callback(run.close)
             logs = stack.enter_context(logs_of(options.out))
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
@@ -65,10 +79,11 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
                 path = options.out / "metrics.jsonl"
                 metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
                 writer = stack.enter_context(metrics)
-            run.tally.record = recorder(writer, show)
+            run.tally.record = recorder(writer, live.noting(show))
             stack.enter_context(run.kept(opened.address.threads))
+            notice = Notice(options.grace_s) if options.out is None else stack.enter_context(noticed(options.grace_s))
             with diverged():
-                outcome = _conducted(run, opened)
+                outcome = _conducted(run, live.watching(opened), notice)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)
@@ -78,7 +93,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
     return reported(result, options.out)
 
 
-def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
+def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
     """Start all processes, be the coordinator until the end, and see that none is left."""
     supervisor = ProcessSupervisor(engine, run.topology)
     for worker in run.topology.workers:
@@ -88,7 +103,7 @@ def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
             supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
         supervisor.start("evaluator", run.evaluator)
-    launcher = Launcher(run, supervisor)
+    launcher = Launcher(run, supervisor, Departure(run, supervisor, notice))
     run.conduct(launcher)
     run.events.restarts = launcher.restarts
     launcher.await_saved()
@@ -99,10 +114,31 @@ def _conducted(run: ServedRun, engine: Engine) -> ServedOutcome:
     return run.outcome(supervisor.ended)
 
 
+class Conducted(Protocol):
+    """A run as its launcher sees it; `ServedRun` is one."""
+
+    coordinator: Coordinator
+    topology: Topology
+    options: RunOptions
+    events: RunEvents
+    incarnation: int
+    most_lives: int
+    on_event: Callable[[tuple[str, int]], None]
+    saves: SnapshotSaves | None
+
+    @property
+    def out(self) -> object:
+        """The run's folder, as messages show it."""
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+
+
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: ServedRun, supervisor: ProcessSupervisor) -> None:
+    def __init__(self, run: Conducted, supervisor: ProcessSupervisor, departure: Departure | None = None) -> None:
+        self._departure = departure
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
@@ -201,6 +237,8 @@ class Launcher:
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
+            if ended_well and self._departure is not None and self._departure.left(process, now_s):
+                self._again(role, "left after SIGTERM")
             again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
             if again:
                 self._again(role, how(process))
@@ -208,6 +246,8 @@ class Launcher:
                 self._tell(role, how(process), again=again)
             self._silent.pop(role.node, None)
         self._see_alive(now_s)
+        if self._departure is not None:
+            out += self._departure.look(now_s)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)

@@ -18,11 +18,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from polytempo.core.notice import Notice, noticed
 from polytempo.engines.engine import Role
 from polytempo.engines.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.engines.recording import CopyRecorder
-from polytempo.engines.run_snapshot import ShardSaves, shard_saves
 from polytempo.engines.served_program import ServedProgram
+from polytempo.engines.shard_saves import ShardSaves, shard_saves
 from polytempo.server.coordinator.evaluator import Evaluator
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
@@ -105,10 +106,23 @@ def act(
 ) -> Mapping[str, Any] | None:
     """Be `role` until the run is over. `arenas`: memory that all processes share, one for each life."""
     part = _Part(program, role, setting, mail, arenas)
-    if role.kind == "evaluator":
-        part.evaluate()
-        return None
-    return part.train() if role.kind == "worker" else part.hold()
+    # SIGTERM, which may come to all processes at once, ends neither a copy nor the evaluator: first the run is saved
+    with noticed(program.spec.options.grace_s) as notice:
+        if role.kind == "evaluator":
+            part.evaluate()
+            return None
+        return part.train(_Leaving(notice)) if role.kind == "worker" else part.hold()
+
+
+class _Leaving:
+    """Whether a worker leaves, and whether it has been told so."""
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice, self.left = notice, False
+
+    def __call__(self) -> bool:
+        self.left = self._notice.given
+        return self.left
 
 
 class _Part:
@@ -120,7 +134,7 @@ class _Part:
         self._chains = setting.view.chains
         self._mail = mail
 
-    def train(self) -> Mapping[str, Any]:
+    def train(self, leaving: _Leaving) -> Mapping[str, Any]:
         """A worker: what its model came to, and how it fared."""
         role, arenas = self._role, self._arenas
         memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
@@ -128,14 +142,15 @@ class _Part:
         context = self._program.context()
         line, world = self._join()
         try:
-            program = work(world.port.among(self._topology.workers), context, client)
+            program = work(world.port.among(self._topology.workers), context, client, leaving)
             attendance = world.drive(through(client, world.port, program))
         finally:
             line.close(_LINGER_S)
         return self._told(world) | {
             "attendance": list(attendance),
-            # a worker that came when the run was over has not got the final weights
-            "sha256": None if client.finished else parameters_sha256(context.model.parameters()),
+            # a worker that came when the run was over, or left before it was, has not got the final weights
+            "sha256": None if client.finished or leaving.left else parameters_sha256(context.model.parameters()),
+            "left": leaving.left,
             "threads": torch.get_num_threads(),
         }
 

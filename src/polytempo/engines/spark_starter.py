@@ -22,7 +22,7 @@ from polytempo.engines.spark_task import AGENT, AgentEnd, agent_task
 
 _POLITE_S = 5.0
 _CERTAIN_S = 30.0
-_CAUSE = re.compile(r"^(?:Caused by: )?([\w.]*(?:Error|Exception)): (.*)$", re.MULTILINE)
+_CAUSE = re.compile(r"^(?:(?:Caused by)?: )?([\w.]*(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
 def slots(session: Any) -> int:

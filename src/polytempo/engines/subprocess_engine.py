@@ -107,6 +107,10 @@ class SubprocessEngine:
         """See `Engine`."""
         self._children.stop(process)
 
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        self._children.preempt()
+
     def _order(self, role: Role) -> Mapping[str, Any]:
         """All that the process reads."""
         return {

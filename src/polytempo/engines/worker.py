@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TextIO
 import torch
 
 from polytempo.core.errors import JobFailed, NotFinite, PeerLost, TimedOut
+from polytempo.core.notice import Preempted, ignore_hangup
 from polytempo.engines import janitor
 from polytempo.engines.engine import Failure, Result
 from polytempo.engines.fork import default_signals, die_with
@@ -46,6 +47,7 @@ def serve(work: Callable[[RankInfo], Result], rank_info: RankInfo, log: Path, la
     janitor.begin(notes)
     _redirect(log)
     default_signals()
+    ignore_hangup()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
@@ -73,13 +75,15 @@ def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
 def failure_by(error: BaseException) -> Failure:
     """The record of an exception that ends a process."""
     facts = error.facts if isinstance(error, NotFinite) else None
+    if isinstance(error, Preempted):
+        facts = {"step": error.step}
     return Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
 
 
 def show_error(error: BaseException) -> None:
     """Write it into the process's log; of a `JobFailed`, which says where in the job, not the way there."""
     with suppress(OSError):
-        if isinstance(error, JobFailed):
+        if isinstance(error, JobFailed | Preempted):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error)

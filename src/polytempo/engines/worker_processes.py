@@ -61,6 +61,10 @@ class Children:
         self.signal(self._all, signal.SIGCONT)
         end(self._all)
 
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        self.signal(self._all, signal.SIGTERM)
+
     def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
         """Send a signal to those of `processes` that run."""
         for child in self._all:
@@ -124,6 +128,8 @@ def end(crew: Sequence[Child]) -> None:
 
 def _signal(process: int, number: signal.Signals) -> None:
     os.kill(process, number)  # alone too: it may not lead its group yet
+    if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.notice`
+        os.kill(process, signal.SIGHUP)
     with suppress(ProcessLookupError):
         os.killpg(process, number)
 

@@ -47,6 +47,8 @@ class RunOptions:
     transport: Literal["shared", "tcp"] = "shared"
     """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
     always TCP where an engine's processes share no memory."""
+    grace_s: float = 30.0
+    """How long a run with an `out` may take to save and leave after SIGTERM; then it is ended."""
     restarts: int = 20
     """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
     """
@@ -78,6 +80,7 @@ class RunOptions:
             "threads",
             "checkpoint_every",
             "timeout_s",
+            "grace_s",
             *_BOUNDS,
         ):
             value = getattr(self, name)
@@ -128,6 +131,7 @@ class OptionKeywords(TypedDict, total=False):
     on_drift: Literal["stop", "restore", "ignore"]
     timeout_s: float
     transport: Literal["shared", "tcp"]
+    grace_s: float
     restarts: int
     reshape: Mapping[int, int]
     min_workers: int | None

@@ -122,10 +122,8 @@ class BackgroundObserver:
         write = partial(written_part, context, parts.root, moment.step, port.rank, part)
         self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
-    async def finish(
-        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
-    ) -> tuple[Score | None, bool | None]:
-        """Wait for the threads, and score the final model with all ranks."""
+    async def leave(self, port: Port) -> None:
+        """Wait for the threads, and complete what they have written."""
         await self._hear()
         for thread in (self._scorer, self._writer):
             if thread is not None:
@@ -135,6 +133,12 @@ class BackgroundObserver:
         await port.barrier()  # all threads are done
         if not self._commit():
             raise CheckpointError(f"the parts of the checkpoints {sorted(self._uncommitted)} are not all in one folder")
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Wait for the threads, and score the final model with all ranks."""
+        await self.leave(port)
         together = CollectiveObserver(self._world, self._evaluation)
         score, reached = await together.finish(port, context, moment, final)
         self.off_bytes = together.off_bytes

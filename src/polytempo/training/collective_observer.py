@@ -56,6 +56,9 @@ class CollectiveObserver:
             context.replica.drift.check(buffers=True)
         await self._outside(port, save(port, context, out / "checkpoint"))
 
+    async def leave(self, port: Port) -> None:
+        """All is written when `save` returns."""
+
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:

@@ -27,7 +27,7 @@ from polytempo.membership.message import GroupView
 from polytempo.spec.job_calls import data_of, replica_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.attach import attach, attach_alike
+from polytempo.training.attach import AttachOptions, attach_alike, attach_replica
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.commit_point import Committed, Wishes, commit_point
 from polytempo.training.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
@@ -177,17 +177,16 @@ class ElasticTraining:
 
     def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
         whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
-        given, options = (self.model, self.optimizer, whole), self.spec.options
+        asked, given = self.spec.options, (self.model, self.optimizer, whole)
+        options = AttachOptions(on_drift=asked.on_drift, allow_nan=asked.allow_nan)
         if not view.stateful:
-            return attach(
-                *given, world=world, seed=options.seed, on_drift=options.on_drift, allow_nan=options.allow_nan
-            )
+            return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
         newcomers = frozenset(range(view.stateful, world.size))
         if newcomers:
             world.drive(hand_over_model(world.port, self.model, self.optimizer, newcomers))
         else:
             world.drive(broadcast_buffers(world.port, self.model))
-        return attach_alike(*given, world=world, on_drift=options.on_drift, allow_nan=options.allow_nan)
+        return attach_alike(*given, world=world, options=options)
 
     def _start(self, world: ProcessWorld, context: TrainingContext) -> None:
         """The beginning of the run, or where a checkpoint goes on."""

@@ -8,14 +8,16 @@ An `Observer` scores and saves. The program says when; the engine chooses an obs
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port, Program
+from polytempo.core.notice import Preempted
 from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
@@ -75,6 +77,9 @@ class Observer(Protocol):
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint of the training state as it is now; perhaps later."""
 
+    async def leave(self, port: Port) -> None:
+        """The run ends before its end: finish writing what is to be resumed."""
+
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
@@ -97,6 +102,10 @@ class TrainingContext:
     """Training time so far, over all runs; a checkpoint carries it."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
+    leaves: Callable[[int], bool] = field(default=lambda step: False)
+    """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    saved_step: int = -1
+    """The last step of which a checkpoint was written, or is being written."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
 
@@ -193,6 +202,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     first_step = context.replica.step
     while not context.observer.over(context.replica.step):
         step = context.replica.step
+        if context.leaves(step):
+            await _leave(port, context, clock)
         batch = _next(context, batches, data.rank, step)
         if batch is None:
             break
@@ -230,8 +241,19 @@ async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
         if context.replica.guard is not None:
             context.replica.guard.catch_up(port.world_rank)
         moment = await _moment(port, context, clock)
-        context.seconds = moment.seconds
+        context.seconds, context.saved_step = moment.seconds, moment.step
         await context.observer.save(port, context, moment)
+
+
+async def _leave(port: Port, context: TrainingContext, clock: _Clock) -> NoReturn:
+    """Save, unless that has been done, and end the run here."""
+    if context.saved_step != context.replica.step:
+        await _save(port, context, clock)
+    await context.observer.leave(port)
+    error = Preempted(context.replica.step, str(context.options.out))
+    if port.rank == 0:
+        print(f"polytempo: {error}", file=sys.stderr)
+    raise error
 
 
 async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment:

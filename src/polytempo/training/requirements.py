@@ -40,6 +40,27 @@ def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
         )
 
 
+def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buffers: str) -> None:
+    """Raise ValueError where a loop of one's own cannot train `model` by a parameter server."""
+    service = strategy.server
+    assert service is not None
+    if service.reassigns is not None:
+        raise ValueError(
+            f"{strategy} computes a batch in slices, some of which other workers do, and a loop of one's own computes "
+            "whole batches; make a job of it and use pt.run(job, strategy, workers=4), or ssp(), which does not help"
+        )
+    if buffers != "average":
+        raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')
+    devices = {str(p.device) for p in model.parameters()} - {"cpu"}
+    if devices:
+        raise ValueError(f"a parameter server stays on the CPU, and this model is on {sorted(devices)}; use sync_sgd()")
+    if service.optimizer is None and service.decays == "shards" and any(optimizer.state.values()):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has a state already, and with {strategy} the shards make the steps, "
+            "with a state of their own; make a new optimizer"
+        )
+
+
 def check_model(model: nn.Module, strategy: Strategy) -> None:
     """Raise ValueError where workers compute a batch slice by slice, and a batch norm would see a slice for a batch.
 

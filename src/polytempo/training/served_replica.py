@@ -9,17 +9,29 @@ It performs nothing itself: its methods are coroutines for `server.worker.server
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import settled
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.pull import fetched
 from polytempo.training.running_statistics import Running
 from polytempo.training.shard_rule import parameters_of
 from polytempo.training.table_rows import ModelTables
 from polytempo.training.trainable_parameters import trainable
+
+
+class ServersModel(NamedTuple):
+    """What the server holds: parameters by name, and the running statistics of norms (None: there are none)."""
+
+    values: Mapping[str, Tensor]
+    running: Tensor | None
 
 
 class ServedReplica:
@@ -29,6 +41,8 @@ class ServedReplica:
         self._port, self._strategy, self._client = port, strategy, client
         found = parameters_of(model, optimizer, strategy)
         trained = trainable(model, optimizer)
+        self.has_tables = any(p.row_width for p in found)
+        """Whether some parameters travel by rows."""
         self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
         self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
         self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
@@ -75,6 +89,36 @@ class ServedReplica:
         await self.fetch(clock)
         self._place(Bundle(own))
         self._running.place(running)
+
+    async def refresh(self, clock: int) -> None:
+        """Take over the server's weights between two steps; pulls that are under way count no more."""
+        await self.settle()
+        await self.fetch(clock)
+        self._states = fetched(self._states)
+
+    async def servers(self, clock: int) -> ServersModel:
+        """The server's weights, in memory of their own; the worker's own stay as they are, and so does their age."""
+        await self.settle()
+        versions = list(self._client.versions)
+        flat = await self._port.pull(clock)
+        self._client.versions[:] = versions
+        views = Bundle(self.values).with_flat(flat.clone()).views
+        return ServersModel(views, self._client.pulled_running())
+
+    @contextmanager
+    def lent(self, other: ServersModel) -> Iterator[None]:
+        """Inside, the model has the other's values."""
+        own = [(parameter, parameter.data) for parameter in self._parameters.values()]
+        running = self._running.vector()
+        for name, parameter in self._parameters.items():
+            parameter.data = other.values[name]
+        self._running.place(other.running)
+        try:
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
+            self._running.place(running)
 
     async def exchange_gradients(self, *, empty: bool) -> bool:
         """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""

@@ -9,6 +9,7 @@ Pushes and pulls happen inside the strategy's transforms; `server.worker.server_
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -51,8 +52,13 @@ class Attendance(NamedTuple):
     """Slices of its own batches that others did."""
 
 
-async def work(port: Port, context: ServedContext, client: Client) -> Attendance:
+async def work(
+    port: Port, context: ServedContext, client: Client, leaves: Callable[[], bool] = lambda: False
+) -> Attendance:
     """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
+
+    Once `leaves()` is true it ends after the present batch, with all that it has pushed; what it was dealt besides is
+    dealt to others when its process has ended.
 
     `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed,
     ticket), so a ticket that is dealt again is computed alike.
@@ -71,6 +77,8 @@ async def work(port: Port, context: ServedContext, client: Client) -> Attendance
                     if number == len(deal.tickets):
                         await work_client.ask(port, worker.taken_rows())
                     await worker.train(ticket)
+                    if leaves():
+                        break
             case "wait":
                 await worker.push_all()
             case "finish":
@@ -79,6 +87,9 @@ async def work(port: Port, context: ServedContext, client: Client) -> Attendance
                 worker.look_at_final()
                 await work_client.ask(port, worker.taken_rows())  # which says goodbye
                 return worker.attendance
+        if leaves():
+            await worker.push_all()
+            return worker.attendance
         if not work_client.is_open:
             await work_client.ask(port, worker.taken_rows())
 
@@ -264,7 +275,10 @@ class _Worker:
         loss, rate = self._meter.since_last(self._samples, lived_s)
         # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
         facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
-        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9)})
+        told = self._client.staleness
+        staleness = sum(told) / len(told) if told else None
+        told.clear()
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from polytempo.data.shard import DataShard
+from polytempo.training.dealers import dealer_of
 from polytempo.training.ports import ports_of
 from polytempo.worlds import ProcessWorld, current
 
@@ -31,6 +32,10 @@ class WorldShard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch."""
+        dealer = dealer_of(self._world)
+        if dealer is not None and dealer.takes(self.inner):
+            yield from dealer.epoch(self.inner)
+            return
         begun = self._world.shares.begin()
         try:
             for batch in self.inner:
@@ -72,7 +77,14 @@ class WorldShard:
         return self.inner.epoch
 
     def state_dict(self) -> dict[str, int | None]:
-        """The position, the same on all ranks; save it after the step on the last batch."""
+        """The position, the same on all ranks; save it after the step on the last batch.
+
+        Where a parameter server deals the batches, between epochs: ValueError within one, where no rank knows which
+        samples the others have had.
+        """
+        dealer = dealer_of(self._world)
+        if dealer is not None and dealer.is_within(self.inner):
+            raise ValueError("a parameter server deals the batches, in no order; save the position between epochs")
         return self.inner.state_dict()
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
@@ -94,6 +106,10 @@ def shard(
     epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
     `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
     has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
+
+    Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
+    tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
+    for all when the server has every batch. A batch is then read when it is asked for, in this process.
     """
     world = world or current()
     data = ports_of(world.port).data

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
+from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
@@ -25,13 +26,14 @@ from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
-from polytempo.training.attach import attach
+from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.ports import mesh_of
+from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.resumption import load
 from polytempo.training.sliced_step import SlicedGradients
@@ -49,6 +51,7 @@ class Trainer:
 
     Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
     leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
+    Where SIGTERM comes and there is an `out`, all ranks save the same step and `fit` raises `Preempted` (exit code 75).
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
 
     Where `pt.init(mesh=…)` has laid out the ranks, those along "data" train one part of a model: the job's `model()`
@@ -79,12 +82,10 @@ class Trainer:
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
-        self.handle: Handle = attach(
+        self.handle: Handle = attach_replica(
             *(self.model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
             world=self.world,
-            seed=spec.seed,
-            on_drift=options.on_drift,
-            allow_nan=options.allow_nan,
+            options=AttachOptions(seed=spec.seed, on_drift=options.on_drift, allow_nan=options.allow_nan),
         )
         data = self.handle.ports.data
         shard = DataShard(
@@ -120,10 +121,18 @@ class Trainer:
             if out is not None and world.rank == 0:
                 writer = files.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
             context.record = recorder(writer, on_row)
+            watch = None
+            if out is not None:
+                alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
+                notice = files.enter_context(noticed(self.options.grace_s))
+                watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
+                context.leaves = watch.agreed
             world.begin()
             summary = world.drive(train(world.port, context))
             elapsed_s = world.now_s()
             world.share = None
+            if watch is not None:
+                watch.end()
         final = summary.parameters | summary.buffers
         with torch.no_grad():
             for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:

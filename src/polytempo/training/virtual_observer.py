@@ -113,6 +113,9 @@ class VirtualObserver:
 
         self._saves.append(await write_when_landed(port, context, root, written))
 
+    async def leave(self, port: Port) -> None:
+        """No rank of a simulation is asked to leave."""
+
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:

@@ -4,9 +4,10 @@ frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1],
 frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
-`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. The schema is fixed: a header
-holds a message that `server.message` or `flexrr.message` declares. Every length is compared with its limit before
-memory is taken for it.
+`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. On encrypted lines a large one
+is cut into frames, `[dtype, shape, first frame, frames]`, so that one part is encrypted while another travels; there it
+is copied once, when it has arrived. The schema is fixed: a header holds a message that `server.message` or
+`flexrr.message` declares. Every length is compared with its limit before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from polytempo.server.message import Message
 
-VERSION = 1
+VERSION = 2
 """The protocol's version. A header of another version is refused."""
 
 Frame = bytes | memoryview
@@ -42,6 +43,7 @@ _DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _MAX_DIMS = 8
+_MOST_PARTS = 512
 _REASON_LENGTH = 200
 
 
@@ -76,8 +78,8 @@ class References(Protocol):
         """The tensor there. ValueError where it would not lie inside the arena."""
 
 
-def encode(message: Message, references: References | None = None) -> list[Frame]:
-    """`message` as frames.
+def encode(message: Message, references: References | None = None, part_bytes: int | None = None) -> list[Frame]:
+    """`message` as frames. `part_bytes`: larger tensors are cut into frames of this size, or of a 512th of theirs.
 
     The frames after the first *are* the tensors' memory: leave it unchanged until the message has left. A shard and its
     workers do so by their contract: gradients are lent until the push is answered, weights until the next request. The
@@ -96,9 +98,14 @@ def encode(message: Message, references: References | None = None) -> list[Frame
             place = references.reference(tensor)
             if place is not None:
                 return [*place, code, shape]
-        flat = tensor.detach().contiguous().view(-1)
-        frames.append(flat.view(torch.uint8).numpy().data)
-        return [code, shape, len(frames) - 1]
+        first, flat = len(frames), tensor.detach().contiguous().view(-1)
+        whole = flat.view(torch.uint8).numpy().data
+        if part_bytes is None or whole.nbytes <= part_bytes:
+            frames.append(whole)
+            return [code, shape, first]
+        step = max(part_bytes, -(-whole.nbytes // _MOST_PARTS))
+        frames.extend(whole[begin : begin + step] for begin in range(0, whole.nbytes, step))
+        return [code, shape, first, len(frames) - first]
 
     frames[0] = bytes([VERSION]) + msgspec.msgpack.Encoder(enc_hook=described).encode(message)
     return frames
@@ -150,6 +157,8 @@ class _Reader:
         match descriptor:
             case [code, shape, number]:
                 return self._sent(*self._checked(code, shape), number)
+            case [code, list() as shape, number, parts]:
+                return self._joined(*self._checked(code, shape), number, parts)
             case [arena, offset, code, shape] if type(arena) is type(offset) is int and self._references is not None:
                 dtype, checked, _ = self._checked(code, shape)
                 if dtype is torch.bool:
@@ -181,9 +190,32 @@ class _Reader:
         flat = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=torch.uint8)
         if flat.data_ptr() % dtype.itemsize:
             flat = flat.clone()
-        if dtype is torch.bool and int(flat.max()) > 1:
-            raise Malformed("a bool is 0 or 1")
-        return flat.view(dtype).view(shape)
+        return _shaped(flat, dtype, shape)
+
+    def _joined(self, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int, number: Any, parts: Any) -> Tensor:
+        """The tensor that lies in several frames."""
+        if type(number) is not int or type(parts) is not int or number != self._next or not 2 <= parts <= _MOST_PARTS:
+            raise Malformed(
+                "tensors are in frames 1, 2, 3, … in the header's order, the parts of one behind each other"
+            )
+        self._next += parts
+        frames = [memoryview(frame) for frame in self._frames[number : self._next]]
+        if len(frames) != parts or not all(frame.nbytes for frame in frames):
+            raise Malformed(f"{parts} frames from {number} on are not there, or one of them is empty")
+        if (found := sum(frame.nbytes for frame in frames)) != num_bytes:
+            raise Malformed(f"frames {number} to {self._next - 1} have {found} bytes, their tensor {num_bytes}")
+        flat, at = torch.empty(num_bytes, dtype=torch.uint8), 0
+        view = flat.numpy().data
+        for frame in frames:
+            view[at : at + frame.nbytes] = frame
+            at += frame.nbytes
+        return _shaped(flat, dtype, shape)
+
+
+def _shaped(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if dtype is torch.bool and int(flat.max()) > 1:
+        raise Malformed("a bool is 0 or 1")
+    return flat.view(dtype).view(shape)
 
 
 _reading: ContextVar[_Reader] = ContextVar("_reading")

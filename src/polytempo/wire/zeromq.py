@@ -31,6 +31,8 @@ from polytempo.wire.memory import keep_memory
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
 """Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
+_PART_BYTES = 1 << 20
+"""ZeroMQ encrypts a whole frame before it sends any of it."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 30_000
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
@@ -54,6 +56,7 @@ class MailCounts:
 class _Peer:
     socket: zmq.Socket[bytes]
     references: References | None
+    part_bytes: int | None
     lent: deque[zmq.MessageTracker] = field(default_factory=deque)
 
 
@@ -117,7 +120,8 @@ class Mailbox:
             socket.curve_serverkey = self._keys.server_public
             socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
         socket.connect(address)
-        self._peers[node] = _Peer(socket, self._references if local else None)
+        part_bytes = None if local or self._keys is None else _PART_BYTES
+        self._peers[node] = _Peer(socket, self._references if local else None, part_bytes)
 
     def forget(self, node: int) -> None:
         """Close the line to `node`, with all that has not left."""
@@ -135,7 +139,7 @@ class Mailbox:
         if peer is None:
             self._counts.dropped += 1
             return False
-        frames = encode(message, peer.references)
+        frames = encode(message, peer.references, peer.part_bytes)
         lent = any(len(frame) >= _LENT_BYTES for frame in frames)
         try:
             tracker = peer.socket.send_multipart(frames, zmq.NOBLOCK, copy=not lent, track=lent)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from polytempo.engines.fork import held_signals
+from polytempo.engines.fork import held_signals, open_program
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 
@@ -46,7 +46,7 @@ class ChildAgents:
             child = _Child(number, where, errors=errors)
             with held_signals():  # a process that has been started is known here, too
                 try:
-                    child.process = subprocess.Popen(  # noqa: S603 - the engine's own command
+                    child.process = open_program(
                         words,
                         stdin=subprocess.PIPE,
                         stdout=errors,
@@ -68,7 +68,7 @@ class ChildAgents:
         """See `AgentStarter`."""
         for child in self._children:
             if child.process is not None and child.ended is None and (code := child.process.poll()) is not None:
-                child.ended = f"ended with exit code {code}{_quoted(child.errors)}"
+                child.ended = f"ended with exit code {code}{quoted(child.errors)}"
 
     def stop(self) -> None:
         """See `AgentStarter`."""
@@ -91,7 +91,8 @@ class ChildAgents:
                 child.errors.close()
 
 
-def _quoted(errors: IO[bytes] | None) -> str:
+def quoted(errors: IO[bytes] | None) -> str:
+    """The end of what a command has written, as the end of a sentence."""
     if errors is None or errors.closed:
         return ""
     size = errors.seek(0, 2)

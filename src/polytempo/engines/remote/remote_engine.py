@@ -25,6 +25,7 @@ from polytempo.engines.remote.messages import (
     Ended,
     FromAgent,
     Hello,
+    Leave,
     LogLines,
     StartProcess,
     StopProcess,
@@ -191,7 +192,7 @@ class RemoteEngine:
             local_size=len(workers) if mine else 1,
             host=agent.host,
         )
-        process.agent = agent
+        process.agent, process.host = agent, agent.hello.name
         agent.processes[role.life] = process
         if not self._channel.send(agent.peer, order):
             self._lose(agent, "does not read any more")
@@ -238,6 +239,11 @@ class RemoteEngine:
             self._channel.send(process.agent.peer, StopProcess(process.role.life))
             if process.stopped and time.monotonic() - process.agent.heard_s > _SILENT_S:
                 self._end(process, f"was given up, for its agent on {process.agent.hello.name} is silent")
+
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        for agent in self._agents:
+            self._channel.send(agent.peer, Leave())
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""

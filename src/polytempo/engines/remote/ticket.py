@@ -11,6 +11,7 @@ from pathlib import Path
 
 from polytempo.wire.keys import Keys
 
+TICKET_VARIABLE = "POLYTEMPO_TICKET"
 _MOST_BYTES = 4096
 _FORMAT = "polytempo-ticket-1"
 
@@ -19,7 +20,8 @@ _FORMAT = "polytempo-ticket-1"
 class AgentTicket:
     """Where the head of a run listens, and the run's keys. It is a secret: who has it can take part in the run.
 
-    It travels on the standard input of an agent, or in a file that this user alone can read; never on a command line.
+    It travels on the standard input of an agent, in a file that this user alone can read, or in an agent's environment,
+    which this user alone can read as well; never on a command line.
     """
 
     head: str
@@ -53,7 +55,12 @@ class AgentTicket:
 
     @classmethod
     def read(cls, path: Path | None = None) -> AgentTicket:
-        """The ticket in a file, or on the first line of standard input. ValueError where others can read the file."""
+        """The ticket in a file, in POLYTEMPO_TICKET, or on the first line of standard input.
+
+        The variable is removed, so that no process of the run inherits it. ValueError where others can read the file.
+        """
+        if path is None and (secret := os.environ.pop(TICKET_VARIABLE, None)) is not None:
+            return cls.from_json(secret)
         if path is None:
             return cls.from_json(sys.stdin.readline(_MOST_BYTES))
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="ascii") as file:

@@ -18,6 +18,11 @@ class Pulling(NamedTuple):
     due: Late | Bundle | None
 
 
+def fetched(state: State) -> State:
+    """A state of `pull`, settled, of a worker that has just fetched the weights: the step before brought older ones."""
+    return state._replace(due=None) if isinstance(state, Pulling) else state
+
+
 def pull(every: int = 1, *, overlap: bool = False) -> Transform:
     """Continue from the server's parameters after steps m, 2m, 3m, … (m = `every`, Downpour's n_fetch).
 

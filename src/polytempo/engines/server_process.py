@@ -1,0 +1,106 @@
+"""`ServerProcess`: the process of a loop's parameter server, as rank 0 sees it. See `polytempo.parameter_server`."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from polytempo.engines.fork import held_signals
+
+_MODULE = "polytempo.parameter_server"
+LENGTHS = struct.Struct(">QQQ")
+"""Of the three parts of an order."""
+_MOST_BYTES = 64 << 20
+_END_S = 5.0
+"""How long it may take to end its processes when it is told to end."""
+
+
+class ServerProcess:
+    """A new interpreter, not a fork: by now this process has threads, of torch and of its process group."""
+
+    def __init__(self) -> None:
+        with held_signals():
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours
+                [sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(os.environ) | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._text = b""
+
+    @property
+    def pid(self) -> int:
+        """Its number on this host."""
+        return self._process.pid
+
+    def begin(self, order: Mapping[str, Any], blobs: Sequence[bytes], wait_s: float) -> dict[str, Any]:
+        """Let it serve; what it says then: {"ready": …}, or {"failed": why}."""
+        assert self._process.stdin is not None
+        text = json.dumps(order).encode()
+        parts = [text, *blobs]
+        try:
+            for part in (LENGTHS.pack(*map(len, parts)), *parts):
+                self._process.stdin.write(part)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: `_line` says how
+        said = self._line(wait_s)
+        if "ready" not in said:
+            self.end(0.0)
+        return said
+
+    def end(self, wait_s: float, reason: str = "") -> dict[str, Any] | None:
+        """What it said of the run at its end, which this awaits for `wait_s`; with a `reason`, or no time, it ends now.
+
+        However it ends, its processes and its folder end with it.
+        """
+        process = self._process
+        if process.poll() is None and reason:
+            self._tell(reason)
+        said = self._line(wait_s if not reason else _END_S) if wait_s else {}
+        with suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        try:
+            process.wait(_END_S if wait_s else 0.0)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)  # its janitor sees to the rest
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        ended = said.get("ended")
+        return ended if isinstance(ended, dict) else None
+
+    def _tell(self, reason: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps({"end": reason[:1000]}).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _line(self, wait_s: float) -> dict[str, Any]:
+        """The next line that it says; {"failed": why} where none comes."""
+        assert self._process.stdout is not None
+        until_s, source = time.monotonic() + wait_s, self._process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(source, selectors.EVENT_READ)
+            while b"\n" not in self._text:
+                if not selector.select(max(0.0, until_s - time.monotonic())):
+                    return {"failed": f"it has said nothing for {wait_s:g} s"}
+                piece = os.read(source, 1 << 16)
+                if not piece or len(self._text) > _MOST_BYTES:
+                    return {"failed": f"it has ended with exit code {self._process.wait()} and said nothing"}
+                self._text += piece
+        line, _, self._text = self._text.partition(b"\n")
+        found = json.loads(line)
+        assert isinstance(found, dict)
+        return found

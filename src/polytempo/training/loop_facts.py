@@ -1,0 +1,171 @@
+"""`LoopFacts`: all that a parameter server must know of a training loop, as values. No function of the loop travels.
+
+rank 0    model, optimizer, strategy ──▶ LoopFacts ── JSON and two vectors ──▶ the server's processes
+every rank                          the same arithmetic: which nodes there are, and what each shard holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Strategy
+from polytempo.core.rule import Service, UpdateRule
+from polytempo.server.layout import Parameter, Spans, shard_map
+from polytempo.server.timing import Timing
+from polytempo.spec.catalogue import parse_strategy
+from polytempo.spec.topology import Topology
+from polytempo.training.running_statistics import Running
+from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
+
+_SLOWLY_BYTES_PER_S = 100e6
+"""A copy is not thought dead for touching its parameters at this rate."""
+_MOST_RESTARTS = 20
+"""So many copies may take another one's place."""
+_FORMAT = "polytempo-loop-facts 1"
+
+
+@dataclass(frozen=True, eq=False)
+class LoopFacts:
+    """A loop of `workers` ranks whose parameters are at a server."""
+
+    strategy: str
+    hosts: tuple[int, ...]
+    """The host of each rank; the server is on rank 0's."""
+    parameters: tuple[Parameter, ...]
+    rule: UpdateRule
+    """What the shards apply."""
+    allow_nan: bool
+    batches_per_epoch: int
+    timeout_s: float
+    weights: Tensor
+    """The parameters' values one after the other, shape (numel,)."""
+    running: Tensor | None
+    """The running statistics of norms, float64; None where the model has none."""
+
+    @property
+    def workers(self) -> int:
+        """How many ranks train."""
+        return len(self.hosts)
+
+    @property
+    def spread(self) -> bool:
+        """Whether they are on several hosts."""
+        return len(set(self.hosts)) > 1
+
+    @cached_property
+    def service(self) -> Service:
+        """What the strategy says about its server, with the optimizer that the shards apply."""
+        service = parse_strategy(self.strategy).server
+        assert service is not None, f"{self.strategy} has no parameter server"
+        return replace(service, optimizer=self.rule, allow_nan=self.allow_nan)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The nodes by number."""
+        return Topology.served(self.workers, self.service.shards, self.service.replicas, hosts=self.hosts)
+
+    @property
+    def most_lives(self) -> int:
+        """How many nodes there may be in all, with those that take another one's place."""
+        return self.topology.num_nodes + _MOST_RESTARTS + 1
+
+    @property
+    def node_hosts(self) -> list[int]:
+        """The host of each node."""
+        return [self.topology.host_of(node) for node in range(self.most_lives)]
+
+    @cached_property
+    def spans(self) -> tuple[Spans, ...]:
+        """What each shard holds."""
+        return shard_map(self.parameters, self.service.shards)
+
+    @property
+    def timing(self) -> Timing:
+        """How long the processes wait for each other."""
+        return Timing(deadline_s=self.timeout_s).of_processes(self.weights.nbytes / _SLOWLY_BYTES_PER_S)
+
+    @property
+    def mail_bytes(self) -> int:
+        """The largest tensors that any message carries, in all."""
+        return (2 * self.workers + 8) * self.weights.nbytes
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it, but for the values of the two vectors (`blobs`)."""
+        return {
+            "format": _FORMAT,
+            "strategy": self.strategy,
+            "hosts": list(self.hosts),
+            "parameters": [list(parameter) for parameter in self.parameters],
+            "rule": asdict(self.rule),
+            "allow_nan": self.allow_nan,
+            "batches_per_epoch": self.batches_per_epoch,
+            "timeout_s": self.timeout_s,
+            "dtype": str(self.weights.dtype).removeprefix("torch."),
+            "sizes": [len(blob) for blob in self.blobs],
+        }
+
+    @cached_property
+    def blobs(self) -> tuple[bytes, bytes]:
+        """The bytes of weights and running statistics."""
+        return _bytes_of(self.weights), b"" if self.running is None else _bytes_of(self.running)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], weights: bytes, running: bytes) -> LoopFacts:
+        """What `to_plain` and `blobs` gave. ValueError for another text."""
+        if plain.get("format") != _FORMAT:
+            raise ValueError(f"these are no facts of a loop ({_FORMAT}): {str(plain)[:80]}")
+        return cls(
+            strategy=plain["strategy"],
+            hosts=tuple(plain["hosts"]),
+            parameters=tuple(_parameter(*each) for each in plain["parameters"]),
+            rule=UpdateRule(**{**plain["rule"], "betas": tuple(plain["rule"]["betas"])}),
+            allow_nan=plain["allow_nan"],
+            batches_per_epoch=plain["batches_per_epoch"],
+            timeout_s=plain["timeout_s"],
+            weights=_tensor_of(weights, getattr(torch, plain["dtype"])),
+            running=_tensor_of(running, torch.float64) if running else None,
+        )
+
+
+def facts_of_loop(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    *,
+    hosts: tuple[int, ...],
+    batches_per_epoch: int,
+    timeout_s: float,
+    allow_nan: bool,
+) -> LoopFacts:
+    """The facts of a loop as it stands. Errors: ValueError for what a server cannot do."""
+    assert strategy.server is not None
+    return LoopFacts(
+        strategy=str(strategy),
+        hosts=hosts,
+        parameters=parameters_of(model, optimizer, strategy),
+        rule=shard_rule_of(strategy.server, optimizer),
+        allow_nan=allow_nan,
+        batches_per_epoch=batches_per_epoch,
+        timeout_s=timeout_s,
+        weights=flat_of(model, optimizer).cpu(),
+        running=Running(model).vector(),
+    )
+
+
+def _parameter(name: str, numel: int, group: int, row_width: int, shape: Sequence[int]) -> Parameter:
+    return Parameter(name, numel, group, row_width, tuple(shape))
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _tensor_of(blob: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8).view(dtype) if blob else torch.empty(0, dtype=dtype)

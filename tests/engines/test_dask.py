@@ -1,0 +1,154 @@
+"""Runs on dask, two worker processes of this host: the same bits as here, lost workers, cancelled tasks, Ctrl-C.
+
+`make test-engines` runs it, in a venv with the extra `dask`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import Client, Future, LocalCluster
+
+import polytempo as pt
+from engines.cluster_runs import (
+    DETERMINISTIC,
+    FAILS,
+    LONG_S,
+    SERVED,
+    Killer,
+    agents,
+    awaited,
+    begun,
+    digits,
+    folders,
+    local_hashes,
+    marked,
+    parent,
+)
+from polytempo.engines.dask_engine import DaskStarter
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.wire.keys import make_keys
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
+
+NOWHERE = "tcp://127.0.0.1:1"
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from engines.cluster_runs import digits
+import polytempo as pt
+digits("sync_sgd()", pt.engines.dask(sys.argv[1]), epochs=100_000, out=Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str | None]:
+    return local_hashes()
+
+
+@pytest.fixture(scope="module")
+def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return marked(tmp_path_factory.mktemp("t"))
+
+
+@pytest.fixture(scope="module")
+def client(mark: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = str(tmp_path_factory.mktemp("dask"))
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, local_directory=folder
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(client: Client, mark: str) -> Iterator[None]:
+    assert folders() == []
+    yield
+    awaited(lambda: not agents(mark), "the end of all agents")
+    awaited(lambda: not folders(), "the end of their folders")
+    awaited(lambda: not any(client.processing().values()), "the end of their tasks")
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+def test_the_parameters_are_those_of_the_local_engine(
+    client: Client, expected: dict[str, str | None], strategy: str, tmp_path: Path
+) -> None:
+    result = digits(strategy, pt.engines.dask(client), out=tmp_path / "run")
+    assert result.parameters_sha256 == expected[strategy]
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_scheduler_is_named_by_its_address(client: Client, expected: dict[str, str | None]) -> None:
+    """On one worker of two, over a connection of the run's own."""
+    [first, _] = client.scheduler_info()["workers"]
+    result = digits("sync_sgd()", pt.engines.dask(client.scheduler.address, workers=[first]))
+    assert result.parameters_sha256 == expected["sync_sgd()"]
+
+
+def test_a_run_outlives_a_dask_worker(client: Client, mark: str, tmp_path: Path) -> None:
+    """Two workers, two shards of two copies and the evaluator, on two dask workers: one of these is killed."""
+    killer = Killer(tmp_path / "run", lambda: parent(agents(mark)[0]))
+    result = digits(SERVED, pt.engines.dask(client), epochs=8, out=tmp_path / "run")
+    assert killer.killed is not None
+    assert result.server is not None
+    assert result.server["restarts"] > 0
+    assert result.ledger is not None
+    assert [(part["twice"], part["never"]) for part in result.ledger] == [(0, 0)] * len(result.ledger)
+    assert result.accuracy is not None
+    assert result.accuracy > 0.9
+    client.wait_for_workers(2, timeout=LONG_S)
+
+
+def test_a_job_that_fails_says_why(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FAILS)
+    job = pt.jobs.find(f"{tmp_path}/own.py:job")
+    with pytest.raises(WorkerDied, match="no such data on this node"):
+        pt.run(job, pt.strategies.sync_sgd(), workers=2, engine=pt.engines.dask(client), epochs=1)
+
+
+def test_a_cancelled_task_ends_its_agent(client: Client, mark: str) -> None:
+    """A person cancels it, or the scheduler does because the client that wanted it is gone."""
+    starter = DaskStarter(client)
+    [agent] = starter.start([0], AgentTicket(NOWHERE, make_keys()))
+    awaited(lambda: agents(mark), "the begin of the agent")
+    [[key]] = [keys for keys in client.processing().values() if keys]
+    Future(key, client).cancel()
+    awaited(lambda: not agents(mark), "the end of the agent")
+    starter.poll()
+    assert agent.ended == "was lost by dask (its task is cancelled)"
+    starter.stop()
+
+
+def test_ctrl_c_leaves_nothing(client: Client, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, client.scheduler.address, str(tmp_path / "run")], stderr=subprocess.PIPE
+    )
+    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in errors
+
+
+def test_a_killed_launcher_leaves_nothing(client: Client, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, client.scheduler.address, str(tmp_path / "run")])
+    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
+    process.kill()
+    process.wait(LONG_S)
+
+
+def test_a_wrong_address_is_refused() -> None:
+    engine = pt.engines.dask(NOWHERE)
+    with pytest.raises(ValueError, match="no dask scheduler answers at 'tcp:"):
+        digits("sync_sgd()", engine)
