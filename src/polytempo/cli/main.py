@@ -62,6 +62,7 @@ def train(
     on_drift: p.OnDrift = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
+    grace_s: p.LeaveGrace = None,
     restarts: p.Restarts = None,
     min_workers: p.MinWorkers = None,
     max_workers: p.MaxWorkers = None,
