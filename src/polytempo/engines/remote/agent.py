@@ -43,8 +43,8 @@ from polytempo.engines.remote.messages import (
     Ended,
     FromAgent,
     Hello,
-    Leave,
     LogLines,
+    PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -164,7 +164,7 @@ class _Agent:
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
-            case Leave():
+            case PreemptAll():
                 self._engine.preempt()
             case AskWhere(life) if life in self._processes:
                 self._engine.ask_where([self._processes[life]])
