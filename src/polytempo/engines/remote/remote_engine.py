@@ -25,8 +25,8 @@ from polytempo.engines.remote.messages import (
     Ended,
     FromAgent,
     Hello,
-    Leave,
     LogLines,
+    PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -163,7 +163,7 @@ class RemoteEngine:
     def address(self) -> EngineAddress:
         """See `Engine`."""
         host = self._ticket.head.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts))
+        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts), shares_files=False)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. On another host where none is left on `host`, or where that holds a copy of the same shard."""
@@ -243,7 +243,7 @@ class RemoteEngine:
     def preempt(self) -> None:
         """See `Preempting`."""
         for agent in self._agents:
-            self._channel.send(agent.peer, Leave())
+            self._channel.send(agent.peer, PreemptAll())
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
