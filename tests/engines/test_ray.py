@@ -138,38 +138,26 @@ def test_a_run_outlives_an_actor(cluster: Cluster, mark: str, tmp_path: Path) ->
     """Two workers, two shards of two copies, the evaluator, an actor each; Ray's process of one of them is killed."""
     killer = Killer(tmp_path / "run", lambda: parent(agents(mark)[0]))
     result = digits(SERVED, pt.engines.ray(cluster.address), epochs=8, out=tmp_path / "run")
-    assert killer.killed is not None
+    assert killer.done
     check_served(result)
     assert not ray.is_initialized()
 
 
-def test_a_run_outlives_a_node(cluster: Cluster, mark: str, tmp_path: Path) -> None:
+def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
     """A node that has room for one process of five, and is killed, actor and all."""
     small = started(cluster, num_cpus=1, resources={"place": 1})
     roomy = started(cluster, num_cpus=5, resources={"place": 5})
     engine = pt.engines.ray(cluster.address, resources={"place": 1}, strategy="SPREAD")
 
-    def victim() -> int:
-        [one] = [process for process in agents(mark) if raylet_of(process) == node_process(small)]
+    def victim() -> None:
         cluster.remove_node(small, allow_graceful=False)
-        return one
 
     killer = Killer(tmp_path / "run", victim)
     try:
         check_served(digits("downpour(shards=1, replicas=1)", engine, epochs=8, out=tmp_path / "run"))
-        assert killer.killed is not None
+        assert killer.done
     finally:
         cluster.remove_node(roomy)
-
-
-def raylet_of(agent: int) -> int:
-    """The process that has started the agent's actor."""
-    return parent(parent(agent))
-
-
-def node_process(node: Any) -> int:
-    """A node's raylet."""
-    return int(node.all_processes["raylet"][0].process.pid)
 
 
 def check_served(result: pt.Result) -> None:
