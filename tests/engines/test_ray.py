@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,20 +67,28 @@ def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def cluster(mark: str) -> Iterator[Cluster]:
     """Two nodes; "extra" is on the second one alone. Their files lie in a folder with a short name: sockets do."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
+    folder = tempfile.mkdtemp(dir="/tmp", prefix="r")
+    cluster = Cluster()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        yield from started()
+        try:
+            started(cluster, num_cpus=6, include_dashboard=False)
+            started(cluster, num_cpus=6, resources={"extra": 1})
+            yield cluster
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def started() -> Iterator[Cluster]:
-    """A cluster for the tests of this file."""
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 6, "object_store_memory": STORE_BYTES, "include_dashboard": False},
-    )
-    cluster.add_node(num_cpus=6, object_store_memory=STORE_BYTES, resources={"extra": 1})
-    yield cluster
-    cluster.shutdown()
+def started(cluster: Cluster, **options: Any) -> Any:
+    """One more node. Ray gives up after 30 s, which a busy machine may need: then it is tried again."""
+    for _ in range(3):
+        try:
+            return cluster.add_node(object_store_memory=STORE_BYTES, **options)
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    raise AssertionError("no Ray node has started within 90 s; try again when this machine is less busy")
 
 
 @pytest.fixture(autouse=True)
@@ -129,38 +138,26 @@ def test_a_run_outlives_an_actor(cluster: Cluster, mark: str, tmp_path: Path) ->
     """Two workers, two shards of two copies, the evaluator, an actor each; Ray's process of one of them is killed."""
     killer = Killer(tmp_path / "run", lambda: parent(agents(mark)[0]))
     result = digits(SERVED, pt.engines.ray(cluster.address), epochs=8, out=tmp_path / "run")
-    assert killer.killed is not None
+    assert killer.done
     check_served(result)
     assert not ray.is_initialized()
 
 
-def test_a_run_outlives_a_node(cluster: Cluster, mark: str, tmp_path: Path) -> None:
+def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
     """A node that has room for one process of five, and is killed, actor and all."""
-    small = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"place": 1})
-    roomy = cluster.add_node(num_cpus=5, object_store_memory=STORE_BYTES, resources={"place": 5})
+    small = started(cluster, num_cpus=1, resources={"place": 1})
+    roomy = started(cluster, num_cpus=5, resources={"place": 5})
     engine = pt.engines.ray(cluster.address, resources={"place": 1}, strategy="SPREAD")
 
-    def victim() -> int:
-        [one] = [process for process in agents(mark) if raylet_of(process) == node_process(small)]
+    def victim() -> None:
         cluster.remove_node(small, allow_graceful=False)
-        return one
 
     killer = Killer(tmp_path / "run", victim)
     try:
         check_served(digits("downpour(shards=1, replicas=1)", engine, epochs=8, out=tmp_path / "run"))
-        assert killer.killed is not None
+        assert killer.done
     finally:
         cluster.remove_node(roomy)
-
-
-def raylet_of(agent: int) -> int:
-    """The process that has started the agent's actor."""
-    return parent(parent(agent))
-
-
-def node_process(node: Any) -> int:
-    """A node's raylet."""
-    return int(node.all_processes["raylet"][0].process.pid)
 
 
 def check_served(result: pt.Result) -> None:
