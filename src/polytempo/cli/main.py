@@ -62,6 +62,7 @@ def train(
     on_drift: p.OnDrift = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
+    grace_s: p.LeaveGrace = None,
     restarts: p.Restarts = None,
     min_workers: p.MinWorkers = None,
     max_workers: p.MaxWorkers = None,
@@ -76,7 +77,7 @@ def train(
 ) -> None:
     """Train JOB with worker processes.
 
-    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, Open MPI or Ray this process
+    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, MPI or Ray this process
     is one of the workers.
     """
     with exit_code():
@@ -210,6 +211,23 @@ def replay(
         from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
+
+
+@app.command()
+def top(
+    run: p.Watched,
+    once: p.Once = None,
+    every_s: p.EveryS = None,
+    json: p.Json = None,
+) -> None:
+    """Show the workers, hosts, rates, staleness and faults of a run, live until it ends.
+
+    RUN is the run's folder. Ctrl-C leaves; the run goes on.
+    """
+    with exit_code():
+        from polytempo.cli.top import top as command  # imports torch, which takes seconds
+
+        command(run, once=bool(once), as_json=bool(json), every_s=1.0 if every_s is None else every_s)
 
 
 @app.command()

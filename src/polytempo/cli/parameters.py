@@ -126,7 +126,7 @@ Scaling = Annotated[
 Available = Annotated[
     Path | None,
     typer.Option(
-        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every few seconds."
+        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every 2 s."
     ),
 ]
 Out = Annotated[
@@ -135,6 +135,10 @@ Out = Annotated[
         metavar="DIR",
         help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
     ),
+]
+LeaveGrace = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds in which a run may save and leave after SIGTERM. Default: 30."),
 ]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
@@ -165,6 +169,13 @@ Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push
 Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="The shard whose pushes to show. Default: 0.")]
 ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
+]
+
+Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
+EveryS = Annotated[
+    float | None,
+    typer.Option("--every-s", metavar="T", min=0.1, max=3600, help="Seconds between two looks. Default: 1."),
 ]
 
 Explained = Annotated[

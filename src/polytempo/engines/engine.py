@@ -72,6 +72,8 @@ class EngineProcess:
     """What it has left, as JSON, where it ended well."""
     failure: Failure | None = None
     """Why it says that it failed, if it could say so."""
+    host: str = ""
+    """The name of its host; "" for this one."""
 
     @property
     def failed(self) -> bool:
@@ -94,6 +96,8 @@ class EngineAddress(NamedTuple):
     """How long copies of shards may save after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at all."""
     num_hosts: int = 1
     """On how many hosts they are; `start` takes a host's number."""
+    shares_files: bool = True
+    """Whether they see this host's folders for certain; where not, they may reach the run's by `launcher_files`."""
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polytempo.core.url_path import Place, UrlPath
 
-_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp"})
+_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json"})
 """What a run may have made before its first row of metrics."""
 
 

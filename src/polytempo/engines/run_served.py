@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,8 @@ from polytempo.engines.departure import Departure
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.launcher_files import served_files
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
 from polytempo.engines.run_logs import logs_of
@@ -61,7 +64,9 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
         with ExitStack() as stack:
             if options.out is not None:
                 files.run_folder(options.out)
+            live = stack.enter_context(LiveRun(options.out if isinstance(options.out, Path) else None, spec))
             run = ServedRun(spec)
+            live.events = lambda: run.events.events
             stack.callback(run.close)
             logs = stack.enter_context(logs_of(options.out))
             launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
@@ -69,17 +74,18 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
             if progress is not None:
                 run.events.say = progress.note
             run.meet(opened.address)
+            stack.enter_context(served_files(options.out, opened.address, run.given))
             show = stack.enter_context(show_rows(progress, spec))
             writer = None
             if options.out is not None:
                 path = options.out / "metrics.jsonl"
                 metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
                 writer = stack.enter_context(metrics)
-            run.tally.record = recorder(writer, show)
+            run.tally.record = recorder(writer, live.noting(show))
             stack.enter_context(run.kept(opened.address.threads))
             notice = Notice(options.grace_s) if options.out is None else stack.enter_context(noticed(options.grace_s))
             with diverged():
-                outcome = _conducted(run, opened, notice)
+                outcome = _conducted(run, live.watching(opened), notice)
     finally:
         torch.set_num_threads(threads)
     result = run.result(outcome)

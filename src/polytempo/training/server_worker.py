@@ -275,7 +275,10 @@ class _Worker:
         loss, rate = self._meter.since_last(self._samples, lived_s)
         # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
         facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
-        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9)})
+        told = self._client.staleness
+        staleness = sum(told) / len(told) if told else None
+        told.clear()
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

@@ -6,6 +6,7 @@ pull()     ─▶ one Pull for each shard ─▶ … ─▶ the parts, copied to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -24,6 +25,8 @@ from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.next_push import NextPush
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
 from polytempo.server.worker.vector_format import VectorFormat
+
+_MOST_STALENESS = 1000
 
 
 class Refused(PolytempoError):
@@ -78,6 +81,8 @@ class Client:
         """Whether the coordinator has ended the run."""
         self.versions = [0] * len(shards)
         self.dropped = 0
+        self.staleness: deque[int] = deque(maxlen=_MOST_STALENESS)
+        """τ of the latest pushes, of each shard, since the caller cleared it."""
         """How many pushes to single shards were not used."""
         self._memory = memory
         self._begin_exchange(form, shards)
@@ -279,6 +284,7 @@ class Client:
         if reply.verdict == "refused":
             raise Refused(f"shard {reply.shard} refused the {pending.what}: {reply.reason}")
         self.dropped += reply.verdict == "dropped"
+        self.staleness.append(reply.staleness)
         if reply.difference is not None:
             self.versions[reply.shard] = reply.version
             if pending.value is None:

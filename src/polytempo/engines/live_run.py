@@ -1,0 +1,189 @@
+"""`LiveRun`: what a launcher knows of its run while it goes on, written to `live.json` about once a second."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preempting, Role
+from polytempo.report.live_status import (
+    MOST_EVENTS,
+    VERSION,
+    FaultEvent,
+    LiveStatus,
+    ProcessState,
+    ProcessStatus,
+    RunState,
+    write_status,
+)
+from polytempo.spec.run_spec import RunSpec
+
+WRITE_INTERVAL_S = 1.0
+_MOST_WHY = 300
+
+Row = Mapping[str, Any]
+
+
+class LiveRun:
+    """Around a run with the folder `out` (None: nothing is written).
+
+        with LiveRun(out, spec) as live:
+            engine = live.watching(engine)       # sees processes start and end
+            record = live.noting(record)         # sees rows of metrics
+
+    The file is written when the run begins, at most once a second while `poll` is called, and when the run ends,
+    however it does. A file that cannot be written ends no run. Cost: a file of some 200 bytes a process each second.
+    """
+
+    def __init__(self, out: Path | None, spec: RunSpec, clock: Callable[[], float] = time.time) -> None:
+        self._out, self._spec, self._clock = out, spec, clock
+        self.events: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        """The faults so far: who, how, at_s, then."""
+        self._began_s = clock()
+        self._next_s = 0.0
+        self._here = socket.gethostname()
+        self._processes: dict[int, EngineProcess] = {}
+        """The last process of each node."""
+        self._rows: dict[int, Row] = {}
+        """The last row of each worker."""
+        self._last: dict[str, Row] = {}
+        """The last row of each kind."""
+
+    def watching(self, engine: Engine) -> Engine:
+        """`engine`, whose processes are seen from here."""
+        if self._out is None:
+            return engine
+        return _WatchedPreempting(engine, self) if isinstance(engine, Preempting) else _WatchedEngine(engine, self)
+
+    def noting(self, show: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+        """`show`, whose rows are seen from here."""
+
+        def noted(row: dict[str, Any]) -> None:
+            self._last[row["kind"]] = row
+            if row["kind"] == "train" and "worker" in row:
+                self._rows[int(row["worker"])] = row
+            show(row)
+
+        return noted
+
+    def started(self, process: EngineProcess) -> None:
+        """A process was started."""
+        self._processes[process.role.node] = process
+
+    def look(self) -> None:
+        """Write, if it is time to."""
+        if self._clock() >= self._next_s:
+            self._write("running")
+
+    def status(self, state: RunState, why: str = "") -> LiveStatus:
+        """The run as it is now."""
+        spec, events = self._spec, self.events()
+        return LiveStatus(
+            version=VERSION,
+            job=spec.job.name,
+            strategy=str(spec.strategy),
+            world="process",
+            workers=spec.workers,
+            state=state,
+            written_s=self._clock(),
+            began_s=self._began_s,
+            launcher_host=self._here,
+            launcher_pid=os.getpid(),
+            why=why,
+            steps=spec.options.steps,
+            epochs=spec.epochs,
+            train=_plain(self._last.get("train")),
+            test=_plain(self._last.get("test")),
+            processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
+            num_events=len(events),
+            events=tuple(
+                FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]
+            ),
+        )
+
+    def _status_of(self, process: EngineProcess) -> ProcessStatus:
+        role = process.role
+        row = self._rows.get(role.node, {}) if role.kind == "worker" else {}
+        return ProcessStatus(
+            who=str(role),
+            kind=role.kind,
+            host=process.host or self._here,
+            state=_state_of(process),
+            samples_per_s=row.get("samples_per_s"),
+            idle_share=row.get("idle_share"),
+            staleness=row.get("staleness"),
+        )
+
+    def _write(self, state: RunState, why: str = "") -> None:
+        self._next_s = self._clock() + WRITE_INTERVAL_S
+        if self._out is not None:
+            with suppress(OSError):
+                write_status(self._out, self.status(state, why))
+
+    def __enter__(self) -> LiveRun:
+        self._write("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._write("finished")
+        else:
+            said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+            said = said.partition("\n")[0]
+            self._write("failed", said[:_MOST_WHY])
+
+
+class _WatchedEngine:
+    """An engine, and a `LiveRun` that sees what it does. See `Engine`."""
+
+    def __init__(self, engine: Engine, live: LiveRun) -> None:
+        self._engine, self._live = engine, live
+
+    @property
+    def address(self) -> EngineAddress:
+        """See `Engine`."""
+        return self._engine.address
+
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
+        """See `Engine`."""
+        process = self._engine.start(role, host)
+        self._live.started(process)
+        return process
+
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
+        """See `Engine`."""
+        gone = self._engine.poll(wait_s)
+        self._live.look()
+        return gone
+
+    def stop(self, process: EngineProcess | None = None) -> None:
+        """See `Engine`."""
+        self._engine.stop(process)
+
+
+class _WatchedPreempting(_WatchedEngine):
+    """The same of an engine that passes SIGTERM on."""
+
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        assert isinstance(self._engine, Preempting)
+        self._engine.preempt()
+
+
+def _state_of(process: EngineProcess) -> ProcessState:
+    code = process.exit_code
+    if code is None:
+        return "stopped" if process.stopped else "running"
+    return "killed" if code < 0 else "failed" if code else "ended"
+
+
+def _plain(row: Row | None) -> dict[str, Any] | None:
+    return None if row is None else dict(row)

@@ -1,0 +1,155 @@
+"""`LiveStatus`: how a run stands, in the file `live.json` that its launcher replaces about once a second.
+
+launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ `polytempo top`, or any program that reads JSON
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from polytempo.core import files
+
+FILE = "live.json"
+VERSION = 1
+MOST_EVENTS = 50
+"""The file holds the last so many."""
+_MOST_BYTES = 16 << 20
+
+ProcessState = Literal["running", "stopped", "ended", "killed", "failed", "unknown"]
+RunState = Literal["running", "finished", "failed"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process of a run, or the last one in its place."""
+
+    who: str
+    """As logs and events name it: `worker-0`, `shard-1-node-3`."""
+    kind: str
+    host: str
+    """The name of its host; "" where that is not known."""
+    state: ProcessState = "unknown"
+    """`stopped`: by a signal, or its host is silent; `killed`: it ended by a signal, or with its host."""
+    samples_per_s: float | None = None
+    """A worker's own, over its last row of metrics; None: it has told none."""
+    idle_share: float | None = None
+    """A worker's part of its time that it waited for the server, 0 to 1."""
+    staleness: float | None = None
+    """τ, the mean over a worker's pushes in its last row: updates between reading weights and applying a gradient."""
+
+
+class FaultEvent(msgspec.Struct, frozen=True):
+    """A process that died or fell silent, or came: who, what happened, when, and what followed."""
+
+    who: str
+    how: str
+    at_s: float
+    then: str
+
+
+class LiveStatus(msgspec.Struct, frozen=True):
+    """A run at one moment. Times ending in `_s` are seconds; `began_s` and `written_s` since 1970."""
+
+    version: int
+    job: str
+    strategy: str
+    world: str
+    workers: int
+    state: RunState
+    written_s: float
+    began_s: float
+    launcher_host: str
+    launcher_pid: int
+    why: str = ""
+    """Of a run that failed: the first line of its error."""
+    steps: int | None = None
+    """After so many it ends; None: its epochs say when."""
+    epochs: float | None = None
+    train: dict[str, Any] | None = None
+    """The last row of metrics about training: step, epoch, samples, seconds, loss, samples_per_s."""
+    test: dict[str, Any] | None = None
+    """The last row about the test set: loss, accuracy."""
+    processes: tuple[ProcessStatus, ...] = ()
+    num_events: int = 0
+    events: tuple[FaultEvent, ...] = ()
+    """The last ones."""
+
+    @property
+    def staleness(self) -> float | None:
+        """The mean over workers that have told one."""
+        told = [each.staleness for each in self.processes if each.staleness is not None]
+        return sum(told) / len(told) if told else None
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts that processes are on."""
+        return sorted({each.host for each in self.processes if each.host})
+
+
+def write_status(folder: Path, status: LiveStatus) -> None:
+    """Replace the file in `folder`, whole or not at all."""
+    files.replace(folder / FILE, msgspec.json.encode(status))
+
+
+def read_status(folder: Path) -> LiveStatus | None:
+    """What `write_status` left last; None where there is none. ValueError for what is no such file."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        status = msgspec.json.decode(files.read(path, _MOST_BYTES), type=LiveStatus)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is no status of a run ({error}); remove it to see what else the run left") from error
+    if status.version != VERSION:
+        raise ValueError(f"{path} is of version {status.version}, and this polytempo reads version {VERSION}")
+    return status
+
+
+def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> LiveStatus:
+    """A finished run that left no status, such as a simulation: what its result and its metrics say."""
+    server = result.get("server") or {}
+    told = {worker["worker"]: worker for worker in server.get("workers", [])}
+    mean = server.get("staleness", {}).get("mean")
+    processes = tuple(
+        ProcessStatus(
+            f"worker-{number}" if server else f"rank-{number}",
+            "worker" if server else "rank",
+            "",
+            "ended",
+            told.get(number, {}).get("samples_per_s"),
+            told.get(number, {}).get("idle_share"),
+            mean,
+        )
+        for number in range(int(result["workers"]))
+    )
+    events = tuple(
+        FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", [])
+    )
+    last = {kind: next((row for row in reversed(rows) if row.get("kind") == kind), None) for kind in ("train", "test")}
+    return LiveStatus(
+        version=VERSION,
+        job=str(result.get("job", "")),
+        strategy=str(result["strategy"]),
+        world=str(result["world"]),
+        workers=int(result["workers"]),
+        state="failed" if result.get("diverged") else "finished",
+        written_s=0.0,
+        began_s=0.0,
+        launcher_host="",
+        launcher_pid=0,
+        why=str(result.get("diverged") or ""),
+        train={key: result.get(f"{key}s" if key in ("step", "epoch") else key) for key in _POSITION} | _loss(result),
+        test=last["test"],
+        processes=processes,
+        num_events=len(events),
+        events=events[-MOST_EVENTS:],
+    )
+
+
+_POSITION = ("step", "epoch", "samples", "seconds", "samples_per_s")
+
+
+def _loss(result: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "train", "loss": result.get("train_loss")}
