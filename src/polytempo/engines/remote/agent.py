@@ -43,8 +43,8 @@ from polytempo.engines.remote.messages import (
     Ended,
     FromAgent,
     Hello,
-    Leave,
     LogLines,
+    PassOnPreemption,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -161,7 +161,7 @@ class _Agent:
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
-            case Leave():
+            case PassOnPreemption():
                 self._engine.preempt()
             case AskWhere(life) if life in self._processes:
                 self._engine.ask_where([self._processes[life]])

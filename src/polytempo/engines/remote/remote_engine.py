@@ -25,8 +25,8 @@ from polytempo.engines.remote.messages import (
     Ended,
     FromAgent,
     Hello,
-    Leave,
     LogLines,
+    PassOnPreemption,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -243,7 +243,7 @@ class RemoteEngine:
     def preempt(self) -> None:
         """See `Preempting`."""
         for agent in self._agents:
-            self._channel.send(agent.peer, Leave())
+            self._channel.send(agent.peer, PassOnPreemption())
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
