@@ -77,7 +77,7 @@ def train(
 ) -> None:
     """Train JOB with worker processes.
 
-    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, Open MPI or Ray this process
+    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, MPI or Ray this process
     is one of the workers.
     """
     with exit_code():

@@ -74,11 +74,8 @@ def elastic(
 
     Errors: `WorkerDied` where `train` raises on a worker, `WorkersLost` where fewer than `min_workers` are left.
     """
-    machine = RunMembership(
-        min_workers, workers if max_workers is None else max_workers, workers, restarts=restarts, answer_s=timeout_s
-    )
-    meetings: list[Rendezvous] = []
-    most = max_workers or workers
+    meetings, most = list[Rendezvous](), max_workers or workers
+    machine = RunMembership(min_workers, most, workers, restarts=restarts, answer_s=timeout_s)
     launch = Launch(
         work=lambda role: _LoopWorker(train, state, role.life, meetings[0].url, timeout_s).work(),
         spec=None,

@@ -15,7 +15,7 @@ from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preem
 from polytempo.report.live_status import (
     MOST_EVENTS,
     VERSION,
-    Event,
+    FaultEvent,
     LiveStatus,
     ProcessState,
     ProcessStatus,
@@ -102,7 +102,9 @@ class LiveRun:
             test=_plain(self._last.get("test")),
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
-            events=tuple(Event(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]),
+            events=tuple(
+                FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]
+            ),
         )
 
     def _status_of(self, process: EngineProcess) -> ProcessStatus:

@@ -40,7 +40,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """τ, the mean over a worker's pushes in its last row: updates between reading weights and applying a gradient."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class FaultEvent(msgspec.Struct, frozen=True):
     """A process that died or fell silent, or came: who, what happened, when, and what followed."""
 
     who: str
@@ -73,7 +73,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
     """The last row about the test set: loss, accuracy."""
     processes: tuple[ProcessStatus, ...] = ()
     num_events: int = 0
-    events: tuple[Event, ...] = ()
+    events: tuple[FaultEvent, ...] = ()
     """The last ones."""
 
     @property
@@ -124,7 +124,9 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         )
         for number in range(int(result["workers"]))
     )
-    events = tuple(Event(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", []))
+    events = tuple(
+        FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", [])
+    )
     last = {kind: next((row for row in reversed(rows) if row.get("kind") == kind), None) for kind in ("train", "test")}
     return LiveStatus(
         version=VERSION,

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polytempo.report.live_status import Event, LiveStatus, ProcessStatus
+from polytempo.report.live_status import FaultEvent, LiveStatus, ProcessStatus
 from polytempo.report.progress import status_line
 from polytempo.report.summary import human_seconds
 
@@ -113,7 +113,7 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
     return table
 
 
-def _faults(status: LiveStatus, events: Sequence[Event]) -> Text:
+def _faults(status: LiveStatus, events: Sequence[FaultEvent]) -> Text:
     earlier = status.num_events - len(events)
     text = Text(f"faults{f', the last {len(events)} of {status.num_events}' if earlier > 0 else ''}\n", "bold")
     lines = [f"  {event.at_s:8.1f} s  {event.who} {event.how}; {event.then}" for event in events]

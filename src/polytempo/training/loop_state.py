@@ -21,8 +21,8 @@ class ElasticState:
         state.epoch += 1
 
     `commit` keeps a copy of it all in memory; after a change of workers all go on from their last common commit.
-    Values are what JSON can hold. Memory: a copy of the model and of the optimizer's state. Cost of a commit: that copy,
-    and an all-reduce of 32 bytes.
+    Values are what JSON can hold. Memory: a copy of the model and of the optimizer's state. Cost of a commit: that
+    copy, and an all-reduce of 32 bytes.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **values: Any) -> None:

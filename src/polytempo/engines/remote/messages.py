@@ -87,7 +87,7 @@ class AskWhere(Struct, tag="where", frozen=True):
     life: int
 
 
-class PassOnPreemption(Struct, tag="preempt", frozen=True):
+class PreemptAll(Struct, tag="leave", frozen=True):
     """The run has to leave soon: let all processes save and end."""
 
 
@@ -95,4 +95,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PassOnPreemption | Close
+ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close

@@ -26,7 +26,7 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
-    PassOnPreemption,
+    PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -243,7 +243,7 @@ class RemoteEngine:
     def preempt(self) -> None:
         """See `Preempting`."""
         for agent in self._agents:
-            self._channel.send(agent.peer, PassOnPreemption())
+            self._channel.send(agent.peer, PreemptAll())
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""
