@@ -93,7 +93,7 @@ def test_a_function_is_refused_before_ray_is_asked() -> None:
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
 def test_an_address_is_tried_before_ray_waits_for_it(form: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = form.format("127.0.0.1:{}".format(listener.getsockname()[1]))
+        address = form.format(f"127.0.0.1:{listener.getsockname()[1]}")
         reach(address)
     with pytest.raises(OSError, match="refused"):
         reach(address)

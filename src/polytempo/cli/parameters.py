@@ -171,7 +171,7 @@ ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
-Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Watched = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
 Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
 EveryS = Annotated[
     float | None,

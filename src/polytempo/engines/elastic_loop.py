@@ -10,11 +10,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers need it: a second here instead of in each worker
 
 from polytempo.core import PeerLost, TimedOut
 from polytempo.data.sample_account import Counted
@@ -74,8 +74,10 @@ def elastic(
 
     Errors: `WorkerDied` where `train` raises on a worker, `WorkersLost` where fewer than `min_workers` are left.
     """
-    meetings, most = list[Rendezvous](), max_workers or workers
+    most = workers if max_workers is None else max_workers
     machine = RunMembership(min_workers, most, workers, restarts=restarts, answer_s=timeout_s)
+    import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
+    meetings: list[Rendezvous] = []
     launch = Launch(
         work=lambda role: _LoopWorker(train, state, role.life, meetings[0].url, timeout_s).work(),
         spec=None,

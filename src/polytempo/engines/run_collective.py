@@ -54,21 +54,20 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
     )
     if out is not None:
         files.run_folder(out)
-    local = out if isinstance(out, Path) else None
-    with LiveRun(local, spec) as live, diverged(), show_rows(progress, spec) as show, logs_of(out) as logs:
+    with LiveRun(out, spec) as live, diverged(), show_rows(progress, spec) as rows, logs_of(out) as logs:
+        show = live.noting(rows)
         follower: _Follower | UrlFollower | None = None
         if out is not None:
             metrics = out / "metrics.jsonl"
             if not options.resume:
                 files.remove(metrics)
-            noted = live.noting(show)
-            follower = UrlFollower(metrics, noted) if isinstance(metrics, UrlPath) else _Follower(metrics, noted)
+            follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
         try:
             with setup.open(launch._replace(logs=logs)) as engine, ExitStack() as stack:
                 topology = on_hosts(spec.topology(), engine.address.num_hosts)
                 stack.enter_context(served_files(out, engine.address, given))
                 if given:  # metrics are put again and again there, not appended
-                    follower = UrlFollower(UrlPath(f"local://{out}/metrics.jsonl"), noted, every_s=0.5)
+                    follower = UrlFollower(UrlPath(f"local://{out}/metrics.jsonl"), show, every_s=0.5)
                 notice = None if out is None else stack.enter_context(noticed(options.grace_s))
                 look = None if follower is None else follower.look
                 [answer, *_] = collected(live.watching(engine), topology, look, notice=notice)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -64,7 +63,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
         with ExitStack() as stack:
             if options.out is not None:
                 files.run_folder(options.out)
-            live = stack.enter_context(LiveRun(options.out if isinstance(options.out, Path) else None, spec))
+            live = stack.enter_context(LiveRun(options.out, spec))
             run = ServedRun(spec)
             live.events = lambda: run.events.events
             stack.callback(run.close)
