@@ -137,6 +137,7 @@ def test_an_error_comes_back_with_its_log(cluster: Cluster, tmp_path: Path) -> N
         pt.run(job, pt.strategies.sync_sgd(), workers=2, steps=2, engine=engine(), out=tmp_path / "run")
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
     assert any("this is in the log" in log for log in logs), logs
+    assert any("this is in the log" in path.read_text() for path in cluster.logs.values()), "kubectl logs shows it, too"
 
 
 def test_a_killed_pod_is_replaced_and_the_run_goes_on(cluster: Cluster) -> None:

@@ -136,6 +136,10 @@ Out = Annotated[
         help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
     ),
 ]
+LeaveGrace = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds in which a run may save and leave after SIGTERM. Default: 30."),
+]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
 Json = Annotated[bool | None, typer.Option("--json", help="Print only the result, as JSON.")]
@@ -167,7 +171,7 @@ ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
 
-Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
+Watched = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, as --out names it.")]
 Once = Annotated[bool | None, typer.Option("--once", help="Show the run as it is now, and end.")]
 EveryS = Annotated[
     float | None,

@@ -7,20 +7,21 @@ import os
 import socket
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from polytempo.core.url_path import Place, place
 from polytempo.report.live_status import LiveStatus, read_status, status_of_result
 from polytempo.report.live_view import view
 from polytempo.report.metrics import read_metrics
 from polytempo.report.runs import load_result
 
 
-def top(run: Path, *, once: bool, as_json: bool, every_s: float) -> None:
-    """Show the run in the folder `run` until it ends, or once."""
+def top(folder: str, *, once: bool, as_json: bool, every_s: float) -> None:
+    """Show the run in `folder`, a path or a URL, until it ends, or once."""
+    run = place(folder)
     status = status_in(run)
     if as_json:
         print(json.dumps(msgspec.to_builtins(status) | {"launcher_lives": launcher_lives(status)}))
@@ -41,7 +42,7 @@ def top(run: Path, *, once: bool, as_json: bool, every_s: float) -> None:
         pass
 
 
-def status_in(run: Path) -> LiveStatus:
+def status_in(run: Place) -> LiveStatus:
     """How the run in a folder stands. ValueError where there is none."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run, such as runs/digits-sync_sgd")

@@ -7,16 +7,17 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from polytempo.core.notice import Preempted
+from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preempting, Role
 from polytempo.report.live_status import (
     MOST_EVENTS,
     VERSION,
-    FaultEvent,
     LiveStatus,
+    ProcessEvent,
     ProcessState,
     ProcessStatus,
     RunState,
@@ -24,7 +25,8 @@ from polytempo.report.live_status import (
 )
 from polytempo.spec.run_spec import RunSpec
 
-WRITE_INTERVAL_S = 1.0
+WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
+"""On this host's disk, and where a URL names the folder, whose every file may take a request over the network."""
 _MOST_WHY = 300
 
 Row = Mapping[str, Any]
@@ -37,11 +39,12 @@ class LiveRun:
             engine = live.watching(engine)       # sees processes start and end
             record = live.noting(record)         # sees rows of metrics
 
-    The file is written when the run begins, at most once a second while `poll` is called, and when the run ends,
-    however it does. A file that cannot be written ends no run. Cost: a file of some 200 bytes a process each second.
+    The file is written when the run begins, when it ends, however it does, and while `poll` is called: at most once a
+    second, or every 15 s where a URL names the folder. A file that cannot be written ends no run. Cost: some 200 bytes
+    for each process and second.
     """
 
-    def __init__(self, out: Path | None, spec: RunSpec, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, out: Place | None, spec: RunSpec, clock: Callable[[], float] = time.time) -> None:
         self._out, self._spec, self._clock = out, spec, clock
         self.events: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         """The faults so far: who, how, at_s, then."""
@@ -67,7 +70,9 @@ class LiveRun:
         def noted(row: dict[str, Any]) -> None:
             self._last[row["kind"]] = row
             if row["kind"] == "train" and "worker" in row:
-                self._rows[int(row["worker"])] = row
+                worker, told = int(row["worker"]), row.get("staleness")
+                before = self._rows.get(worker, {}).get("staleness")  # a row without a push has none
+                self._rows[worker] = row if told is not None else {**row, "staleness": before}
             show(row)
 
         return noted
@@ -103,7 +108,7 @@ class LiveRun:
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
             events=tuple(
-                FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]
+                ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]
             ),
         )
 
@@ -121,7 +126,7 @@ class LiveRun:
         )
 
     def _write(self, state: RunState, why: str = "") -> None:
-        self._next_s = self._clock() + WRITE_INTERVAL_S
+        self._next_s = self._clock() + (URL_INTERVAL_S if isinstance(self._out, UrlPath) else WRITE_INTERVAL_S)
         if self._out is not None:
             with suppress(OSError):
                 write_status(self._out, self.status(state, why))
@@ -138,7 +143,7 @@ class LiveRun:
         else:
             said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
             said = said.partition("\n")[0]
-            self._write("failed", said[:_MOST_WHY])
+            self._write("preempted" if isinstance(error, Preempted) else "failed", said[:_MOST_WHY])
 
 
 class _WatchedEngine:

@@ -107,7 +107,8 @@ def _between_hosts(rank: int, told: Mapping[str, Any], facts: LoopFacts, keys: K
 class WatchedMail:
     """A rank's mailbox that notices the end of the server, whose coordinator is node `coordinator`.
 
-    `process`: the server's, where it is on this host. `take` raises PolytempoError when the server has failed, or gone.
+    `process`: the server's, where it is on this host. `take` raises PolytempoError when the server has failed or is
+    gone.
     """
 
     def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:

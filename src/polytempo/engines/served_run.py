@@ -82,6 +82,8 @@ class ServedRun:
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
+        self.given: dict[str, Any] = {}
+        """What processes must know besides: see `launcher_files.served_files`."""
         self._arenas: Arenas | None = None
         self._keeper: KeeperMail | None = None
         self._lost: LauncherPart | None = None
@@ -211,6 +213,7 @@ class ServedRun:
         return {
             "keeper": [self.topology.coordinator, self._keeper.address],
             "keys": self._keys.to_plain(),
+            **self.given,
             "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
             **self._now().to_plain(),
         }

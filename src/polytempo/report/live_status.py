@@ -5,12 +5,12 @@ launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from polytempo.core import files
+from polytempo.core.url_path import Place
 
 FILE = "live.json"
 VERSION = 1
@@ -19,7 +19,7 @@ MOST_EVENTS = 50
 _MOST_BYTES = 16 << 20
 
 ProcessState = Literal["running", "stopped", "ended", "killed", "failed", "unknown"]
-RunState = Literal["running", "finished", "failed"]
+RunState = Literal["running", "finished", "preempted", "failed"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """τ, the mean over a worker's pushes in its last row: updates between reading weights and applying a gradient."""
 
 
-class FaultEvent(msgspec.Struct, frozen=True):
+class ProcessEvent(msgspec.Struct, frozen=True):
     """A process that died or fell silent, or came: who, what happened, when, and what followed."""
 
     who: str
@@ -63,9 +63,9 @@ class LiveStatus(msgspec.Struct, frozen=True):
     launcher_host: str
     launcher_pid: int
     why: str = ""
-    """Of a run that failed: the first line of its error."""
+    """Of a run that failed or was preempted: the first line of its error."""
     steps: int | None = None
-    """After so many it ends; None: its epochs say when."""
+    """After so many it ends; None: its epochs say when. Counted, as in rows, as if all workers took them together."""
     epochs: float | None = None
     train: dict[str, Any] | None = None
     """The last row of metrics about training: step, epoch, samples, seconds, loss, samples_per_s."""
@@ -73,7 +73,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
     """The last row about the test set: loss, accuracy."""
     processes: tuple[ProcessStatus, ...] = ()
     num_events: int = 0
-    events: tuple[FaultEvent, ...] = ()
+    events: tuple[ProcessEvent, ...] = ()
     """The last ones."""
 
     @property
@@ -83,17 +83,23 @@ class LiveStatus(msgspec.Struct, frozen=True):
         return sum(told) / len(told) if told else None
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Of all workers: the sum of what each has told, or else what the last row says."""
+        told = [each.samples_per_s for each in self.processes if each.samples_per_s is not None]
+        return sum(told) if told else (self.train or {}).get("samples_per_s")
+
+    @property
     def hosts(self) -> list[str]:
         """The names of the hosts that processes are on."""
         return sorted({each.host for each in self.processes if each.host})
 
 
-def write_status(folder: Path, status: LiveStatus) -> None:
+def write_status(folder: Place, status: LiveStatus) -> None:
     """Replace the file in `folder`, whole or not at all."""
     files.replace(folder / FILE, msgspec.json.encode(status))
 
 
-def read_status(folder: Path) -> LiveStatus | None:
+def read_status(folder: Place) -> LiveStatus | None:
     """What `write_status` left last; None where there is none. ValueError for what is no such file."""
     path = folder / FILE
     if not path.exists():
@@ -125,7 +131,7 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         for number in range(int(result["workers"]))
     )
     events = tuple(
-        FaultEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", [])
+        ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", [])
     )
     last = {kind: next((row for row in reversed(rows) if row.get("kind") == kind), None) for kind in ("train", "test")}
     return LiveStatus(

@@ -10,11 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polytempo.report.live_status import FaultEvent, LiveStatus, ProcessStatus
+from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus
 from polytempo.report.progress import status_line
 from polytempo.report.summary import human_seconds
 
-_COLOURS = {"running": "green", "finished": "green", "stopped": "yellow", "killed": "red", "failed": "red"}
+_COLOURS = {
+    "running": "green",
+    "finished": "green",
+    "stopped": "yellow",
+    "preempted": "yellow",
+    "killed": "red",
+    "failed": "red",
+}
 _SILENT_S = 5.0
 """A launcher that has written nothing for so long is named; it writes once a second."""
 _SHOWN_EVENTS = 8
@@ -73,7 +80,7 @@ def _progress(status: LiveStatus) -> Text:
         status.steps,
         row.get("loss"),
         tested.get("accuracy"),
-        row.get("samples_per_s"),
+        status.samples_per_s,
     )
     epoch = row.get("epoch")
     if epoch is not None:
@@ -113,7 +120,7 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
     return table
 
 
-def _faults(status: LiveStatus, events: Sequence[FaultEvent]) -> Text:
+def _faults(status: LiveStatus, events: Sequence[ProcessEvent]) -> Text:
     earlier = status.num_events - len(events)
     text = Text(f"faults{f', the last {len(events)} of {status.num_events}' if earlier > 0 else ''}\n", "bold")
     lines = [f"  {event.at_s:8.1f} s  {event.who} {event.how}; {event.then}" for event in events]

@@ -58,6 +58,9 @@ from polytempo.wire.channel import ChannelClient
 PATIENCE_S = 15.0
 """How long an agent waits for the head to be reachable again."""
 BEAT_S = 0.25
+ECHO = "POLYTEMPO_ECHO_LOGS"
+"""The variable of the environment that makes an agent write its processes' logs to its standard error, too."""
+_STANDARD_ERROR = 2
 _PROBE_S, _MOST_REFUSALS = 0.5, 3
 """How often it is looked whether anything listens where the head was, and how often in a row nothing may."""
 _TICK_S = 0.05
@@ -202,6 +205,9 @@ class _Agent:
         for life, log in self._logs.items():
             for text in log.news():
                 self._channel.send(LogLines(life, text))
+                if os.environ.get(ECHO) == "1":
+                    with contextlib.suppress(OSError):
+                        os.write(_STANDARD_ERROR, text)
         for process in gone:
             life, failure = process.role.life, process.failure
             plain = None if failure is None else (*failure[:3], None if failure[3] is None else dict(failure[3]))

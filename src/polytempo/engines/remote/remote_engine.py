@@ -163,7 +163,7 @@ class RemoteEngine:
     def address(self) -> EngineAddress:
         """See `Engine`."""
         host = self._ticket.head.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts))
+        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts), shares_files=False)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. On another host where none is left on `host`, or where that holds a copy of the same shard."""

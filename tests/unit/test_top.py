@@ -1,0 +1,230 @@
+"""`polytempo top`: what it shows of a run, and where that comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import polytempo as pt
+from polytempo.cli.main import app
+from polytempo.cli.top import launcher_lives, status_in
+from polytempo.core.notice import Preempted
+from polytempo.engines.engine import EngineProcess, Role
+from polytempo.engines.live_run import LiveRun
+from polytempo.jobs import find
+from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus, read_status, write_status
+from polytempo.report.live_view import view
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+
+STATUS = LiveStatus(
+    version=1,
+    job="digits",
+    strategy="downpour(push_every=5)",
+    world="process",
+    workers=2,
+    state="running",
+    written_s=1062.0,
+    began_s=1000.0,
+    launcher_host="n0",
+    launcher_pid=17,
+    epochs=10.0,
+    train={"kind": "train", "step": 120, "epoch": 5.25, "loss": 0.2134, "samples_per_s": 900.0, "seconds": 60.0},
+    test={"kind": "test", "step": 110, "loss": 0.3, "accuracy": 0.951},
+    processes=(
+        ProcessStatus("worker-0", "worker", "n1", "running", 1200.0, 0.25, 1.5),
+        ProcessStatus("worker-1.2", "worker", "n2", "running", 900.0, 0.5, 2.5),
+        ProcessStatus("shard-0-node-2", "copy", "n1", "running"),
+        ProcessStatus("shard-0-node-3", "copy", "n2", "stopped"),
+    ),
+    num_events=1,
+    events=(ProcessEvent("worker-1", "was killed by SIGKILL", 12.34, "started again"),),
+)
+
+
+def shown(status: LiveStatus, **given: Any) -> str:
+    """The view at 80 columns, without spaces at the ends of lines."""
+    console = Console(width=80, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(view(status, now_s=given.pop("now_s", 1063.0), **given))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
+
+
+def test_a_run_at_80_columns() -> None:
+    assert shown(STATUS) == (
+        "digits, downpour(push_every=5), 2 workers\n"
+        "running, 63 s since its start; processes: 3 running, 1 stopped, on 2 hosts\n"
+        "step 120, loss 0.2134, accuracy 95.1 %, 2,100 samples/s, epoch 5.25 of 10,\n"
+        "staleness 2.00\n"
+        " process          host   state     samples/s   waits   staleness\n"
+        " ───────────────────────────────────────────────────────────────\n"
+        " shard-0-node-3   n2     stopped\n"
+        " worker-0         n1     running       1,200    25 %        1.50\n"
+        " worker-1.2       n2     running         900    50 %        2.50\n"
+        " shard-0-node-2   n1     running\n"
+        "faults\n"
+        "      12.3 s  worker-1 was killed by SIGKILL; started again"
+    )
+
+
+def test_more_processes_than_lines_are_counted() -> None:
+    many = msgspec.structs.replace(
+        STATUS, processes=tuple(ProcessStatus(f"rank-{n}", "rank", "n1", "running") for n in range(100)), events=()
+    )
+    text = shown(many, lines=20)
+    assert "and 89 more" in text
+    assert len(text.splitlines()) <= 20
+
+
+def test_a_launcher_that_says_nothing_is_named() -> None:
+    assert "; no news for 38 s" in shown(STATUS, now_s=1100.0)
+    text = shown(STATUS, now_s=1100.0, launcher_lives=False)
+    assert text.splitlines()[1].startswith("launcher gone, 62 s since its start; process 17 ended without a word")
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, STATUS)
+    assert read_status(tmp_path) == STATUS
+    assert [entry.name for entry in tmp_path.iterdir()] == ["live.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", "live.json is no status of a run"),
+        ('{"version": 1}', "missing required field"),
+        ("[1, 2]", "Expected `object`"),
+        (msgspec.json.encode(msgspec.structs.replace(STATUS, version=9)).decode(), "of version 9"),
+    ],
+)
+def test_a_broken_file_is_one_error(tmp_path: Path, content: str, match: str) -> None:
+    (tmp_path / "live.json").write_text(content)
+    with pytest.raises(ValueError, match=match):
+        status_in(tmp_path)
+
+
+def test_wrong_arguments_are_one_error(tmp_path: Path) -> None:
+    for folder, said in ((tmp_path / "no", "there is no such folder"), (tmp_path, "holds neither a live.json nor")):
+        done = CliRunner().invoke(app, ["top", str(folder)])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+        assert said in done.stderr
+    assert CliRunner().invoke(app, ["top", str(tmp_path), "--every-s", "0"]).exit_code == 2
+
+
+def test_whether_the_launcher_lives_is_known_on_its_host_alone() -> None:
+    mine = msgspec.structs.replace(STATUS, launcher_host=socket.gethostname(), launcher_pid=os.getpid())
+    assert launcher_lives(mine) is True
+    assert launcher_lives(msgspec.structs.replace(mine, launcher_pid=2**22 + 1)) is False
+    assert launcher_lives(msgspec.structs.replace(mine, state="finished")) is None
+    assert launcher_lives(STATUS) is None
+
+
+class Engine:
+    """Starts what the test ends."""
+
+    address: Any = None
+
+    def start(self, role: Role, host: int = 0) -> EngineProcess:
+        return EngineProcess(role, Path("log"), host=f"n{host}")
+
+    def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
+        return []
+
+    def stop(self, process: EngineProcess | None = None) -> None: ...
+
+
+def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
+    spec = RunSpec.of(find("digits"), pt.strategies.downpour(), 2, RunOptions(out=tmp_path))
+    now_s = [100.0]
+    rows: list[dict[str, Any]] = []
+
+    def said() -> LiveStatus:
+        status = read_status(tmp_path)
+        assert status is not None
+        return status
+
+    with LiveRun(tmp_path, spec, clock=lambda: now_s[0]) as live:
+        assert (said().state, said().processes) == ("running", ())
+        engine, note = live.watching(Engine()), live.noting(rows.append)
+        first = engine.start(Role("worker", 0, 0))
+        second = engine.start(Role("worker", 1, 1), host=1)
+        note({"kind": "train", "step": 1, "worker": 0, "samples_per_s": 50.0, "idle_share": 0.1, "staleness": 2.0})
+        note({"kind": "train", "step": 2, "worker": 0, "samples_per_s": 60.0, "idle_share": 0.1, "staleness": None})
+        engine.poll()
+        assert said().processes == (), "it is no second yet"
+        now_s[0] = 101.0
+        engine.poll()
+        assert [(each.who, each.host, each.state) for each in said().processes] == [
+            ("worker-0", "n0", "running"),
+            ("worker-1", "n1", "running"),
+        ]
+        assert (said().samples_per_s, said().staleness) == (60.0, 2.0), "a row without a push says no staleness"
+        first.stopped, second.exit_code = True, -9
+        live.events = lambda: [{"who": "worker-1", "how": "was killed", "at_s": 1.0, "then": "started again"}]
+        engine.start(Role("worker", 1, 2, incarnation=2))
+        now_s[0] = 102.5
+        engine.poll()
+        assert [(each.who, each.state) for each in said().processes] == [
+            ("worker-0", "stopped"),
+            ("worker-1.2", "running"),
+        ]
+    assert (said().state, said().num_events, said().written_s) == ("finished", 1, 102.5)
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "why"),
+    [
+        (RuntimeError("no luck\nand more"), "failed", "no luck"),
+        (KeyboardInterrupt(), "failed", "interrupted"),
+        (Preempted(7), "preempted", "preempted after step 7"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, why: str) -> None:
+    spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
+    with pytest.raises(type(error)), LiveRun(tmp_path, spec):
+        raise error
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.state, status.why) == (state, why)
+
+
+def test_a_disk_that_is_full_ends_no_run(tmp_path: Path) -> None:
+    spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
+    with LiveRun(tmp_path / "not there", spec):
+        pass
+
+
+def test_a_simulation_is_shown_by_its_result(tmp_path: Path) -> None:
+    pt.simulate(find("digits"), pt.strategies.async_sgd(), 3, steps=4, out=tmp_path)
+    done = CliRunner().invoke(app, ["top", str(tmp_path), "--json"])
+    plain = json.loads(done.stdout)
+    assert (plain["state"], plain["workers"], plain["train"]["step"], plain["launcher_lives"]) == (
+        "finished",
+        3,
+        4,
+        None,
+    )
+    assert [each["who"] for each in plain["processes"]] == ["worker-0", "worker-1", "worker-2"]
+    assert shown(status_in(tmp_path)).splitlines()[0].endswith(", 3 virtual workers")
+
+
+def test_a_finished_run_of_ranks(tmp_path: Path) -> None:
+    pt.run(find("digits"), pt.strategies.sync_sgd(), 2, steps=3, out=tmp_path)
+    status = status_in(tmp_path)
+    assert (status.state, status.steps, [(each.who, each.state) for each in status.processes]) == (
+        "finished",
+        3,
+        [("rank-0", "ended"), ("rank-1", "ended")],
+    )
+    text = CliRunner().invoke(app, ["top", str(tmp_path)]).stdout
+    assert text.startswith("digits, sync_sgd(route=native), 2 workers\nfinished, ")
