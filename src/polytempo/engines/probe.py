@@ -32,8 +32,8 @@ from polytempo.spec.run_spec import RunSpec
 
 PROBE = "probe"
 """The kind of such a process's role."""
-_ROUND_TRIPS, _TRANSFERS = 30, 3
-_LEAST_TRANSFER_S = 0.1
+_ROUND_TRIPS, _TRANSFERS = 100, 3
+_LEAST_TRANSFER_S = 0.3
 _MOST_TRANSFER_BYTES = 64 << 20
 _FIRST_TRANSFER_BYTES = 64 << 10
 _MATRIX, _PRODUCTS = 384, 10
@@ -43,7 +43,7 @@ _TIMEOUT_S = 120.0
 def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
     """Measure with as many processes as `spec` has workers, placed as a run's are. `name`: the engine's, for the file.
 
-    Cost: some 0.5 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    Cost: some 2 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
     """
     meetings: list[Rendezvous] = []
 
