@@ -8,6 +8,7 @@ DOCS_INSTALLED := .venv/.installed-docs
 LIBRARY := src/polytempo/native/libpolytempo.so
 PYTEST := $(BIN)/python -m pytest
 INTEGRATIONS := .venv-integrations
+ENGINES := .venv-engines
 
 # Tests of the report need a browser. CI installs one and leaves out nothing; so does a machine that has one.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome \
@@ -29,7 +30,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-native test-integrations test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-native test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -80,6 +81,18 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --group integrations --editable .
 	touch $@
 
+# Engines whose programs are not installed (Slurm, Open MPI, MPICH, Java for Spark) say so by failing; choose by TESTS=.
+TESTS ?= tests/engines
+
+test-engines: $(ENGINES)/.installed $(LIBRARY) ## engines on real Slurm, MPI, Ray, dask, Spark; one of them: TESTS=tests/engines/test_mpi.py (half an hour)
+	$(ENGINES)/bin/python -m pytest -q -p no:kmock $(TESTS)
+
+$(ENGINES)/.installed: pyproject.toml constraints.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --group engines --editable .
+	touch $@
+
 # Tests of another torch or another Python, in a venv of their own: what they share with torch, and what starts processes.
 VERSION ?= 2.15.0
 OTHER = .venv-torch-$(VERSION)-$(notdir $(PYTHON))
@@ -126,5 +139,5 @@ soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames,
 	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 
 clean: ## remove what make has made; runs/ stays
-	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) docs/generated .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(LIBRARY) .venv $(INTEGRATIONS) $(ENGINES) docs/generated .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,12 @@
 """Push, pull and all-reduce between hosts, against the rate of their links.
 
-    python benchmarks/parameter_server/hosts.py --command 'ip netns exec {host}' --mbit 1000 \\
+    python benchmarks/parameter_server/hosts.py --mbit 1000 \\
+        --command 'ip netns exec {host} unshare --pid --fork --kill-child --mount-proc' \\
         --hosts h0=10.0.0.1 h1=10.0.0.2 h2=10.0.0.3 h3=10.0.0.4 [--only push_pull all_reduce] [--rounds 7]
 
 Start it on the first host. It starts its processes by `command`, one role each, with what they must know as JSON on
-standard input. All of them have one thread.
+standard input. All of them have one thread. Processes in one PID namespace can share memory, so that network
+namespaces alone are one host for the native core: `unshare` makes them several.
 """
 
 from __future__ import annotations
@@ -157,7 +159,19 @@ def all_reduce_turns(order: dict[str, Any]) -> None:
         assert float(tensor[0]) == dist.get_world_size()
 
 
-ROLES = {each.__name__: each for each in (hold, push_pull_turns, raw_turns, all_reduce_turns)}
+def host_turns(order: dict[str, Any]) -> None:
+    """All ranks of one host, as children of this process: one line with the seconds of the slowest."""
+    words = [sys.executable, __file__, "--role", "all_reduce_turns"]
+    ranks = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in order["ranks"]]
+    with ended(ranks):
+        for process, rank in zip(ranks, order["ranks"], strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(rank) + "\n")
+        for _ in sys.stdin:
+            print(turn(ranks), flush=True)
+
+
+ROLES = {each.__name__: each for each in (hold, push_pull_turns, raw_turns, all_reduce_turns, host_turns)}
 
 
 # --------------------------------------------------------------------------------------------------------- the driver
@@ -246,14 +260,13 @@ def all_reduce(hosts: Hosts, rounds: int) -> None:
     for place in ("in blocks", "in turn"):
         medians = {}
         for number, backend in enumerate(("polytempo", "gloo")):
-            processes = []
+            orders: list[list[dict[str, Any]]] = [[] for _ in hosts.names]
             for rank in range(RANKS_PER_HOST * num_hosts):
                 blocks = place == "in blocks"
                 host, local = divmod(rank, RANKS_PER_HOST) if blocks else (rank % num_hosts, rank // num_hosts)
                 environment = _environment(hosts, rank, local, MEETING_PORT + number)
-                processes.append(
-                    hosts.start("all_reduce_turns", host, {"backend": backend, "environment": environment})
-                )
+                orders[host].append({"backend": backend, "environment": environment})
+            processes = [hosts.start("host_turns", host, {"ranks": ranks}) for host, ranks in enumerate(orders)]
             with ended(processes):
                 turn(processes)
                 medians[backend] = statistics.median(turn(processes) for _ in range(rounds))

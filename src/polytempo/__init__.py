@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from polytempo.core.notice import Preempted
     from polytempo.engines.attach import attach
     from polytempo.engines.collective import RunTimedOut
+    from polytempo.engines.elastic_loop import elastic
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.launch import launch
     from polytempo.engines.run import compare, run
+    from polytempo.engines.run_elastic import WorkersLost
     from polytempo.engines.simulate import simulate
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from polytempo.spec.result import Result
     from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
+    from polytempo.training.loop_state import ElasticState
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
@@ -95,7 +98,9 @@ _HOMES = {
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
+    "polytempo.engines.elastic_loop": ("elastic",),
     "polytempo.engines.run": ("compare", "run"),
+    "polytempo.engines.run_elastic": ("WorkersLost",),
     "polytempo.engines.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
@@ -103,6 +108,7 @@ _HOMES = {
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
     "polytempo.training.attached": ("no_sync",),
+    "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
@@ -119,6 +125,7 @@ __all__ = [
     "Data",
     "Deadlock",
     "Drifted",
+    "ElasticState",
     "Handle",
     "Job",
     "JobFailed",
@@ -140,6 +147,7 @@ __all__ = [
     "Transform",
     "VirtualWorld",
     "WorkerDied",
+    "WorkersLost",
     "aggregation",
     "attach",
     "cluster",
@@ -149,6 +157,7 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "elastic",
     "engines",
     "explain",
     "init",

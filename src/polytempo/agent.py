@@ -12,12 +12,14 @@ from importlib import import_module
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
+from polytempo.engines.fork import default_signals
 from polytempo.engines.remote.agent import end_politely, serve_head
 from polytempo.engines.remote.ticket import AgentTicket
 
 
 def main() -> int:
     """Be an agent; the exit code."""
+    default_signals()  # the launcher held some back while it started this process
     signal.signal(signal.SIGTERM, end_politely)
     signal.signal(signal.SIGINT, end_politely)
     try:

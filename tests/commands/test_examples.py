@@ -11,7 +11,7 @@ import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-UNDER_TORCHRUN = ("own_loop.py", "trainer.py")
+UNDER_TORCHRUN = ("own_loop.py", "own_loop_served.py", "trainer.py")
 QUOTED = ("simulate_stragglers.py",)
 """What docs/simulator.md quotes word for word; under the virtual clock it is the same everywhere."""
 

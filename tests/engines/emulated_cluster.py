@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -117,8 +118,14 @@ class Emulator(KubernetesEmulator):
 
 
 @contextmanager
-def emulated_cluster(folder: Path, *, kubelet: bool = True) -> Iterator[Cluster]:
-    """A cluster whose pods keep their files in `folder`. Nothing of it is left afterwards."""
+def emulated_cluster(*, kubelet: bool = True) -> Iterator[Cluster]:
+    """A cluster whose pods have a folder with a short name, as in a container. Nothing of it is left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="pods-") as folder, _emulated_cluster(Path(folder), kubelet) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _emulated_cluster(folder: Path, kubelet: bool) -> Iterator[Cluster]:
     ready, over, box = threading.Event(), threading.Event(), dict[str, Any]()
 
     async def serve() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,20 @@ import polytempo as pt
 from engines.emulated_cluster import Cluster, emulated_cluster
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.remote.network import address_to
+from polytempo.engines.remote.ticket import AgentTicket
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
 KINDS = ("Job", "JobSet", "TrainJob", "TrainingRuntime", "Secret", "Pod")
-LONG_S = 90.0
+LONG_S = 240.0
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster that the kubeconfig names. Afterwards, no object and no process of a pod may be there."""
-    with emulated_cluster(tmp_path / "nodes") as found:
+    with emulated_cluster() as found:
         monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig(tmp_path / "config")))
         yield found
         eventually(lambda: left(found) == {kind: [] for kind in KINDS}, "objects are left")
@@ -101,24 +103,28 @@ def test_a_parameter_server_has_its_shards_in_pods(cluster: Cluster) -> None:
 
 
 FAILS = """
+import os
 from dataclasses import replace
 from polytempo.jobs.digits import job as digits
 
 def read(given):
+    if "JOB_COMPLETION_INDEX" not in os.environ:
+        return digits.data(given)
     print("this is in the log", flush=True)
     raise OSError("no such data")
 
 job = replace(digits, name="fails", data=read)
 """
-OWN = """
+WAITS = """
+import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 from polytempo.jobs.digits import job as digits
 
 def read(given):
-    Path(__file__).with_name("reads").touch()
-    threading.Event().wait()
+    if "JOB_COMPLETION_INDEX" in os.environ:
+        threading.Event().wait()
+    return digits.data(given)
 
 job = replace(digits, name="waits", data=read)
 """
@@ -131,6 +137,7 @@ def test_an_error_comes_back_with_its_log(cluster: Cluster, tmp_path: Path) -> N
         pt.run(job, pt.strategies.sync_sgd(), workers=2, steps=2, engine=engine(), out=tmp_path / "run")
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
     assert any("this is in the log" in log for log in logs), logs
+    assert any("this is in the log" in path.read_text() for path in cluster.logs.values()), "kubectl logs shows it, too"
 
 
 def test_a_killed_pod_is_replaced_and_the_run_goes_on(cluster: Cluster) -> None:
@@ -186,7 +193,7 @@ def test_pods_that_cannot_start_are_described(cluster: Cluster) -> None:
 
 
 def test_an_api_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated_cluster(tmp_path / "nodes", kubelet=False) as found:
+    with emulated_cluster(kubelet=False) as found:
         monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig(tmp_path / "config")))
     with pytest.raises(PolytempoError, match=r"cannot create Job .* no answer"):
         pt.run(DIGITS, pt.strategies.sync_sgd(), workers=2, steps=2, engine=engine())
@@ -195,33 +202,39 @@ def test_an_api_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- the launcher's end
 
 
-def launched(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[bytes]:
+@contextmanager
+def launched(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     """`polytempo train` of a job that waits for ever, when its two workers wait."""
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(WAITS)
     (tmp_path / "pods.toml").write_text(f'image = "polytempo"\naddress = "{here()}"\nwait_s = {LONG_S}\ngrace_s = 10\n')
     words = ["train", f"{tmp_path}/own.py:job", "--workers", "2", "--out", str(tmp_path / "run")]
     started = subprocess.Popen(
         [sys.executable, "-m", "polytempo", *words, "--engine", f"kubernetes:{tmp_path / 'pods.toml'}"],
         cwd=tmp_path,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
-    eventually(lambda: len(processes_of(cluster)) >= 4 or started.poll() is not None, "the run does not begin")
-    assert started.poll() is None
-    return started
+    try:
+        eventually(lambda: len(processes_of(cluster)) >= 4 or started.poll() is not None, "the run does not begin")
+        assert started.poll() is None
+        yield started
+    finally:
+        started.kill()
+        started.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launcher_leaves_nothing(number: signal.Signals, cluster: Cluster, tmp_path: Path) -> None:
-    launcher = launched(tmp_path, cluster)
-    launcher.send_signal(number)
-    assert launcher.wait(LONG_S) != 0
+    with launched(tmp_path, cluster) as launcher:
+        launcher.send_signal(number)
+        assert launcher.wait(LONG_S) != 0
+    eventually(lambda: left(cluster) == {kind: [] for kind in KINDS}, "objects are left")
 
 
 def test_a_killed_launcher_leaves_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
     """Agents end by themselves; Kubernetes removes the Job after `ttl_s`, and with it the Secret."""
-    launcher = launched(tmp_path, cluster)
-    launcher.kill()
-    launcher.wait(LONG_S)
+    with launched(tmp_path, cluster) as launcher:
+        launcher.kill()
     eventually(lambda: not cluster.pods, "agents are left")
     (job,) = cluster.objects("Job")
     assert job["spec"]["ttlSecondsAfterFinished"] == 300
@@ -233,19 +246,16 @@ def test_a_killed_launcher_leaves_a_job_that_ends(cluster: Cluster, tmp_path: Pa
 
 
 def test_keys_are_in_files_of_mode_0400_and_nowhere_else(cluster: Cluster, tmp_path: Path) -> None:
-    launcher = launched(tmp_path, cluster)
-    try:
-        tickets = list((tmp_path / "nodes").glob("*/given-0/0.json"))
+    with launched(tmp_path, cluster) as launcher:
+        tickets = list(cluster.folder.glob("*/given-0/0.json"))
         assert tickets
         assert {stat.S_IMODE(path.stat().st_mode) for path in tickets} == {0o400}
-        keys = [word for word in tickets[0].read_text().split('"') if len(word) == 40]
+        keys = [key for key in AgentTicket.read(tickets[0]).keys.to_plain().values() if isinstance(key, str)]
         assert len(keys) >= 2
         (job,) = cluster.objects("Job")
         seen = [str(job), *(str(pod) for pod in cluster.objects("Pod"))]
         for pid in processes_of(cluster):
-            for file in ("cmdline", "environ"):
-                seen.append(Path(f"/proc/{pid}/{file}").read_text(errors="replace"))
+            seen += [Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("cmdline", "environ")]
         assert not [key for key in keys for text in seen if key in text]
-    finally:
-        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
         launcher.wait(LONG_S)

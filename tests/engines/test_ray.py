@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,14 @@ def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def cluster(mark: str) -> Iterator[Cluster]:
-    """Two nodes; "extra" is on the second one alone."""
+    """Two nodes; "extra" is on the second one alone. Their files lie in a folder with a short name: sockets do."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        yield from started()
+
+
+def started() -> Iterator[Cluster]:
+    """A cluster for the tests of this file."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 6, "object_store_memory": STORE_BYTES, "include_dashboard": False},

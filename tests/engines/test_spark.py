@@ -22,11 +22,11 @@ from polytempo.engines.spark_starter import slots
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
-LONG_S = 120.0
+LONG_S = 240.0
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the sockets of py4j
 ]
@@ -43,6 +43,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     for name, value in {
         "spark.driver.memory": "512m",
         "spark.executor.memory": "512m",
+        "spark.executorEnv.OF_AN_EXECUTOR": "1",
         "spark.executorEnv.PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
         "spark.sql.shuffle.partitions": "2",
@@ -67,7 +68,7 @@ def agents() -> list[int]:
     """The agents' processes, and those that they have forked."""
     found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in found.splitlines() if line.endswith("-m polytempo.agent")]
-    return [int(words[0]) for words in mine if _environment(words[0]).get("SPARK_LOCAL_DIRS") is not None]
+    return [int(words[0]) for words in mine if _environment(words[0]).get("OF_AN_EXECUTOR") is not None]
 
 
 def _environment(pid: str) -> dict[str, str]:
@@ -174,8 +175,15 @@ WRONG = [
 
 @pytest.mark.parametrize(("x", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_columns_that_are_no_numbers_are_named(x: str, message: str, session: Any, tmp_path: Path) -> None:
-    frame = session.range(2).selectExpr(f"{x} as x", "id as y")
+    frame = session.range(2).coalesce(1).selectExpr(f"{x} as x", "id as y")
     with pytest.raises(ValueError, match=message):
+        pt.data.from_spark(frame, tmp_path / "set", inputs="x", target="y")
+    assert not (tmp_path / "set" / "index.json").exists()
+
+
+def test_partitions_that_do_not_fit_are_named(session: Any, tmp_path: Path) -> None:
+    frame = session.range(0, 2, 1, 2).selectExpr("if(id = 0, array(1), array(1, 2)) as x", "id as y")
+    with pytest.raises(ValueError, match="different types or shapes"):
         pt.data.from_spark(frame, tmp_path / "set", inputs="x", target="y")
     assert not (tmp_path / "set" / "index.json").exists()
 
@@ -184,10 +192,13 @@ def test_columns_that_are_no_numbers_are_named(x: str, message: str, session: An
 
 
 FAILS = """
+import os
 from dataclasses import replace
 from polytempo.jobs.digits import job as digits
 
 def read(given):
+    if "OF_AN_EXECUTOR" not in os.environ:
+        return digits.data(given)
     print("this is in the log", flush=True)
     raise OSError("no such data")
 

@@ -33,10 +33,9 @@ def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
     pt.attach(nn.ModuleList([net, other]), optimizer)
 
 
-def test_a_parameter_server_needs_a_job() -> None:
-    net = small()
+def test_a_trainer_starts_no_parameter_server() -> None:
     with pytest.raises(ValueError, match=r"downpour\(.*\) has a parameter server.*use pt.run\(job, strategy"):
-        pt.attach(net, SGD(net.parameters(), lr=0.1), s.downpour())
+        pt.Trainer(pt.jobs.find("digits"), s.downpour())
 
 
 def thaw(net: nn.Sequential, optimizer: SGD) -> None:

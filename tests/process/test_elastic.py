@@ -1,8 +1,4 @@
-"""Workers of a synchronous run are killed, stopped, sent away and taken in: it ends as the calm run does.
-
-The model computes in float64 and the global batch is kept, so weights differ from the calm run's by rounding alone
-(1e-15 a step). A sample that counted twice or never would show in the fifth digit.
-"""
+"""Workers of a synchronous run are killed, stopped, sent away and taken in: it ends as the calm run does."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process
 
-STEPS = 240
-EPOCHS = 30
+STEPS = 120
+EPOCHS = 15
 
 Story = Callable[[ElasticLauncher], Any]
 
@@ -42,7 +38,7 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    assert list(folder.iterdir()) == []
+    assert list(folder.glob("polytempo-*")) == []
 
 
 calls: list[float] = []
@@ -61,7 +57,7 @@ def job(hurry: Path | None = None, fails: bool = False) -> pt.Job:
     """A regression of 95 samples in batches of 3 × 4: 8 steps an epoch. `hurry`: the file that ends the slow steps."""
 
     def data(path: Path | None) -> pt.Data:
-        x = torch.randn(95, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        x = torch.randn(95, 6, generator=torch.Generator().manual_seed(1))
         return pt.Data(TensorDataset(x, x.cos().sum(1, keepdim=True)), TensorDataset(x, x.sum(1, keepdim=True)))
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -71,7 +67,7 @@ def job(hurry: Path | None = None, fails: bool = False) -> pt.Job:
         return nn.functional.mse_loss(output, target)
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
 
     def optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr)
@@ -84,9 +80,9 @@ def job(hurry: Path | None = None, fails: bool = False) -> pt.Job:
     )
 
 
-def spec_of(trained: pt.Job, **options: Any) -> RunSpec:
+def spec_of(trained: pt.Job, strategy: str = "sync_sgd", **options: Any) -> RunSpec:
     """A run of 3 workers."""
-    return RunSpec.of(trained, pt.strategies.sync_sgd(), 3, RunOptions(epochs=EPOCHS, seed=2, **options))
+    return RunSpec.of(trained, pt.parse_strategy(strategy), 3, RunOptions(epochs=EPOCHS, seed=2, **options))
 
 
 def told(story: Story, spec: RunSpec, hurry: Path, wanted: list[int] | None = None) -> Any:
@@ -124,7 +120,7 @@ def harm(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
         yield
 
 
-def test_whatever_becomes_of_workers_the_model_is_the_calm_runs(tmp_path: Path) -> None:
+def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(tmp_path: Path) -> None:
     """They are killed, stopped and terminated, and there is room for more of them, and for less."""
     wanted, out, hurry = [3], tmp_path / "run", tmp_path / "hurry"
 
@@ -136,18 +132,19 @@ def test_whatever_becomes_of_workers_the_model_is_the_calm_runs(tmp_path: Path) 
             wanted.append(size)
             yield from trains_with(launcher, size)
 
-    calm = run_collective(spec_of(job()), pt.engines.local())
-    spec = spec_of(job(hurry), min_workers=1, max_workers=4, out=out, checkpoint_every=50)
+    strategy = "sync_sgd(route=invariant(slices=5))"
+    calm = run_collective(spec_of(job(), strategy), pt.engines.local())
+    spec = spec_of(job(hurry), strategy, min_workers=1, max_workers=4, out=out, checkpoint_every=50)
     result = told(story, spec, hurry, wanted)
     assert result.steps == calm.steps == STEPS
-    assert result.loss == pytest.approx(calm.loss, rel=1e-9, abs=0)
+    assert result.parameters_sha256 == calm.parameters_sha256
     assert result.ledger == calm.ledger
     assert [(row["once"], row["last_epoch"]) for row in result.ledger] == [(95, EPOCHS - 1)]
     lost = [text for change in result.membership for text in change["lost"]]
     assert lost == ["member-0 was killed by SIGKILL", "member-2 was killed by SIGKILL"]
     rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
     assert rows == sorted(set(rows))
-    assert sorted(path.name for path in (out / "checkpoint").glob("step-*"))[-1].endswith("240")
+    assert sorted(path.name for path in (out / "checkpoint").glob("step-*"))[-1].endswith(str(STEPS))
 
 
 def test_with_the_local_batch_kept_the_rate_follows_the_number_of_workers(tmp_path: Path) -> None:

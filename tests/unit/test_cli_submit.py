@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from polytempo.cli.failure import exit_code
 from polytempo.cli.main import app
 
 TRAIN = ["train", "digits", "--workers", "4", "--engine", "slurm:nodes=2,time=30", "--out", "runs/digits"]
@@ -52,3 +56,23 @@ def test_what_would_fail_in_the_queue_fails_at_once(words: list[str], said: str)
     done = CliRunner().invoke(app, ["submit", *words])
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_in_a_batch_script_sigterm_ends_a_command_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sets SLURM_PROCID there, too, but the process is one of one."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(typer.Exit) as ended:
+            _terminated()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.exit_code == 143
+
+
+def _terminated() -> None:
+    with exit_code():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or these tests would end
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -45,9 +45,8 @@ class FakeClient:
         self.submitted: list[tuple[str, int, dict[str, Any]]] = []
         self.futures: dict[str, FakeFuture] = {}
 
-    def scheduler_info(self, n_workers: int) -> dict[str, Any]:
-        assert n_workers == -1, "all of them"
-        return {"workers": dict.fromkeys(self.workers)}
+    def nthreads(self) -> dict[str, int]:
+        return dict.fromkeys(self.workers, 1)
 
     def submit(self, task: Any, name: str, ticket: str, *, key: str, **options: Any) -> FakeFuture:
         assert name == key
@@ -145,7 +144,7 @@ def test_without_workers_there_is_no_run(workers: list[str] | None) -> None:
     [
         (17, {}, "client=17 must be a distributed.Client"),
         ("", {}, "dask:tcp://host:8786"),
-        (SimpleNamespace(scheduler_info=None, asynchronous=True), {}, "asynchronous=False"),
+        (SimpleNamespace(nthreads=None, asynchronous=True), {}, "asynchronous=False"),
         (FakeClient(), {"workers": "tcp://a:1"}, "workers='tcp://a:1'"),
         (FakeClient(), {"workers": []}, r"workers=\[\]"),
         (FakeClient(), {"wait_s": -1}, "wait_s=-1"),

@@ -6,7 +6,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import fsspec
 import numpy
 import pytest
 
@@ -129,11 +128,12 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         writer = PartWriter(place, f"p{number}")
         writer.add(numpy.zeros((1, width), numpy.float32), numpy.zeros(1, numpy.int64))
         entries += writer.finish()
-    write_index(place, entries)
-    with pytest.raises(ValueError, match="different types or shapes"):
-        read_parts(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"different types or shapes: float32\[2\], int64\[\]; float32\[3\], int64\[\]"
+    ):
+        write_index(place, entries)
+    assert not (tmp_path / "index.json").exists()
     with pytest.raises(ValueError, match="1 inputs and 2 targets"):
         PartWriter(place, "p").add(numpy.zeros((1, 2)), numpy.zeros(2))
     with pytest.raises(ValueError, match="rows_per_part is 0"):
         PartWriter(place, "p", 0)
-    assert fsspec.filesystem("file").exists(place.removeprefix("file://"))

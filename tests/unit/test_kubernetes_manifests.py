@@ -101,6 +101,8 @@ def test_the_job_of_two_pods() -> None:
                                 {"name": "HOME", "value": "/tmp"},
                                 {"name": "TMPDIR", "value": "/tmp"},
                                 {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+                                {"name": "POLYTEMPO_ECHO_LOGS", "value": "1"},
+                                {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                             ],
                             "securityContext": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from polytempo import engines
 from polytempo.engines.arguments import parse_engine
 from polytempo.engines.engine import Launch
-from polytempo.engines.ray_engine import Ray, RayStarter
+from polytempo.engines.ray_engine import Ray, RayStarter, reach
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.spec.topology import Topology
 from polytempo.wire.keys import make_keys
@@ -87,6 +88,17 @@ def test_a_function_is_refused_before_ray_is_asked() -> None:
         Ray().open(Launch(lambda role: 1, None, dict, 1, 1)),
     ):
         pass
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_is_tried_before_ray_waits_for_it(form: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = form.format(f"127.0.0.1:{listener.getsockname()[1]}")
+        reach(address)
+    with pytest.raises(OSError, match="refused"):
+        reach(address)
+    reach("auto")
+    reach("local")
 
 
 # --- following actors
@@ -189,9 +201,12 @@ def test_a_new_actor_takes_the_bundle_of_one_that_has_ended() -> None:
     ray = FakeRay()
     starter = RayStarter(ray, Ray())
     agents = starter.start([0, 1, 2], TICKET)
-    ray.actors[1].futures |= {"node": "aa", "hold": Lost("the node has died\nmore")}
+    ray.actors[1].futures |= {
+        "node": "aa",
+        "hold": Lost("\x1b[36mthe actor died\x1b[39m\n\tat once\nits node has died\n\n"),
+    }
     starter.poll()
-    assert [agent.ended for agent in agents] == [None, "was lost by Ray (the node has died)", None]
+    assert [agent.ended for agent in agents] == [None, "was lost by Ray (the actor died; its node has died)", None]
     assert ray.actors[1].killed
     starter.start([3], TICKET)
     assert ray.actors[3].options["scheduling_strategy"] == (ray.groups[0], 1)

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 
 import typer
 
+from polytempo.engines.environment import recognise
+
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 _VALUE_ERROR = "ValueError: "
-
-
-_OF_LAUNCHERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-"""Variables of torchrun, Slurm and Open MPI: this process is one of several that they end."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -56,7 +54,7 @@ def _sigterm_raises() -> Generator[None]:
     handled = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
-    if not handled or any(name in os.environ for name in _OF_LAUNCHERS):
+    if not handled or _is_one_of_several():
         yield
         return
     signal.signal(signal.SIGTERM, _Terminate())
@@ -64,6 +62,14 @@ def _sigterm_raises() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_one_of_several() -> bool:
+    """Whether torchrun, Slurm or MPI has started this process with others, and ends them. A batch script is alone."""
+    try:
+        return recognise(os.environ).size > 1
+    except ValueError:  # a command that wants to know says what is wrong
+        return True
 
 
 class _Terminate:

@@ -62,6 +62,7 @@ def train(
     on_drift: p.OnDrift = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
+    grace_s: p.LeaveGrace = None,
     restarts: p.Restarts = None,
     min_workers: p.MinWorkers = None,
     max_workers: p.MaxWorkers = None,
@@ -76,7 +77,7 @@ def train(
 ) -> None:
     """Train JOB with worker processes.
 
-    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, Open MPI or Ray this process
+    The workers start on this host, or where --engine starts them. Under torchrun, Slurm, MPI or Ray this process
     is one of the workers.
     """
     with exit_code():

@@ -114,6 +114,7 @@ class TrainOptions(BaseModel):
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
+    grace_s: Positive = 30.0
     restarts: Annotated[int, BeforeValidator(_number), Field(ge=0, le=100_000)] = 20
     min_workers: Count | None = None
     max_workers: Count | None = None

@@ -126,7 +126,7 @@ Scaling = Annotated[
 Available = Annotated[
     Path | None,
     typer.Option(
-        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every few seconds."
+        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every 2 s."
     ),
 ]
 Out = Annotated[
@@ -135,6 +135,10 @@ Out = Annotated[
         metavar="DIR",
         help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
     ),
+]
+LeaveGrace = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds in which a run may save and leave after SIGTERM. Default: 30."),
 ]
 Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]

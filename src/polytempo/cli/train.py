@@ -10,6 +10,7 @@ from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.engines.arguments import parse_engine
+from polytempo.engines.available_program import AvailableProgram
 from polytempo.engines.environment import recognise
 from polytempo.engines.run import join, run
 from polytempo.report.progress import Progress
@@ -33,10 +34,22 @@ def train(request: RunRequest) -> None:
     with notes_on_stderr():
         progress = Progress() if first else None
         if world.size > 1:
+            if taken.elastic:
+                raise ValueError(
+                    f"--min-workers and --max-workers: this process is one of {world.size} workers of another "
+                    "launcher, which replaces them; leave the two out, or run the command outside of it"
+                )
             result = join(job, strategy, taken, progress=progress)
         else:
             engine = parse_engine(options.engine)
-            result = run(job, strategy, options.workers, taken, engine=engine, progress=progress)
+            available = None if options.available is None else AvailableProgram(options.available, options.workers)
+            try:
+                result = run(
+                    job, strategy, options.workers, taken, engine=engine, progress=progress, available=available
+                )
+            finally:
+                if available is not None:
+                    available.close()
     figures = result.as_json()
     if first:
         (show_json if options.as_json else show_result)(figures)

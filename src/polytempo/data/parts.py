@@ -1,6 +1,6 @@
 """A data set in parts: .npy files in a folder of any file system, which many processes write, and an index.
 
-    folder/index.json                {"version": 1, "parts": [{"rows": …, "inputs": {…}, "targets": {…}}, …]}
+    folder/index.json                {"version": 1, "parts": [{"rows": …, "kind": …, "inputs": {…}, "targets": {…}}, …]}
           /part-00000-….inputs.npy   (rows, …)     each with its SHA-256 in the index
           /part-00000-….targets.npy  (rows,)
 
@@ -68,7 +68,8 @@ class PartWriter:
         columns = zip(*self._held, strict=True)
         inputs, targets = (numpy.concatenate(column) for column in columns)
         files = {"inputs": self._write(f"{name}.inputs", inputs), "targets": self._write(f"{name}.targets", targets)}
-        self._written.append({"rows": self._num_held, **files})
+        kind = ", ".join(f"{array.dtype}{list(array.shape[1:])}" for array in (inputs, targets))
+        self._written.append({"rows": self._num_held, "kind": kind, **files})
         self._held, self._num_held = [], 0
 
     def _write(self, name: str, array: numpy.ndarray[Any, Any]) -> dict[str, str]:
@@ -90,10 +91,11 @@ def start_folder(folder: str | Path) -> str:
 
 
 def write_index(folder: str, entries: Iterable[Entry]) -> None:
-    """Finish the data set: it has these parts, in this order. ValueError where it has no row."""
+    """Finish the data set: it has these parts, in this order. ValueError where it has no row, or they do not fit."""
     listed = list(entries)
     if not listed:
         raise ValueError(f"{folder} would be a data set without rows")
+    _check_kinds(folder, listed)
     with fsspec.open(_joined(folder, INDEX), "wb") as file:
         file.write(json.dumps({"version": VERSION, "parts": listed}).encode())
 
@@ -108,12 +110,15 @@ def read_parts(folder: str | Path) -> TensorDataset:
     """
     place = str(folder)
     entries = _read_index(place)
+    _check_kinds(place, entries)
     inputs = [_read(place, entry, "inputs") for entry in entries]
     targets = [_read(place, entry, "targets") for entry in entries]
-    for kind, arrays in (("inputs", inputs), ("targets", targets)):
-        if len(found := {(str(array.dtype), array.shape[1:]) for array in arrays}) > 1:
-            raise ValueError(f"{place}: parts have {kind} of different types or shapes: {sorted(map(str, found))}")
     return TensorDataset(*(torch.from_numpy(numpy.concatenate(arrays)) for arrays in (inputs, targets)))
+
+
+def _check_kinds(folder: str, entries: Iterable[Entry]) -> None:
+    if len(kinds := sorted({str(entry["kind"]) for entry in entries})) > 1:
+        raise ValueError(f"{folder}: rows have inputs and targets of different types or shapes: {'; '.join(kinds)}")
 
 
 def _read_index(folder: str) -> list[Entry]:
@@ -129,7 +134,7 @@ def _read_index(folder: str) -> list[Entry]:
     try:
         index = json.loads(content)
         version, entries = index["version"], index["parts"]
-        fitting = all(set(each) == {"rows", "inputs", "targets"} for each in entries) and len(entries) > 0
+        fitting = all(set(each) == {"rows", "kind", "inputs", "targets"} for each in entries) and len(entries) > 0
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{folder}/{INDEX} is not an index of parts") from None
     if version != VERSION or not fitting:

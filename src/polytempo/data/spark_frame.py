@@ -12,7 +12,8 @@ import numpy
 from polytempo.data.parts import ROWS_PER_PART, PartWriter, start_folder, write_index
 
 _SCHEMA = (
-    "partition long, number long, rows long, inputs string, targets string, inputs_sha256 string, targets_sha256 string"
+    "partition long, number long, rows long, kind string, "
+    "inputs string, targets string, inputs_sha256 string, targets_sha256 string"
 )
 _NUMBERS = ("byte", "short", "integer", "long", "float", "double", "boolean", "decimal")
 _RAISED = re.compile(r"^(?:[\w.]*\.)?ValueError: (.*)$", re.MULTILINE)
@@ -96,12 +97,12 @@ def _collected(frame: Any) -> list[Any]:
 def _row(partition: int, number: int, entry: Any) -> dict[str, Any]:
     files = {kind: entry[kind]["name"] for kind in ("inputs", "targets")}
     hashes = {f"{kind}_sha256": entry[kind]["sha256"] for kind in ("inputs", "targets")}
-    return {"partition": partition, "number": number, "rows": entry["rows"], **files, **hashes}
+    return {"partition": partition, "number": number, "rows": entry["rows"], "kind": entry["kind"], **files, **hashes}
 
 
 def _entry(row: dict[str, Any]) -> dict[str, Any]:
     files = {kind: {"name": row[kind], "sha256": row[f"{kind}_sha256"]} for kind in ("inputs", "targets")}
-    return {"rows": row["rows"], **files}
+    return {"rows": row["rows"], "kind": row["kind"], **files}
 
 
 def _is_array(frame: Any, name: str) -> bool:

@@ -60,7 +60,7 @@ class Dask:
             if not self.client:
                 raise ValueError("a scheduler's address is missing; give one, such as dask:tcp://host:8786")
             return
-        if not hasattr(self.client, "scheduler_info"):
+        if not hasattr(self.client, "nthreads"):
             raise ValueError(f"client={self.client!r} must be a distributed.Client, or the address of a scheduler")
         if self.client.asynchronous:
             raise ValueError("this client is asynchronous; give one that was made with asynchronous=False")
@@ -135,7 +135,7 @@ class DaskStarter:
 
     def usable(self) -> list[str]:
         """The addresses of the workers that agents may be on. ValueError where there is none."""
-        there: list[str] = list(self._client.scheduler_info(n_workers=-1)["workers"])
+        there = self._there()
         found = there if self._workers is None else [address for address in self._workers if address in there]
         if not found:
             asked = "" if self._workers is None else f" of {', '.join(self._workers)}"
@@ -144,6 +144,12 @@ class DaskStarter:
                 f"`dask worker {self._client.scheduler.address}`"
             )
         return found
+
+    def _there(self) -> list[str]:
+        """As the scheduler says at this moment. `Client.scheduler_info` may answer with what the client has asked for
+        itself in between, which is without workers.
+        """
+        return list(self._client.nthreads())
 
     def start(self, numbers: Sequence[int], ticket: AgentTicket) -> list[StartedAgent]:
         """See `AgentStarter`."""
@@ -173,7 +179,7 @@ class DaskStarter:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_S
-        there = self._client.scheduler_info(n_workers=-1)["workers"]
+        there = self._there()
         for task in running:
             if task.started.ended is None and task.worker not in there:
                 task.started.ended = "ended with its dask worker, which the scheduler has lost"
@@ -183,7 +189,7 @@ class DaskStarter:
         """See `AgentStarter`."""
         running = [task for task in self._tasks if task.started.ended is None]
         with suppress(OSError, TimeoutError):  # the cluster is gone: its workers' agents end with them
-            there = self._client.scheduler_info(n_workers=-1)["workers"]
+            there = self._there()
             for task in running:
                 if task.worker in there:
                     self._client.run(end_agent, task.key, workers=[task.worker], wait=False, on_error="ignore")

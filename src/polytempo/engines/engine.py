@@ -96,6 +96,8 @@ class EngineAddress(NamedTuple):
     """How long copies of shards may save after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at all."""
     num_hosts: int = 1
     """On how many hosts they are; `start` takes a host's number."""
+    shares_files: bool = True
+    """Whether they see this host's folders for certain; where not, they may reach the run's by `launcher_files`."""
 
 
 class Engine(Protocol):

@@ -121,7 +121,7 @@ class KubernetesApi:
         if IN_A_POD not in os.environ:
             return None
         with suppress(KubernetesRefusal):
-            name = socket.gethostname()
+            name = os.environ.get("POD_NAME") or socket.gethostname()  # they differ in an Indexed Job
             return self._asked(f"get pod {name}", self._core.read_namespaced_pod, name, self.namespace)
         return None
 

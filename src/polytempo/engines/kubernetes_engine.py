@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,9 @@ class Kubernetes(KubernetesOptions):
         """See `EngineSetup`."""
         api = KubernetesApi.connect(self.namespace, self.context)
         pod = api.own_pod()
-        address = reachable(self.address, None if pod is None else pod.get("status", {}).get("podIP"))
+        address = reachable(
+            self.address, os.environ.get("POD_IP") if pod is None else pod.get("status", {}).get("podIP")
+        )
         owner = None if pod is None else owner_reference({"apiVersion": "v1", "kind": "Pod", **pod})
         starter = KubernetesStarter(self, api, owner)
         with opened_remote(launch, starter, self.pods or launch.workers, address=address, wait_s=self.wait_s) as engine:
@@ -92,8 +95,9 @@ def reachable(given: str | None, pod_address: str | None) -> str:
     address = given or pod_address
     if address is None:
         raise ValueError(
-            "this process is in no pod, so where pods reach it is not known; give address=, an address of this host "
-            "that pods reach, or run the launcher in the cluster: pt.engines.kubernetes(…).to_yaml(…)"
+            "this process is in no pod that it may look at, so where pods reach it is not known; give address=, an "
+            "address of this host that pods reach, or run the launcher in the cluster: "
+            "pt.engines.kubernetes(…).to_yaml(…)"
         )
     try:
         loopback = ipaddress.ip_address(address).is_loopback

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polytempo.engines.kubernetes_options import TICKET_FOLDER, WRITABLE, KubernetesOptions
+from polytempo.engines.remote.agent import ECHO
 
 Manifest = dict[str, Any]
 
@@ -119,13 +120,14 @@ def _resources(options: KubernetesOptions) -> dict[str, str]:
 
 
 def _environment(options: KubernetesOptions) -> list[Manifest]:
-    """The variables. HOME and TMPDIR are where the pod can write, and Python does not try to keep compiled files."""
-    given = {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"} | dict(options.env)  # noqa: S108
+    """The variables. HOME and TMPDIR are where the pod can write; `kubectl logs` shows what processes write."""
+    given = {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", ECHO: "1"} | dict(options.env)  # noqa: S108
     plain: list[Manifest] = [
         {"name": name, "value": value} for name, value in given.items() if name not in options.secrets
     ]
-    address: Manifest = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    return [*plain, address, *(_from_secret(name, place) for name, place in options.secrets.items())]
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    own = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+    return [*plain, *own, *(_from_secret(name, place) for name, place in options.secrets.items())]
 
 
 def _from_secret(name: str, place: str) -> Manifest:

@@ -65,7 +65,8 @@ class KubernetesStarter:
         try:
             self._create(len(numbers), [ticket.numbered(number).to_json() for number in numbers])
         except BaseException:
-            self.stop()
+            with suppress(KubernetesRefusal):  # the first one says more
+                self._delete()
             raise
         self._agents = [PodAgent(number, f"pod {i} of {self.name}", index=i) for i, number in enumerate(numbers)]
         return list(self._agents)
@@ -89,8 +90,14 @@ class KubernetesStarter:
 
     def stop(self) -> None:
         """See `AgentStarter`. KubernetesRefusal where the API does not delete what was created; it names that."""
+        if self._created:
+            self._wait(_POLITE_S, ("Running",))  # agents that were told to leave need no SIGTERM
+            self._delete()
+            self._wait(self._options.grace_s + _SPARE_S, ("Running", "Pending", "Unknown"))
+
+    def _delete(self) -> None:
+        """Delete what was created, as far as the API does that; KubernetesRefusal names what is left."""
         created, self._created = self._created, []
-        self._wait(_POLITE_S if created else 0.0)  # agents that were told to leave need no SIGTERM
         refused: KubernetesRefusal | None = None
         for manifest in reversed(created):
             try:
@@ -99,7 +106,6 @@ class KubernetesStarter:
                 refused = refusal
         if refused is not None:
             raise refused
-        self._wait(self._options.grace_s + _SPARE_S if created else 0.0, ("Running", "Pending", "Unknown"))
 
     def _create(self, pods: int, tickets: Sequence[str]) -> None:
         for manifest in workload(self._options, self.name, pods, self._launcher):
@@ -117,8 +123,8 @@ class KubernetesStarter:
         found = self._api.read(kind, name)
         return f"{kind} {name} was deleted" if found is None else finished({**found, "kind": kind})
 
-    def _wait(self, most_s: float, phases: Sequence[str] = ("Running",)) -> None:
-        """Wait until no pod is in one of these phases."""
+    def _wait(self, most_s: float, phases: Sequence[str]) -> None:
+        """Wait until no pod is in one of these phases, at most so long."""
         until_s = time.monotonic() + most_s
         while time.monotonic() < until_s:
             with suppress(KubernetesRefusal):

@@ -12,7 +12,7 @@ from typing import Any
 
 from polytempo.core.notice import Preempted
 from polytempo.core.url_path import Place, UrlPath
-from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Role
+from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preempting, Role
 from polytempo.report.live_status import (
     MOST_EVENTS,
     VERSION,
@@ -60,7 +60,9 @@ class LiveRun:
 
     def watching(self, engine: Engine) -> Engine:
         """`engine`, whose processes are seen from here."""
-        return engine if self._out is None else _WatchedEngine(engine, self)
+        if self._out is None:
+            return engine
+        return _WatchedPreempting(engine, self) if isinstance(engine, Preempting) else _WatchedEngine(engine, self)
 
     def noting(self, show: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """`show`, whose rows are seen from here."""
@@ -168,6 +170,15 @@ class _WatchedEngine:
     def stop(self, process: EngineProcess | None = None) -> None:
         """See `Engine`."""
         self._engine.stop(process)
+
+
+class _WatchedPreempting(_WatchedEngine):
+    """The same of an engine that passes SIGTERM on."""
+
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        assert isinstance(self._engine, Preempting)
+        self._engine.preempt()
 
 
 def _state_of(process: EngineProcess) -> ProcessState:

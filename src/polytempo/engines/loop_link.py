@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
-from polytempo.engines.mailbox_directory import NodeMail, bracketed, socket_in
+from polytempo.engines.host_mail import HostMailboxes
+from polytempo.engines.loop_server import ServerLine, bracketed
+from polytempo.engines.mailbox_directory import NodeMail, socket_in
 from polytempo.engines.remote.network import address_to
 from polytempo.engines.server_process import ServerProcess
-from polytempo.server.message import Message, RunFailed, ServerAddresses
+from polytempo.server.message import Message, RunFailed
 from polytempo.training.agree import gather_json
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.wire.frames import limits_of
@@ -54,12 +56,7 @@ class LoopServerStart:
         """Begin to serve, and connect this rank."""
         mine = _Place(os.getpid(), _own_address() if facts.spread else "127.0.0.1")
         places = [_Place(*each) for each in world.drive(gather_json(world.port, list(mine)))]
-        keys = _shared_keys(world) if facts.spread else None
-        mailbox = None
-        if facts.spread:
-            keys = _agreed_keys(world, keys)
-            mailbox = Mailbox(world.rank, f"tcp://{bracketed(mine.host)}:*", keys, limits_of(facts.mail_bytes))
-        listening = world.drive(gather_json(world.port, None if mailbox is None else mailbox.address))
+        keys = _agreed_keys(world) if facts.spread else None
         told: dict[str, Any] = {}
         if self._process is not None:
             order = {
@@ -69,7 +66,6 @@ class LoopServerStart:
                 "processes": [
                     p.process if h == facts.hosts[0] else None for p, h in zip(places, facts.hosts, strict=True)
                 ],
-                "addresses": listening,
                 "keys": None if keys is None else keys.to_plain(),
                 "host": mine.host,
             }
@@ -77,9 +73,13 @@ class LoopServerStart:
         told = world.drive(gather_json(world.port, told))[0]
         if "failed" in told:
             raise PolytempoError(f"rank 0 could not start the parameter server: {told['failed']}")
-        if mailbox is None:
-            return LoopLink(_on_one_host(world.rank, told, facts), facts, told, self._process)
-        return LoopLink(_between_hosts(world.rank, told, facts, mailbox), facts, told, self._process)
+        if keys is None:
+            mail = _on_one_host(world.rank, told, facts)
+        else:
+            mail = _between_hosts(world.rank, told, facts, keys, mine.host)
+        near = facts.hosts[world.rank] == facts.hosts[0]
+        watched = WatchedMail(mail, facts.topology.coordinator, process=told["process"] if near else None)
+        return LoopLink(watched, self._process)
 
 
 class _Place(NamedTuple):
@@ -90,35 +90,29 @@ class _Place(NamedTuple):
     """Where others can reach it."""
 
 
-def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> WatchedMail:
+def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> ServerLine:
     home = Path(told["ready"])
     status = home.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
     mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.mail_bytes))
-    mail = NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
-    return WatchedMail(mail, facts.topology.coordinator, process=told["process"])
+    return NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
 
 
-def _between_hosts(rank: int, told: Mapping[str, Any], facts: LoopFacts, mailbox: Mailbox) -> WatchedMail:
-    addresses = {facts.topology.coordinator: str(told["coordinator"])}
-    process = told["process"] if facts.hosts[rank] == facts.hosts[0] else None
-    return WatchedMail(
-        NodeMail(rank, mailbox, addresses.get), facts.topology.coordinator, process=process, addresses=addresses
-    )
+def _between_hosts(rank: int, told: Mapping[str, Any], facts: LoopFacts, keys: Keys, host: str) -> ServerLine:
+    keeper = (facts.topology.coordinator, str(told["coordinator"]))
+    return HostMailboxes(rank, bracketed(host), keys, facts.mail_bytes, keeper).mailbox(rank)
 
 
 class WatchedMail:
     """A rank's mailbox that notices the end of the server, whose coordinator is node `coordinator`.
 
-    `process`: the server's, where it is on this host. `addresses`: is kept up to date with what the server says.
-    Its `take` raises PolytempoError when the server has failed, or is gone.
+    `process`: the server's, where it is on this host. `take` raises PolytempoError when the server has failed or is
+    gone.
     """
 
-    def __init__(
-        self, mail: NodeMail, coordinator: int, *, process: int | None, addresses: dict[int, str] | None = None
-    ) -> None:
-        self._mail, self._coordinator, self._process, self._addresses = mail, coordinator, process, addresses
+    def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:
+        self._mail, self._coordinator, self._process = mail, coordinator, process
         self._heard_s = time.monotonic()
         self._last_s = 0.0
 
@@ -138,8 +132,7 @@ class WatchedMail:
             if mail is not None:
                 if mail[0] == self._coordinator:
                     self._heard_s = self._last_s
-                if not self._is_for_this(mail[1]):
-                    return mail
+                return _unfailed(mail)
             elif self._last_s >= until_s:
                 return None
             else:
@@ -149,17 +142,10 @@ class WatchedMail:
         """Let what was posted leave, and close."""
         self._mail.close(linger_s)
 
-    def _is_for_this(self, message: Message) -> bool:
-        if isinstance(message, RunFailed):
-            raise PolytempoError(message.reason)
-        if isinstance(message, ServerAddresses) and self._addresses is not None:
-            self._addresses.update(message.listening)
-        return isinstance(message, ServerAddresses)
-
     def _look(self) -> None:
         if self._process is not None and not _runs(self._process):
             if (mail := self._mail.take(0.0)) is not None:
-                self._is_for_this(mail[1])
+                _unfailed(mail)
             raise PolytempoError(
                 f"the parameter server (process {self._process}, which rank 0 had started) has ended without a word; "
                 "rank 0 was killed, or its log says why"
@@ -171,12 +157,16 @@ class WatchedMail:
             )
 
 
+def _unfailed(mail: tuple[int, Message]) -> tuple[int, Message]:
+    if isinstance(mail[1], RunFailed):
+        raise PolytempoError(mail[1].reason)
+    return mail
+
+
 class LoopLink:
     """See `training.ticket_loop.ServerLink`."""
 
-    def __init__(
-        self, mail: WatchedMail, facts: LoopFacts, told: Mapping[str, Any], process: ServerProcess | None
-    ) -> None:
+    def __init__(self, mail: WatchedMail, process: ServerProcess | None) -> None:
         self.mail = mail
         self._process = process
         self.account: dict[str, Any] | None = None
@@ -209,20 +199,15 @@ def _own_address() -> str:
     return address_to(place.master_address)
 
 
-def _shared_keys(world: ProcessWorld) -> Keys | None:
-    """Those that were handed to all hosts beforehand, if they were."""
+def _agreed_keys(world: ProcessWorld) -> Keys:
+    """The run's keys on all ranks: those in the file, or new ones of rank 0, which travel as torch's messages do."""
     path = os.environ.get(KEYS)
     everywhere = world.drive(gather_json(world.port, path is not None))
     if any(everywhere) and not all(everywhere):
         without = [rank for rank, has in enumerate(everywhere) if not has]
         raise ValueError(f"{KEYS} is set on some ranks and not on ranks {without}; set it on all, or on none")
-    return None if path is None else read_keys(Path(path))
-
-
-def _agreed_keys(world: ProcessWorld, shared: Keys | None) -> Keys:
-    """The run's keys on all ranks: the shared ones, or new ones, which then travel as torch's messages do."""
-    if shared is not None:
-        return shared
+    if path is not None:
+        return read_keys(Path(path))
     mine = make_keys() if world.rank == 0 else None
     if mine is not None:
         print(

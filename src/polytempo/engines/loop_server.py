@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from polytempo.core import PolytempoError
 from polytempo.engines.engine import Launch, Role
 from polytempo.engines.events import RunEvents
+from polytempo.engines.host_mail import HostMailboxes, KeeperMail
 from polytempo.engines.local_engine import Local
-from polytempo.engines.mailbox_directory import MailboxDirectory, Transport, write_address
+from polytempo.engines.mailbox_directory import MailboxDirectory
 from polytempo.engines.run_served import Launcher
 from polytempo.engines.run_snapshot import SnapshotSaves
+from polytempo.engines.served_node import Mailboxes
 from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
@@ -33,7 +35,7 @@ from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import part
 from polytempo.server.loop import serve
-from polytempo.server.message import Outbox, RunFailed, ServerAddresses
+from polytempo.server.message import Message, Outbox, RunFailed
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.spec.options import RunOptions
@@ -49,13 +51,30 @@ _GRACE_S = 3.0
 """How long copies may take to end by themselves."""
 _LINGER_S = 1.0
 """How long last messages may take to leave."""
-_ANNOUNCE_S = 0.25
 _STOPPED_S = 30.0
 """A rank that a signal has stopped is lost after so long."""
 
 
+class ServerLine(Protocol):
+    """The coordinator's mail, or a rank's."""
+
+    def post(self, to: int, message: Message) -> bool:
+        """Send without waiting."""
+
+    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
+        """The next (source, message)."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was posted leave, and close."""
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in an address: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class LoopServer:
-    """One loop's server. `order`: the ranks' process ids, addresses and keys; `say(line)` is heard by rank 0.
+    """One loop's server. `order`: the ranks' process ids, the keys, this host; `say(line)` is heard by rank 0.
 
     `orders`: a descriptor from which rank 0's last word can be read.
     """
@@ -93,7 +112,6 @@ class LoopServer:
         self.out = None
         self._ranks = _Ranks(order["processes"])
         self._zero_s = time.monotonic()
-        self._announce_at_s = 0.0
 
     # ------------------------------------------------------------------ the process's life
 
@@ -105,14 +123,13 @@ class LoopServer:
             engine = stack.enter_context(Local().open(launch))
             home = engine.address.home
             assert home is not None
-            self._mail = self._opened(home)
+            self._line, self._mailboxes, address = self._meet(home)
+            stack.callback(self._line.close, _LINGER_S)
             supervisor = ProcessSupervisor(engine, self.topology)
             for shard, chain in enumerate(self.topology.chains):
                 for node in chain:
                     supervisor.start("copy", node, shard=shard)
-            self._line = self._mail.mailbox(self.topology.coordinator)
-            stack.callback(self._line.close, _LINGER_S)
-            self._say({"ready": str(home), "coordinator": self._line.address})
+            self._say({"ready": str(home), "coordinator": address})
             launcher = Launcher(self, supervisor)
             self._conduct(launcher)
             self.events.restarts = launcher.restarts
@@ -127,17 +144,16 @@ class LoopServer:
             "tickets": [shard.tickets for shard in statistics],
         }
 
-    def _opened(self, home: Path) -> MailboxDirectory:
-        """The mailboxes of the server's own nodes; where ranks are on several hosts, theirs are known by address."""
-        order = self._order
-        transport: Transport = "tcp" if order["keys"] is not None else "shared"
-        directory = MailboxDirectory(home, transport, None, self.facts.mail_bytes, host=order["host"])
-        directory.open(None if order["keys"] is None else Keys.from_plain(order["keys"]))
-        for rank, address in enumerate(order["addresses"]):
-            if address is not None:
-                write_address(home, rank, address)
-        self._home = home
-        return directory
+    def _meet(self, home: Path) -> tuple[ServerLine, Mailboxes, str]:
+        """The coordinator's line, the mailboxes of the copies, and where ranks of other hosts reach the coordinator."""
+        node, most_bytes = self.topology.coordinator, self.facts.mail_bytes
+        if self._order["keys"] is None:
+            directory = MailboxDirectory(home, "shared", None, most_bytes)
+            directory.open()
+            return directory.mailbox(node), directory, ""
+        keys, host = Keys.from_plain(self._order["keys"]), bracketed(self._order["host"])
+        keeper = KeeperMail(node, host, keys, most_bytes)
+        return keeper, HostMailboxes(0, host, keys, most_bytes, (node, keeper.address)), keeper.address
 
     def _conduct(self, launcher: Launcher) -> None:
         world = MailWorld(self.topology.coordinator, self._line, self.facts.node_hosts, zero_s=self._zero_s)
@@ -166,7 +182,7 @@ class LoopServer:
             running=facts.running,
         )
         node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank)
-        line = self._mail.mailbox(role.node, own_process=True)
+        line = self._mailboxes.mailbox(role.node, own_process=True)
         world = MailWorld(role.node, line, facts.node_hosts, zero_s=self._zero_s, max_events=0)
         try:
             for to, message in node.receive(world.now_s(), coordinator, view):
@@ -189,10 +205,6 @@ class LoopServer:
             self.coordinator.finished = True
         for rank in self._ranks.present:
             self.coordinator.failure_detector.note_alive(now_s, rank)
-        if self._order["keys"] is not None and now_s >= self._announce_at_s:
-            self._announce_at_s = now_s + _ANNOUNCE_S
-            known = ServerAddresses(tuple(self._mail.known()))
-            out += [(rank, known) for rank in self.topology.workers if self._order["addresses"][rank] is not None]
 
     def _hear(self, row: bytes) -> None:
         told = json.loads(row)

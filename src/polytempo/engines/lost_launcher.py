@@ -1,6 +1,6 @@
 """What is saved where a run with a parameter server loses its launcher, and with it the coordinator.
 
-launcher   writes its part of snapshot `number` once a second        the number is above all that it orders
+launcher   keeps its part of snapshot `number` up to date           the number is above all that it orders
            is lost
 hosts      see it within seconds, and send every copy of a shard `SAVE_AND_LEAVE`
 copies     workers push what they have in hand; nothing new is dealt, so the shards come to rest, all at one step
@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from polytempo.core.url_path import Place
-from polytempo.engines.run_snapshot import SnapshotSaves
 from polytempo.server.loop import Machine
 from polytempo.server.message import Message, Outbox
 from polytempo.server.shard.node import Node
@@ -34,8 +33,22 @@ _REST_S = 0.5
 _LONGEST_S = 3.0
 """It saves after this time in any case; a copy further back after as many times this."""
 _LOOK_S = 0.05
-_EVERY_S = 1.0
+_STOOD_STILL_S, _DOUBT_S = 2.0, 60.0
+"""A launcher that has not looked for so long may have been stopped; if it was lost, its run ends within that time."""
 _SPAN = 1_000_000
+
+
+class Saves(Protocol):
+    """What keeps the launcher's parts of snapshots: `SnapshotSaves`."""
+
+    def write(self, number: int, now_s: float) -> None:
+        """Write that of snapshot `number`."""
+
+    def remove(self, number: int) -> None:
+        """Remove it."""
+
+    def discard(self, number: int) -> None:
+        """Remove the shards' parts of it."""
 
 
 def number_after(last: int) -> int:
@@ -44,20 +57,31 @@ def number_after(last: int) -> int:
 
 
 class LauncherPart:
-    """Keeps the launcher's part of snapshot `number` on the disk, at most a second old."""
+    """Keeps the launcher's part of snapshot `number` on the disk, at most `every_s` old.
 
-    def __init__(self, saves: SnapshotSaves, number: int) -> None:
-        self.number, self._saves = number, saves
-        self._next_s = -math.inf
+    Parts of shards with that number are removed as long as this process lives: a host that was cut off has taken it
+    for lost, and the run has gone on without that host. They are left alone for a while where this process may itself
+    have stood still, for then it is the one that was lost.
+    """
+
+    def __init__(self, saves: Saves, number: int, every_s: float = 1.0) -> None:
+        self.number, self._saves, self._every_s = number, saves, every_s
+        self._next_s = self._removes_from_s = -math.inf
 
     def look(self, now_s: float) -> None:
         """Write it if it is due."""
-        if now_s >= self._next_s:
-            self._next_s = now_s + _EVERY_S
-            self._saves.write(self.number, now_s)
+        if now_s < self._next_s:
+            return
+        if self._next_s > -math.inf and now_s - self._next_s > _STOOD_STILL_S:
+            self._removes_from_s = now_s + _DOUBT_S
+        self._next_s = now_s + self._every_s
+        if now_s >= self._removes_from_s:
+            self._saves.discard(self.number)
+        self._saves.write(self.number, now_s)
 
     def remove(self) -> None:
         """The run has come to its end."""
+        self._saves.discard(self.number)
         self._saves.remove(self.number)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from polytempo.server.message import Message
 from polytempo.wire.frames import limits_of
-from polytempo.wire.keys import Keys, make_keys, read_keys, write_keys
+from polytempo.wire.keys import make_keys, read_keys, write_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
 
@@ -31,20 +31,18 @@ class MailboxDirectory:
     `most_bytes`: the largest tensors that any message carries, in all.
     """
 
-    def __init__(
-        self, home: Path, transport: Transport, arenas: Arenas | None, most_bytes: int, *, host: str = "127.0.0.1"
-    ) -> None:
-        """`arenas` None: tensors travel through the sockets. `host`: where those that use TCP listen."""
+    def __init__(self, home: Path, transport: Transport, arenas: Arenas | None, most_bytes: int) -> None:
+        """`arenas` None: tensors travel through the sockets."""
         if transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
-        self._home, self._transport, self._arenas, self._host = home, transport, arenas, host
+        self._home, self._transport, self._arenas = home, transport, arenas
         self._limits = limits_of(most_bytes)
 
-    def open(self, keys: Keys | None = None) -> None:
-        """Make the folder, and keep the keys of the run there: these, or new ones."""
+    def open(self) -> None:
+        """Make the folder, and the keys of the run."""
         self._folder.mkdir(mode=0o700)
         if self._transport == "tcp":
-            write_keys(self._home / "keys", keys or make_keys())
+            write_keys(self._home / "keys", make_keys())
 
     def mailbox(self, node: int, *, own_process: bool = False) -> NodeMail:
         """See `Mailboxes.mailbox`."""
@@ -52,14 +50,11 @@ class MailboxDirectory:
             mail = Mailbox(node, self._socket(node), None, self._limits, references=self._arenas)
             return NodeMail(node, mail, self._socket, moves=False)
         keys = read_keys(self._home / "keys")
-        mail = Mailbox(node, f"tcp://{bracketed(self._host)}:*", keys, self._limits, keeps_memory=own_process)
-        write_address(self._home, node, mail.address)
+        mail = Mailbox(node, "tcp://127.0.0.1:*", keys, self._limits, keeps_memory=own_process)
+        unfinished = self._folder / f"n{node}.{os.getpid()}"
+        unfinished.write_text(mail.address)
+        unfinished.replace(_address_file(self._folder, node))
         return NodeMail(node, mail, addresses_in(self._folder))
-
-    def known(self) -> list[tuple[int, str]]:
-        """(node, address) of all that listen by now, where they use TCP."""
-        names = sorted(path.name for path in self._folder.glob("n*.address"))
-        return [(int(name[1:].partition(".")[0]), (self._folder / name).read_text()) for name in names]
 
     @property
     def _folder(self) -> Path:
@@ -77,8 +72,6 @@ class NodeMail:
 
     def __init__(self, node: int, mailbox: Mailbox, find: Callable[[int], str | None], *, moves: bool = True) -> None:
         self.node, self._mailbox, self._find, self._moves = node, mailbox, find, moves
-        self.address = mailbox.address
-        """Where others reach it."""
         self._known: dict[int, str] = {}
         """Node -> its address."""
         self._looked_s: dict[int, float] = {}
@@ -122,22 +115,9 @@ def addresses_in(folder: Path) -> Callable[[int], str | None]:
     return find
 
 
-def write_address(home: Path, node: int, address: str) -> None:
-    """Let all processes that have the folder `home` find `node` at `address`."""
-    folder = _folder_in(home)
-    unfinished = folder / f"n{node}.{os.getpid()}"
-    unfinished.write_text(address)
-    unfinished.replace(_address_file(folder, node))
-
-
 def socket_in(home: Path, node: int) -> str:
     """The address of `node` where all processes have the folder `home`, and use no ports."""
     return f"ipc://{_folder_in(home)}/n{node}"
-
-
-def bracketed(host: str) -> str:
-    """A host as it stands in an address: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _folder_in(home: Path) -> Path:

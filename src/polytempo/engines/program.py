@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polytempo.core.url_path import UrlPath
 from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Result, Role
 from polytempo.engines.host_mail import HostMailboxes, HostMemory
+from polytempo.engines.launcher_filesystem import with_launcher_files
 from polytempo.engines.probe import PROBE, probe
 from polytempo.engines.run_collective import train_rank
 from polytempo.engines.served_node import Setting, act
@@ -30,9 +32,12 @@ def perform(
         return probe()
     if role.kind == "member":
         return train_member(spec, role.life, setting["rendezvous"])
+    spec = with_launcher_files(spec, setting)
     if role.kind == "rank":
         return train_rank(spec)
     served = Setting.from_plain(setting)
+    if isinstance(spec.options.out, UrlPath):
+        served = served._replace(record=None)  # a record grows by every message, and an object cannot grow
     program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
     node, address = setting["keeper"]
     mail = HostMailboxes(role.life, host, keys, program.mail_bytes, (node, address), memory)

@@ -11,7 +11,9 @@ moves to another node where its own is lost, otherwise in a new group.
 from __future__ import annotations
 
 import math
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,11 @@ _END_S = 15.0
 
 _JOIN_S = 120.0
 """How long agents may take to join once they are placed: they load torch."""
+
+_MOST_LETTERS = 300
+_REACH_S = 10.0
+_HOST_AND_PORT = re.compile(r"(?:ray://)?([^/@\s]+):(\d{1,5})")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,9 @@ def _connected(address: str) -> Iterator[Any]:
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        reach(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"no Ray cluster answers at address={address!r} ({error}); start one by `ray start --head`, give the "
             "address of one, or address='local' for one on this host"
@@ -131,6 +139,12 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has put one of its own in its place
+
+
+def reach(address: str) -> None:
+    """OSError where nothing answers at `host:port` or `ray://host:port`: `ray.init` would try that for ever."""
+    if found := _HOST_AND_PORT.fullmatch(address):
+        socket.create_connection((found[1].strip("[]"), int(found[2])), _REACH_S).close()
 
 
 class _Place(NamedTuple):
@@ -206,7 +220,7 @@ class RayStarter:
                 actor.started.where = f"Ray node {node[:8]}"
         if self._is_there(actor.over):
             said = self._said(actor.over)
-            how = said if isinstance(said, str) else f"was lost by Ray ({_first_line(said)})"
+            how = said if isinstance(said, str) else f"was lost by Ray ({reason(said)})"
             self._lose(actor, how)
         elif not actor.placed and time.monotonic() > actor.until_s:
             self._ray.kill(actor.handle)
@@ -254,5 +268,8 @@ class RayStarter:
         self._groups.clear()
 
 
-def _first_line(error: object) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def reason(error: object) -> str:
+    """The first and the last line of what Ray says: what has happened, and why."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    told = dict.fromkeys([*lines[:1], *lines[-1:]])
+    return "; ".join(line[:_MOST_LETTERS] for line in told) or type(error).__name__

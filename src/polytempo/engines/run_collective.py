@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.failures import diverged
 from polytempo.engines.init import init
+from polytempo.engines.launcher_files import served_files
 from polytempo.engines.live_run import LiveRun
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_logs import logs_of
@@ -36,11 +37,12 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
     placed = replace(spec, options=replace(options, out=out))
 
     meetings: list[Rendezvous] = []
+    given: dict[str, Any] = {}
 
     def setting() -> dict[str, Any]:
         if not meetings:
             meetings.append(Rendezvous.held(engine.address.host))
-        return {"rendezvous": meetings[0].url}
+        return {"rendezvous": meetings[0].url, **given}
 
     launch = Launch(
         work=lambda role: train_rank(placed),
@@ -50,6 +52,8 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         most=spec.workers,
         threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
     )
+    if out is not None:
+        files.run_folder(out)
     with LiveRun(out, spec) as live, diverged(), show_rows(progress, spec) as rows, logs_of(out) as logs:
         show = live.noting(rows)
         follower: _Follower | UrlFollower | None = None
@@ -59,11 +63,14 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
                 files.remove(metrics)
             follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
         try:
-            with setup.open(launch._replace(logs=logs)) as engine:
+            with setup.open(launch._replace(logs=logs)) as engine, ExitStack() as stack:
                 topology = on_hosts(spec.topology(), engine.address.num_hosts)
-                with noticed(options.grace_s) if out is not None else nullcontext() as notice:
-                    look = None if follower is None else follower.look
-                    [answer, *_] = collected(live.watching(engine), topology, look, notice=notice)
+                stack.enter_context(served_files(out, engine.address, given))
+                if given:  # metrics are put again and again there, not appended
+                    follower = UrlFollower(UrlPath(f"local://{out}/metrics.jsonl"), show, every_s=0.5)
+                notice = None if out is None else stack.enter_context(noticed(options.grace_s))
+                look = None if follower is None else follower.look
+                [answer, *_] = collected(live.watching(engine), topology, look, notice=notice)
         finally:
             for meeting in meetings:
                 meeting.close()

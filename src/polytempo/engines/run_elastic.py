@@ -98,7 +98,7 @@ def run_elastic(
                 path = out / "metrics.jsonl"
                 last = max((row["step"] for row in read_metrics(path)), default=0) if options.resume else None
                 writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
-            launcher = ElasticLauncher(placed, engine, LauncherBoard(meetings[0]), available)
+            launcher = ElasticLauncher(bounds_of(placed), engine, LauncherBoard(meetings[0]), available)
             launcher.record = recorder(writer, show)
             launcher.note = print_nothing if progress is None else progress.note
             with diverged():
@@ -150,9 +150,10 @@ def print_nothing(text: str) -> None:
 class ElasticLauncher:
     """The membership's eyes and hands: it sees processes end, hears what they say, and starts others."""
 
-    def __init__(self, spec: RunSpec, engine: Engine, board: LauncherBoard, available: Available | None) -> None:
-        self._engine, self._board, self._available = engine, board, available
-        self._machine = bounds_of(spec)
+    def __init__(
+        self, machine: RunMembership, engine: Engine, board: LauncherBoard, available: Available | None
+    ) -> None:
+        self._machine, self._engine, self._board, self._available = machine, engine, board, available
         self.processes: dict[int, EngineProcess] = {}
         """All that were started, by life."""
         self._stopped_s: dict[int, float] = {}
@@ -178,7 +179,7 @@ class ElasticLauncher:
         """Whether the present view has applied a step."""
         return self.view is not None and self._formed == self.view.generation
 
-    def conduct(self, watch: Callable[[ElasticLauncher], object]) -> dict[str, Any]:
+    def conduct(self, watch: Callable[[ElasticLauncher], object]) -> Any:
         """Decide and act until the training is over; what its first member says of it."""
         self._perform(self._machine.tick(time.monotonic()))
         while not self._machine.over:
@@ -286,7 +287,7 @@ class ElasticLauncher:
             )
         self._lost = []
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Any:
         """What the first member of the last view has left. It has it before it says that it has finished."""
         assert self.view is not None
         first = self.processes[self.view.members[0]]
@@ -295,7 +296,6 @@ class ElasticLauncher:
             self._engine.poll(_CALM_S)
         self._engine.stop()
         self._engine.poll()
-        answer = json.loads(first.result or b"null")
-        if not isinstance(answer, dict):
+        if first.result is None:
             raise died([first], len(self.processes))
-        return answer
+        return json.loads(first.result)

@@ -20,6 +20,7 @@ from polytempo.engines.departure import Departure
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.events import RunEvents
 from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.launcher_files import served_files
 from polytempo.engines.live_run import LiveRun
 from polytempo.engines.local_engine import Local
 from polytempo.engines.reshaping import Reshapes
@@ -72,6 +73,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
             if progress is not None:
                 run.events.say = progress.note
             run.meet(opened.address)
+            stack.enter_context(served_files(options.out, opened.address, run.given))
             show = stack.enter_context(show_rows(progress, spec))
             writer = None
             if options.out is not None:

@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
-from polytempo.core import NotFinite, PolytempoError
+from polytempo.core import PolytempoError
 from polytempo.core.ranges import Range, Ranges
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Outbox
-from polytempo.server.pieces import split, without_tables
 from polytempo.server.shard.object_disk import disk_of
 from polytempo.server.shard.score_snapshots import ScorePoints
-from polytempo.server.shard.shard import Shard
 from polytempo.server.shard.snapshot import (
     FORGED,
     SnapshotError,
@@ -43,9 +39,7 @@ from polytempo.server.shard.snapshot import (
     read,
     snapshot_errors,
 )
-from polytempo.server.shard.snapshot_writer import SnapshotWriter, WrittenSnapshot
 from polytempo.server.shard.state import decode
-from polytempo.spec.options import RunOptions
 
 FORMAT = "polytempo-run-snapshot"
 VERSION = 1
@@ -54,7 +48,6 @@ LIVES = 1_000_000
 _LEAST_STEPS = 4
 _PATIENCE_S = 30.0
 """A shard that has not written its part by then is asked again: its head may have died with the order."""
-_LONGEST_WRITE_S = 300.0
 _LOOK_AT_URL_S = 0.5
 """How often it is looked whether the shards have written, where that is a request to another host."""
 _MAX_BYTES = 64 << 20
@@ -241,56 +234,6 @@ def write_run_snapshot(folder: Place, run_snapshot: RunSnapshot) -> None:
     disk.sync_folder(folder)
 
 
-class ShardSaves:
-    """The parts of the run's snapshots of a shard with `spans` of `parameters`, written in the background.
-
-    `on_save` is for its `Node`. What is not finite is never written; without `allow_nan` NotFinite says so.
-    """
-
-    def __init__(
-        self, folder: Place, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
-    ) -> None:
-        self._snapshots, self._allow_nan = SnapshotWriter(folder, shard), allow_nan
-        self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
-
-    def on_save(self, number: int, shard: Shard) -> None:
-        """Begin snapshot `number`; should another one still be under way, that one first."""
-        state, tensors = shard.dump()
-        self.look()
-        if not self._snapshots.begin(number, state, tensors):
-            self.close()
-            self._snapshots.begin(number, state, tensors)
-
-    def look(self) -> None:
-        """What has become of the one that is under way, if it is done."""
-        self._say(self._snapshots.poll())
-
-    def close(self) -> None:
-        """Wait for the one that is under way."""
-        self._say(self._snapshots.close(_LONGEST_WRITE_S))
-
-    def _say(self, saved: WrittenSnapshot | None) -> None:
-        if saved is None or not saved.error:
-            return
-        error = saved.not_finite
-        if error is None or self._allow_nan:
-            print(saved.error, file=sys.stderr)  # into the log of this copy
-            return
-        if error.index is None or error.index >= sum(span.numel for span in self._spans):
-            raise error
-        name = describe(self._parameters, flat_index(self._spans, error.index))
-        where = f"{name} ({error.where})"
-        raise NotFinite.from_facts(error.facts | {"parameter": name, "index": None, "where": where}) from error
-
-
-def shard_saves(shard: int, parameters: Sequence[Parameter], spans: Spans, options: RunOptions) -> ShardSaves | None:
-    """Those of a copy of `shard`; None where the run has no folder."""
-    if options.out is None:
-        return None
-    folder = options.out.absolute() / "checkpoint"
-    return ShardSaves(folder, shard, parameters, spans, allow_nan=options.allow_nan)
-
-
 class SnapshotSaves:
     """When a run saves. One snapshot is under way at a time; one that does not get ready is ordered once more.
 
@@ -392,6 +335,13 @@ class SnapshotSaves:
             raise PolytempoError(
                 f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
             ) from error
+
+    def discard(self, number: int) -> None:
+        """Remove the shards' parts of snapshot `number`, if there are any."""
+        with suppress(OSError):  # it is tried again
+            names = disk_of(self._folder).names(self._folder)
+            if any(name.startswith(f"snapshot-{number:08d}-shard-") for name in names):
+                discard_beyond(self._folder, number - 1)
 
     def remove(self, number: int) -> None:
         """Remove the launcher's part of snapshot `number`."""

@@ -22,8 +22,8 @@ from polytempo.core.notice import Notice, noticed
 from polytempo.engines.engine import Role
 from polytempo.engines.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.engines.recording import CopyRecorder
-from polytempo.engines.run_snapshot import ShardSaves, shard_saves
 from polytempo.engines.served_program import ServedProgram
+from polytempo.engines.shard_saves import ShardSaves, shard_saves
 from polytempo.server.coordinator.evaluator import Evaluator
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry

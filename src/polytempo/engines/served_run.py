@@ -44,6 +44,8 @@ from polytempo.worlds.mail import MailWorld
 
 _FAREWELL_S = 0.2
 """How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
+_EVERY_S = 10.0
+"""How often what a resume needs is written anew where that is a request to another host."""
 
 
 class ServedOutcome(NamedTuple):
@@ -80,6 +82,8 @@ class ServedRun:
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()
+        self.given: dict[str, Any] = {}
+        """What processes must know besides: see `launcher_files.served_files`."""
         self._arenas: Arenas | None = None
         self._keeper: KeeperMail | None = None
         self._lost: LauncherPart | None = None
@@ -185,9 +189,8 @@ class ServedRun:
             on_order=(lambda: None) if self.recording is None else self.recording.flush,
         )
         if self._saves_if_lost:
-            self._lost = LauncherPart(
-                self.saves, number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
-            )
+            number = number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
+            self._lost = LauncherPart(self.saves, number, _EVERY_S if isinstance(self.out, UrlPath) else 1.0)
             self._lost.look(0.0)  # before there is any process
         try:
             yield
@@ -210,6 +213,7 @@ class ServedRun:
         return {
             "keeper": [self.topology.coordinator, self._keeper.address],
             "keys": self._keys.to_plain(),
+            **self.given,
             "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
             **self._now().to_plain(),
         }

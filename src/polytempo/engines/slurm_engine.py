@@ -33,7 +33,8 @@ class Slurm:
     hours:minutes:seconds, days-hours), `gpus_per_node` and `options`, more words for salloc, ask for a new one; in an
     allocation that exists `nodes` says how many of its nodes are used, and the others have no effect. `queue_s` is how
     long a new one is waited for, `wait_s` how long its agents. `address` is where nodes reach this host; None: as the
-    system routes. The run's keys travel on srun's standard input. Errors: ValueError for options that cannot be, or a
+    system routes. The run's keys travel on srun's standard input, or, in a heterogeneous job,
+    in the environment that srun passes on. Errors: ValueError for options that cannot be, or a
     job that does not run; PolytempoError where no allocation, or not all agents, come in time.
     """
 
@@ -83,7 +84,8 @@ class Slurm:
             allocation = self._chosen(allocation)
             address = self.address or common_address(allocation.addresses)
             where = [f"node {node}" for node in allocation.nodes]
-            starter = LaunchedAgents(self.step(allocation), where)
+            # One component's tasks alone read srun's standard input, whatever --input says.
+            starter = LaunchedAgents(self.step(allocation), where, by_variable=allocation.num_components > 1)
             with opened_remote(launch, starter, len(where), address=address, wait_s=self.wait_s) as engine:
                 yield engine
 

@@ -11,14 +11,12 @@ from typing import Any
 from polytempo.core.files import MAX_JSON_BYTES
 from polytempo.core.url_path import UrlPath
 
-_EVERY_S = 5.0
-
 
 class UrlFollower:
-    """Shows each row once. The object is read whole, at most every five seconds, and only when it has grown."""
+    """Shows each row once. The object is read whole, at most every `every_s`, and only when it has grown."""
 
-    def __init__(self, metrics: UrlPath, show: Callable[[dict[str, Any]], None]) -> None:
-        self._metrics, self._show = metrics, show
+    def __init__(self, metrics: UrlPath, show: Callable[[dict[str, Any]], None], every_s: float = 5.0) -> None:
+        self._metrics, self._show, self._every_s = metrics, show, every_s
         self._read_bytes = self._size()
         self._look_at_s = 0.0
 
@@ -27,7 +25,7 @@ class UrlFollower:
         now_s = time.monotonic()
         if now_s < self._look_at_s and not last:
             return
-        self._look_at_s = now_s + _EVERY_S
+        self._look_at_s = now_s + self._every_s
         with suppress(OSError):  # the next look comes soon
             size = self._size()
             if size == self._read_bytes:

@@ -7,18 +7,17 @@ from contextlib import suppress
 
 from polytempo.core.url_path import UrlPath
 
-_EVERY_S = 10.0
 _LAST_TRIES = 3
 
 
 class GrownObject:
-    """What was appended is put by a thread, at most every ten seconds, and all of it at the end.
+    """What was appended is put by a thread, at most every `every_s`, and all of it at the end.
 
-    A process that is killed loses at most the rows of the last ten seconds. A put that fails is tried again with the
+    A process that is killed loses at most the rows of that time. A put that fails is tried again with the
     next one; only the last one's error is raised, by `close`.
     """
 
-    def __init__(self, path: UrlPath, content: bytes = b"", *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, path: UrlPath, content: bytes = b"", *, every_s: float = 10.0) -> None:
         self._path, self._every_s = path, every_s
         self._content, self._changed = bytearray(content), True
         self._lock, self._over = threading.Lock(), threading.Event()

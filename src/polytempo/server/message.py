@@ -359,13 +359,6 @@ class Deal(Message, frozen=True, eq=False):
     """A worker must know this layout (`View.layout`) before it acts on the answer."""
 
 
-class ServerAddresses(Message, frozen=True, eq=False):
-    """To workers that share no folder with the shards: where nodes listen that can be written to by now."""
-
-    listening: tuple[tuple[int, str], ...]
-    """(node, address) of each."""
-
-
 class RunFailed(Message, frozen=True, eq=False):
     """From the coordinator's process to the workers, as its last word: why the run cannot go on."""
 

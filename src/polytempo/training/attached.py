@@ -27,6 +27,13 @@ def set_handle(model: nn.Module, handle: Handle | ServedHandle) -> None:
     _handles[model] = ref(handle)
 
 
+def detach_from(model: nn.Module) -> None:
+    """Take off the hooks of the handle that `attach(model, …)` returned, if there are some."""
+    handle = handle_of(model)
+    if handle is not None:
+        handle.detach()
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """`handle.no_sync()` of the handle that `attach(model, …)` returned: accumulate gradients without exchanging."""

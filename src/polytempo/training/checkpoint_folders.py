@@ -21,7 +21,7 @@ from polytempo.core import files
 from polytempo.core.errors import PolytempoError
 from polytempo.core.url_path import P, Place, UrlPath
 from polytempo.training.checkpoint_objects import complete_steps, prune_objects
-from polytempo.training.manifest import COMPLETE, KEPT, LEFTOVER
+from polytempo.training.manifest import BY_CONTENT, COMPLETE, KEPT, LEFTOVER, MANIFEST
 
 _TRIES = 100
 
@@ -59,9 +59,15 @@ def _complete(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for pattern in (_REPLACED, COMPLETE):
         for folder in _within(root):
-            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder):
+            if (match := pattern.fullmatch(folder.name)) and files.is_folder(folder) and not _lacks_manifest(folder):
                 found[int(match[1])] = folder
     return found
+
+
+def _lacks_manifest(folder: Path) -> bool:
+    """Whether another host was putting parts into it (see `checkpoint_objects`) and has not come to the end."""
+    by_content = any(BY_CONTENT.fullmatch(entry.name) for entry in folder.iterdir())
+    return by_content and not os.path.lexists(folder / MANIFEST)
 
 
 def _within(root: Path) -> list[Path]:

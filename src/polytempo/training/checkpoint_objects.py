@@ -62,6 +62,8 @@ def put_manifest(folder: UrlPath, content: bytes, hashes: Sequence[str]) -> None
 def fetched(folder: UrlPath, part: PartFile) -> Iterator[Path]:
     """A local copy of a part. OSError where it has another size, before it is copied."""
     source = folder / object_name(int(Path(part.name).stem.removeprefix("rank-")), part.sha256)
+    if not source.exists():
+        source = folder / part.name  # of a local run whose checkpoint was copied here
     with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
         copy = Path(scratch) / part.name
         if source.size() == part.num_bytes:  # else the caller says what is wrong, without a copy
@@ -95,6 +97,7 @@ def prune_objects(root: UrlPath, step: int) -> None:
 
 def _keep_only(folder: UrlPath, hashes: Sequence[str]) -> None:
     kept = {MANIFEST, *(object_name(rank, sha256) for rank, sha256 in enumerate(hashes))}
+    kept |= {part_name(rank) for rank in range(len(hashes))}  # of a checkpoint that a local run has written
     with suppress(OSError):  # what cannot be removed does no harm
         for name in folder.names():
             if name not in kept:

@@ -9,7 +9,6 @@ A rank that comes back from the all-reduce knows that all have issued it, and so
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,9 +35,9 @@ class Committed(NamedTuple):
     """The samples of the step, over all ranks."""
 
 
-async def commit_point(port: Port, wishes: Callable[[], Wishes], own: Counted) -> Committed:
+async def commit_point(port: Port, wishes: Wishes, own: Counted) -> Committed:
     """Come to the commit point with this rank's samples. Raises what an all-reduce raises where a rank is lost."""
-    stop, leave = wishes()
-    mine = torch.tensor([stop or leave, leave, own.samples, own.marks], dtype=torch.int64)
+    stop = wishes.stop or wishes.leave
+    mine = torch.tensor([stop, wishes.leave, own.samples, own.marks], dtype=torch.int64)
     stops, leaving, samples, marks = (await port.all_reduce(mine)).tolist()
     return Committed(stops > 0, leaving, Counted(samples, marks))

@@ -36,6 +36,8 @@ from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.replica import Replica
+from polytempo.training.residual_handover import handed_over, residuals_by_path
 from polytempo.training.resumption import load
 from polytempo.training.schedule_state import schedule_restore, schedule_saved
 from polytempo.training.sliced_step import SlicedGradients
@@ -72,7 +74,9 @@ class ElasticTraining:
         """The strategy's state of this process, between two groups."""
         self._buffers: dict[str, Tensor] = {}
         """The model's buffers as they were before the step in hand."""
-        self._stop = False
+        self._inherited: Saved | None = None
+        """Residuals of members that have left politely, which this one has taken over."""
+        self._stop = self._some_leave = self._leaves = False
         self.on_step: Callable[[], None] | None = None
         """Called once, after the next step that is applied in a group."""
         self._handle: Handle | None = None
@@ -115,7 +119,7 @@ class ElasticTraining:
         self._place = self.context.shard.state_dict()
         if committed is not None:
             assert self.account is not None
-            self._stop = committed.stop
+            self._stop, self._some_leave = committed.stop, committed.leaving > 0
             self.account.add(self.context.shard.epoch, committed.counted)
             if self.on_step is not None:
                 self.on_step()
@@ -134,7 +138,7 @@ class ElasticTraining:
         port, spec = world.port, self.spec
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
-        self._stop = False
+        self._stop = self._some_leave = False
         handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
         self._handle = handle
@@ -216,7 +220,8 @@ class ElasticTraining:
         if view.stateful < port.size:
             others = await broadcast_saved(port, mine)
             mine = others if newcomer else mine
-        replica.restore(mine, [] if newcomer else [mine])
+        inherited, self._inherited = self._inherited, None
+        replica.restore(mine, [] if newcomer else [mine] if inherited is None else [mine, inherited])
         context.shard.load_state_dict(told["place"])
         context.seconds = self._seconds = told["seconds"]
         self._place = told["place"]
@@ -242,13 +247,17 @@ class ElasticTraining:
 
         async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
             if self._stop:
+                if self._some_leave:
+                    await self._hand_over(port, replica)
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
             world.share = replica.share
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             loss = compute(batch, port.world_rank)
             handle.complete()
             self.member.exchanged()
-            committed = await commit_point(port, self._wishes, self._counted())
+            wishes = self._wishes()
+            self._leaves = wishes.leave
+            committed = await commit_point(port, wishes, self._counted())
             before = replica.step
             try:
                 optimizer.step()
@@ -258,6 +267,13 @@ class ElasticTraining:
             return loss
 
         return take_step
+
+    async def _hand_over(self, port: Port, replica: Replica) -> None:
+        """At a border of steps, when all are still there: residuals of those that leave go to one that stays."""
+        await replica.settle()
+        residuals = residuals_by_path(replica.states())
+        if residuals:
+            self._inherited = await handed_over(port, residuals, leaves=self._leaves)
 
     def _compute(self, handle: Handle) -> Callable[[Any, int], Tensor]:
         """The gradients of a batch, or of a batch's slices, on a rank; their exchange may have begun."""

@@ -28,6 +28,8 @@ KEPT = 2
 """So many complete checkpoints remain."""
 COMPLETE = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder."""
+BY_CONTENT = re.compile(r"rank-\d+\.[0-9a-f]{16}\.safetensors")
+"""The name of a part where it says what the part holds (see `checkpoint_objects`)."""
 LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
 """Names of what is no complete checkpoint, or none any more."""
 

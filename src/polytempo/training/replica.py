@@ -204,7 +204,7 @@ class Replica:
 def _check(strategy: Strategy) -> None:
     if strategy.server is not None:
         raise ValueError(
-            f"{strategy} has a parameter server, which a loop of your own does not start; make a job of it and "
+            f"{strategy} has a parameter server, which pt.Trainer does not start; "
             "use pt.run(job, strategy, workers=4) or `polytempo train`"
         )
 

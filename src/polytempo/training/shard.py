@@ -108,7 +108,7 @@ def shard(
     has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
 
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
-    tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and the epoch ends
+    tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
     for all when the server has every batch. A batch is then read when it is asked for, in this process.
     """
     world = world or current()

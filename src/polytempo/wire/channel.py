@@ -25,7 +25,7 @@ from polytempo.wire.keys import Keys
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""
 HIGH_WATER = 10_000
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 30_000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 50, 1_000
 _PEER_BYTES = 16

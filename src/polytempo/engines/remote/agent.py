@@ -17,9 +17,11 @@ import secrets
 import signal
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from polytempo import jobs
@@ -42,6 +44,7 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
+    PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -55,6 +58,9 @@ from polytempo.wire.channel import ChannelClient
 PATIENCE_S = 15.0
 """How long an agent waits for the head to be reachable again."""
 BEAT_S = 0.25
+ECHO = "POLYTEMPO_ECHO_LOGS"
+"""The variable of the environment that makes an agent write its processes' logs to its standard error, too."""
+_STANDARD_ERROR = 2
 _PROBE_S, _MOST_REFUSALS = 0.5, 3
 """How often it is looked whether anything listens where the head was, and how often in a row nothing may."""
 _TICK_S = 0.05
@@ -105,17 +111,20 @@ class _Agent:
         made(home / "logs")
         where = EngineAddress(self._address, welcome.threads, home, inherits=True)
         self._engine = LocalEngine(self._perform, where, notes, home / "logs", welcome.most)
+        self._leaves_until_s: float | None = None
+        """When this host is given up, where it is asked to leave."""
         self._beat_at_s = self._probe_at_s = 0.0
         self._refusals = 0
         self._number, self._home = welcome.number, home
         self._memory: HostMemory | None = None
 
     def run(self) -> None:
-        """Do what the head says, until it says that the run is over, or is gone."""
+        """Do what the head says, until it says that the run is over, or is gone, or this host has to leave."""
+        _on_sigterm(lambda number, frame: self._leave())
         try:
             while not self._head_is_lost:
                 message = self._channel.take(_TICK_S)
-                if isinstance(message, Close):
+                if isinstance(message, Close) or self._has_left:
                     break
                 if message is not None:
                     self._obey(message)
@@ -123,6 +132,7 @@ class _Agent:
             else:
                 self._save()
         finally:
+            _on_sigterm(end_politely)
             self._engine.stop()
             self._tell()
             self._channel.send(Bye())
@@ -154,10 +164,25 @@ class _Agent:
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
+            case PreemptAll():
+                self._engine.preempt()
             case AskWhere(life) if life in self._processes:
                 self._engine.ask_where([self._processes[life]])
             case _:
                 pass
+
+    def _leave(self) -> None:
+        """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
+        grace_s = float(json.loads(self._spec)["options"].get("grace_s", 30.0))
+        self._leaves_until_s = time.monotonic() + grace_s
+        _on_sigterm(end_politely)
+        self._engine.preempt()
+
+    @property
+    def _has_left(self) -> bool:
+        if self._leaves_until_s is None:
+            return False
+        return not self._processes or time.monotonic() > self._leaves_until_s
 
     def _start(self, order: StartProcess) -> None:
         role = Role(**order.role)
@@ -180,6 +205,9 @@ class _Agent:
         for life, log in self._logs.items():
             for text in log.news():
                 self._channel.send(LogLines(life, text))
+                if os.environ.get(ECHO) == "1":
+                    with contextlib.suppress(OSError):
+                        os.write(_STANDARD_ERROR, text)
         for process in gone:
             life, failure = process.role.life, process.failure
             plain = None if failure is None else (*failure[:3], None if failure[3] is None else dict(failure[3]))
@@ -221,6 +249,12 @@ def _environment(order: StartProcess, setting: dict[str, Any], address: str) -> 
         "POLYTEMPO_LOCAL_SIZE": str(order.local_size),
         "POLYTEMPO_HOST": str(order.host),
     }
+
+
+def _on_sigterm(handler: Callable[[int, FrameType | None], object]) -> None:
+    """What SIGTERM does, where this is a process of its own."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def end_politely(number: int, frame: object) -> None:

@@ -87,8 +87,12 @@ class AskWhere(Struct, tag="where", frozen=True):
     life: int
 
 
+class PreemptAll(Struct, tag="leave", frozen=True):
+    """The run has to leave soon: let all processes save and end."""
+
+
 class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | Close
+ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close

@@ -26,6 +26,7 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
+    PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -162,7 +163,7 @@ class RemoteEngine:
     def address(self) -> EngineAddress:
         """See `Engine`."""
         host = self._ticket.head.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts))
+        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts), shares_files=False)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. On another host where none is left on `host`, or where that holds a copy of the same shard."""
@@ -238,6 +239,11 @@ class RemoteEngine:
             self._channel.send(process.agent.peer, StopProcess(process.role.life))
             if process.stopped and time.monotonic() - process.agent.heard_s > _SILENT_S:
                 self._end(process, f"was given up, for its agent on {process.agent.hello.name} is silent")
+
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        for agent in self._agents:
+            self._channel.send(agent.peer, PreemptAll())
 
     def ask_where(self, processes: Sequence[EngineProcess]) -> None:
         """Let processes write where they are into their logs."""

@@ -1,0 +1,177 @@
+"""A parameter server beside rank 0 of a loop of one's own: real ranks, a real server, and what becomes of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.core import Strategy
+from polytempo.engines import init as init_module
+from polytempo.engines.launch import launch
+from polytempo.engines.loop_link import KEYS
+from polytempo.engines.worker import RankInfo, Result
+from polytempo.server.message import Ask
+from polytempo.training.served_handle import ServedHandle
+from polytempo.training.ticket_loop import LEAVE
+from polytempo.wire.keys import Keys, make_keys, write_keys
+from polytempo.wire.zeromq import Mailbox
+from polytempo.worlds import ProcessWorld
+from process.crew import flat, small, squared, together
+
+pytestmark = pytest.mark.process
+
+s = pt.strategies
+SAMPLES = 150
+
+
+class Loop:
+    """One rank's loop over `SAMPLES` samples in batches of 8; `see(step)` is called behind each of its steps."""
+
+    def __init__(self, strategy: Strategy, see: Callable[[Loop], bool | None] = lambda loop: None) -> None:
+        self.net, self.see, self.seen = small(torch.float32), see, list[int]()
+        self.optimizer = SGD(self.net.parameters(), lr=0.05)
+        handle = pt.attach(self.net, self.optimizer, strategy)
+        assert isinstance(handle, ServedHandle)
+        self.handle = handle
+        random = torch.Generator().manual_seed(3)
+        data = TensorDataset(
+            torch.randn(SAMPLES, 4, generator=random), torch.randn(SAMPLES, 3, generator=random), torch.arange(SAMPLES)
+        )
+        self.batches = pt.shard(data, batch_size=8)
+
+    def epoch(self) -> None:
+        """Until the epoch is over, or `see` says True."""
+        for inputs, targets, numbers in self.batches:
+            self.seen += numbers.tolist()
+            self.optimizer.zero_grad()
+            squared(self.net(inputs), targets).backward()
+            self.optimizer.step()
+            if self.see(self):
+                break
+
+    @property
+    def server(self) -> int:
+        """The server's process, on rank 0."""
+        process = self.handle._start._process  # type: ignore[attr-defined]
+        return int(process.pid)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def once(account: dict[str, Any], epochs: int = 1) -> bool:
+    (row,) = account["ledger"]
+    return (row["last_epoch"], row["once"], row["twice"], row["never"]) == (epochs - 1, SAMPLES, 0, 0)
+
+
+@pytest.mark.parametrize("strategy", [s.downpour(shards=2, replicas=1, lr=0.01)], ids=str)
+def test_two_ranks_use_each_sample_once_though_a_copy_dies(strategy: Strategy) -> None:
+    def work(world: ProcessWorld) -> Result:
+        def see(loop: Loop) -> None:
+            copies = strategy.server.replicas if strategy.server is not None else 0
+            if copies and world.rank == 0 and loop.handle.step == 3:
+                os.kill(children(loop.server)[1], signal.SIGKILL)
+
+        loop = Loop(strategy, see)
+        loop.epoch()
+        loop.epoch()
+        with loop.handle.consensus():
+            lent = flat(loop.net)
+        loop.handle.detach()
+        assert flat(loop.net) == lent  # every sample is in it already
+        return [loop.seen, lent, loop.handle.account]
+
+    (seen, weights, account), (others, same, nothing) = together(2, work)
+    assert sorted(seen + others) == sorted([*range(SAMPLES), *range(SAMPLES)])
+    assert weights == same
+    assert nothing is None
+    assert once(account, epochs=2)
+    assert [event["how"] for event in account["events"] if "killed" in event["how"]] == (
+        ["was killed by SIGKILL"] if strategy.server is not None and strategy.server.replicas else []
+    )
+
+
+@pytest.mark.parametrize("strategy", [s.ssp(bound=1)], ids=str)
+def test_a_rank_that_stops_early_leaves_its_batches_to_the_others(strategy: Strategy) -> None:
+    def work(world: ProcessWorld) -> Result:
+        loop = Loop(strategy, lambda loop: world.rank == 1 and loop.handle.step == 2)
+        loop.epoch()
+        loop.handle.detach()
+        return [flat(loop.net), loop.handle.account]
+
+    (weights, account), (same, _) = together(2, work)
+    assert weights == same
+    assert once(account)
+
+
+def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
+    def work(world: ProcessWorld) -> Result:
+        loop = Loop(s.async_sgd(shards=2), lambda loop: world.rank == 0 and loop.handle.step == 2)
+        home = Path(tempfile.gettempdir())  # of this run: what ranks make lies in it
+        if world.rank == 1:
+            with pytest.raises(pt.PolytempoError, match=r"rank 0 has ended.*ValueError: the loop's own mistake"):
+                loop.epoch()
+            return None
+        loop.epoch()
+        (folder,) = home.glob("polytempo-*")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        processes = [loop.server, *children(loop.server)]
+        sys.last_value = ValueError("the loop's own mistake")  # as an interpreter leaves it that ends with that
+        loop.handle._at_exit()
+        until_s = time.monotonic() + 10
+        while any(Path(f"/proc/{each}").exists() for each in processes) and time.monotonic() < until_s:
+            time.sleep(0.01)  # the janitor is no child of this process
+        return [folder.exists(), [each for each in processes if Path(f"/proc/{each}").exists()]]
+
+    assert together(2, work)[0] == [False, []]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["keys of the run", "keys from a file"])
+def test_ranks_of_two_hosts_meet_with_keys_alone(shared: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    if shared:
+        write_keys(tmp_path / "keys", make_keys())
+
+    def intrude(loop: Loop, keys: Keys | None) -> None:
+        """Say that rank 0 leaves, with other keys or none: a server that believed it would deal rank 0 no more."""
+        mail: Any = loop.handle._link.mail._mail  # type: ignore[union-attr]
+        stranger = Mailbox(0, "tcp://127.0.0.1:*", keys)
+        stranger.connect(mail._keeper, mail._keeper_address)
+        stranger.post(mail._keeper, Ask(0, 1, 1 << 20, (), (LEAVE % 0,)))
+        stranger.close(0.3)
+
+    def work(rank_info: RankInfo) -> Result:
+        os.environ.update({KEYS: str(tmp_path / "keys")} if shared else {})
+        init_module.host_identity = lambda: f"host {rank_info.rank}"
+        world = pt.init(timeout_s=30, quiet=True)
+        assert list(world.port.hosts) == [0, 1]
+
+        def see(loop: Loop) -> None:
+            if world.rank == 1 and loop.handle.step == 2:
+                intrude(loop, make_keys())
+                intrude(loop, None)
+
+        loop = Loop(s.async_sgd(shards=2, replicas=1), see)
+        loop.epoch()
+        loop.handle.detach()
+        return [loop.seen, flat(loop.net), loop.handle.account]
+
+    (seen, weights, account), (others, same, _) = launch(work, 2, threads=1, timeout_s=60)
+    assert weights == same
+    assert once(account)
+    assert sorted(seen + others) == list(range(SAMPLES))
+    assert len(seen) > 0 < len(others)

@@ -1,0 +1,124 @@
+"""A loop of one's own goes on from its last commit when workers are killed, and takes in others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.engines.failures import WorkerDied
+from polytempo.engines.run_elastic import ElasticLauncher
+
+pytestmark = pytest.mark.process
+
+SAMPLES, EPOCHS = 61, 4
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders come into being: afterwards none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.glob("polytempo-*")) == []
+
+
+def fresh() -> pt.ElasticState:
+    """A model, its optimizer, how often each sample was used, and the position in the data."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    return pt.ElasticState(model, torch.optim.Adam(model.parameters()), used=[0] * SAMPLES, position=None)
+
+
+def test_each_sample_counts_once_over_kills_and_joins(tmp_path: Path) -> None:
+    hurry = tmp_path / "hurry"
+    numbers = torch.arange(SAMPLES)
+
+    def train(state: Any) -> list[Any]:
+        pt.attach(state.model, state.optimizer)
+        batches = pt.shard(TensorDataset(numbers, numbers.float()[:, None]), batch_size=2)
+        if state.position is not None:
+            batches.load_state_dict(state.position)
+        slow_s = 0.02
+        while batches.epoch < EPOCHS:
+            for which, x in batches:
+                if not hurry.exists():
+                    time.sleep(slow_s)
+                    slow_s = min(1.0, slow_s * 1.05)
+                state.optimizer.zero_grad()
+                state.model(x).mean().backward()
+                state.optimizer.step()
+                used = torch.zeros(SAMPLES, dtype=torch.int64)
+                used[which] = int(batches.inner.local_samples > 0)
+                dist.all_reduce(used)
+                state.used = (torch.tensor(state.used) + used).tolist()
+                state.position = batches.state_dict()
+                state.commit()
+        return [state.used, state.model.weight.item()]
+
+    def story(launcher: ElasticLauncher) -> Iterator[None]:
+        for size, number in ((2, signal.SIGKILL), (2, signal.SIGTERM)):
+            while launcher.view is None or len(launcher.view.members) < size or not launcher.is_training:
+                yield
+            life = launcher.view.members[0]
+            process: Any = launcher.processes[life]
+            os.kill(process.pid, number)
+            while life in launcher.view.members or not launcher.is_training:
+                yield
+        while len(launcher.view.members) < 2 or not launcher.is_training:
+            yield
+
+    plot: list[Iterator[None]] = []
+
+    def watch(launcher: ElasticLauncher) -> None:
+        if not plot:
+            plot.append(story(launcher))
+        if next(plot[0], hurry) is hurry:
+            hurry.touch()
+
+    used, weight = pt.elastic(train, fresh(), workers=2, watch=watch)
+    assert used == [EPOCHS] * SAMPLES
+    assert weight != fresh().model.weight.item()
+    assert hurry.exists()
+
+
+def test_what_the_loop_raises_ends_it() -> None:
+    def train(state: Any) -> None:
+        raise KeyError("no such thing")
+
+    with pytest.raises(WorkerDied, match="no such thing"):
+        pt.elastic(train, fresh(), workers=1)
+
+
+def test_a_state_goes_back_to_its_last_commit() -> None:
+    state: Any = fresh()
+    before = state.model.weight.clone()
+    state.model(torch.ones(1, 1)).sum().backward()
+    state.optimizer.step()
+    state.used[3] = 7
+    state.restore()
+    assert torch.equal(state.model.weight, before)
+    assert not state.optimizer.state_dict()["state"]
+    assert state.used[3] == 0
+    state.used[3] = 8
+    state.commit()
+    state.used[3] = 9
+    state.restore()
+    assert state.used[3] == 8
+
+
+def test_a_value_cannot_have_the_name_of_a_method() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="commit: the state has something of that name"):
+        pt.ElasticState(model, torch.optim.SGD(model.parameters(), 0.1), commit=1)

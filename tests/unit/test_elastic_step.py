@@ -1,0 +1,93 @@
+"""A step that is broken off at its commit point is finished or undone, as the next view says, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.core import PeerLost, Port
+from polytempo.data.sample_account import Counted
+from polytempo.membership.message import GroupView
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training import elastic_training
+from polytempo.training.commit_point import Committed, Wishes, commit_point
+from polytempo.training.elastic_training import ElasticTraining
+from polytempo.worlds import ProcessWorld
+
+STEPS = 12
+BROKEN = 5
+"""In this step the commit point raises."""
+
+
+def spec() -> RunSpec:
+    """Twelve steps of a model with running statistics, momentum and a schedule."""
+
+    def data(path: Any) -> pt.Data:
+        x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+        return pt.Data(TensorDataset(x, x.sum(1, keepdim=True)), None)
+
+    def schedule(optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    job = pt.Job(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        data=data,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9),
+        schedule=schedule,
+        lr=0.05,
+        batch_size=8,
+        name="small",
+    )
+    return RunSpec.of(job, pt.strategies.sync_sgd(), 1, RunOptions(steps=STEPS, min_workers=1, seed=3))
+
+
+def begun() -> ElasticTraining:
+    """The only member of a run, at its beginning."""
+    training = ElasticTraining(spec(), 0, Wishes, lambda row: None)
+    training.enter(GroupView(1, (0,), 0, 0))
+    training.begin(ProcessWorld(0, [0]), GroupView(1, (0,), 0, 0))
+    return training
+
+
+def trained(training: ElasticTraining) -> dict[str, Tensor]:
+    """The model at the end of the run; the account of its samples closes."""
+    assert training.context is not None
+    assert training.account is not None
+    training.train(training.context.observer._world)  # type: ignore[attr-defined]
+    training.account.check(training.context.shard.epoch, training.context.shard.consumed)
+    assert training.member.applied == STEPS
+    return {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_broken_step_is_finished_or_undone(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = trained(begun())
+    training = begun()
+    committed: list[Counted] = []
+
+    async def breaks(port: Port, wishes: Any, own: Counted) -> Committed:
+        if training.member.applied == BROKEN and not committed:
+            committed.append(own)
+            raise PeerLost(0, BROKEN, "all_reduce", 1)
+        return await commit_point(port, wishes, own)
+
+    monkeypatch.setattr(elastic_training, "commit_point", breaks)
+    with pytest.raises(PeerLost):
+        trained(training)
+    report = training.member.report()
+    assert (report.applied, report.holds, report.stateful) == (BROKEN, True, True)
+    view = GroupView(2, (0,), 1, BROKEN + finished)
+    training.enter(view)
+    assert training.account is not None
+    if finished:  # another member has seen it committed, and its account comes with the view
+        training.account.add(1, committed[0])
+    training.begin(ProcessWorld(0, [0]), view)
+    again = trained(training)
+    assert all(torch.equal(again[name], tensor) for name, tensor in calm.items())
