@@ -24,6 +24,7 @@ from polytempo.data.plan import check_global_batch
 from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import died, diverged, how
+from polytempo.engines.live_run import LiveRun
 from polytempo.engines.member_board import Formed, LauncherBoard, Row, Said
 from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.run_logs import logs_of
@@ -79,6 +80,7 @@ def run_elastic(
             logs = stack.enter_context(logs_of(out))
             if out is not None:
                 files.run_folder(out)
+            live = stack.enter_context(LiveRun(out, spec))
             meetings: list[Rendezvous] = []
             launch = Launch(
                 work=lambda role: train_member(placed, role.life, meetings[0].url),
@@ -89,7 +91,7 @@ def run_elastic(
                 threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
                 logs=logs,
             )
-            engine = stack.enter_context(setup.open(launch))
+            engine = live.watching(stack.enter_context(setup.open(launch)))
             meetings.append(Rendezvous.held(engine.address.host))
             stack.callback(meetings[0].close)
             show = stack.enter_context(show_rows(progress, spec))
@@ -99,7 +101,7 @@ def run_elastic(
                 last = max((row["step"] for row in read_metrics(path)), default=0) if options.resume else None
                 writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
             launcher = ElasticLauncher(bounds_of(placed), engine, LauncherBoard(meetings[0]), available)
-            launcher.record = recorder(writer, show)
+            launcher.record = recorder(writer, live.noting(show))
             launcher.note = print_nothing if progress is None else progress.note
             with diverged():
                 answer = launcher.conduct(watch)
