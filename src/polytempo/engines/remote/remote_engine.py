@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
@@ -17,6 +16,7 @@ from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.lost_launcher import GRACE_S
+from polytempo.engines.remote.known_agent import Agent, RemoteProcess
 from polytempo.engines.remote.messages import (
     AgentBeat,
     AskWhere,
@@ -42,37 +42,13 @@ _SILENT_S = 1.0
 """After so long without a beat, an agent's processes count as stopped: they are not known to live."""
 _LOST_S = 10.0
 """After so long, they count as ended."""
+_MOST_FAILED = 3
+"""After so many agents in a row that ended without a word, processes do not wait for another one."""
 _LOOK_S = 0.1
 _CLOSE_S = 8.0
 _LINGER_S = 1.0
 
 Channel = ChannelServer[FromAgent, ToAgent]
-
-
-@dataclass(eq=False)
-class RemoteProcess(EngineProcess):
-    """A process that an agent has started, or shall start."""
-
-    agent: Agent | None = None
-    collected: bool = False
-    """Whether `poll` has said that it has ended."""
-
-
-@dataclass(eq=False)
-class Agent:
-    """An agent, as the head knows it."""
-
-    number: int
-    peer: bytes
-    hello: Hello
-    host: int
-    """By number, in the order in which hosts were first heard of."""
-    heard_s: float
-    processes: dict[int, RemoteProcess] = field(default_factory=dict)
-    """Those that run, by life."""
-    lost: str | None = None
-    """Why it is lost, in words."""
-    left: bool = False
 
 
 class RemoteEngine:
@@ -96,6 +72,8 @@ class RemoteEngine:
         self._hosts: list[str] = []
         self._waiting: list[tuple[Role, int, RemoteProcess]] = []
         """Processes that wait for an agent that is to come."""
+        self._failed_before = 0
+        """How many agents had ended without a word when the last one came."""
         self._all: list[RemoteProcess] = []
         self._looks, self._look_at_s, self._closed = 0, 0.0, False
         self._threads = launch.threads or 1
@@ -153,9 +131,40 @@ class RemoteEngine:
         self._agents.append(agent)
         if late:
             self._welcome(agent)
+            self._failed_before = len(self._failed)
             waiting, self._waiting = self._waiting, []
-            for role, wanted, process in waiting:
-                self._assign(role, wanted, process)
+            for each in waiting:
+                if not self._assign(*each):
+                    self._waiting.append(each)
+            self._start_missing()
+
+    @property
+    def _absent(self) -> list[StartedAgent]:
+        """Agents that were started and have not come."""
+        there = {agent.number for agent in self._agents}
+        return [agent for agent in self._started.values() if agent.number not in there]
+
+    @property
+    def _failed(self) -> list[StartedAgent]:
+        """Agents that ended without a word."""
+        return [agent for agent in self._absent if agent.ended is not None]
+
+    def _start_missing(self) -> None:
+        """Start as many agents as the waiting processes need, beside those that are still to come."""
+        needed = -(-len(self._waiting) // self._slots) if self._slots else min(1, len(self._waiting))
+        missing = needed - (len(self._absent) - len(self._failed))
+        if missing <= 0:
+            return
+        first = max(self._started, default=-1) + 1
+        try:
+            self._start_agents(range(first, first + missing))
+        except ValueError as error:
+            self._give_up_waiting(str(error))
+
+    def _give_up_waiting(self, why: str) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, _, process in waiting:
+            self._end(process, f"was never started, for no agent came to start it: {why}")
 
     # ------------------------------------------------------------------ Engine
 
@@ -171,18 +180,19 @@ class RemoteEngine:
         process.log.unlink(missing_ok=True)  # it may be a link
         process.log.touch()
         self._all.append(process)
-        self._assign(role, host, process)
+        if not self._assign(role, host, process):
+            if self._starter.replaces and not self._closed:
+                self._waiting.append((role, host, process))
+                self._start_missing()
+            else:
+                self._end(process, "was not started, for no agent is left that could do it")
         return process
 
-    def _assign(self, role: Role, host: int, process: RemoteProcess) -> None:
+    def _assign(self, role: Role, host: int, process: RemoteProcess) -> bool:
+        """Let an agent start the process. False where none has room."""
         agent = self._agent_for(role, host)
-        if agent is None and self._starter.replaces and not self._closed:
-            self._waiting.append((role, host, process))
-            self._start_agents([len(self._started)])
-            return
         if agent is None:
-            self._end(process, "no agent is left that could start it")
-            return
+            return False
         workers = [worker for worker in self._topology.workers if self._topology.host_of(worker) == agent.host]
         mine = role.node in workers
         order = StartProcess(
@@ -196,21 +206,23 @@ class RemoteEngine:
         agent.processes[role.life] = process
         if not self._channel.send(agent.peer, order):
             self._lose(agent, "does not read any more")
+        return True
 
     def _agent_for(self, role: Role, host: int) -> Agent | None:
-        """Of those that live and have room: one on `host`, without a copy of the same shard, with few processes."""
+        """Of those that live and have room: one without a copy of the same shard, on `host`, with few processes."""
         free = [
             agent
             for agent in self._agents
             if agent.lost is None and (self._slots is None or len(agent.processes) < self._slots)
         ]
 
-        def cost(agent: Agent) -> tuple[bool, bool, int, int]:
-            others = [
-                process.role for each in self._agents if each.host == agent.host for process in each.processes.values()
-            ]
-            twin = role.kind == "copy" and any((one.kind, one.shard) == ("copy", role.shard) for one in others)
-            return twin, agent.host != host, len(agent.processes), agent.number
+        def twin_in(agents: Sequence[Agent]) -> bool:
+            others = [process.role for agent in agents for process in agent.processes.values()]
+            return role.kind == "copy" and any((one.kind, one.shard) == ("copy", role.shard) for one in others)
+
+        def cost(agent: Agent) -> tuple[bool, bool, bool, int, int]:
+            on_host = twin_in([each for each in self._agents if each.host == agent.host])
+            return on_host, twin_in([agent]), agent.host != host, len(agent.processes), agent.number
 
         return min(free, key=cost, default=None)
 
@@ -239,6 +251,9 @@ class RemoteEngine:
             self._channel.send(process.agent.peer, StopProcess(process.role.life))
             if process.stopped and time.monotonic() - process.agent.heard_s > _SILENT_S:
                 self._end(process, f"was given up, for its agent on {process.agent.hello.name} is silent")
+        elif isinstance(process, RemoteProcess) and process.exit_code is None:
+            self._waiting = [each for each in self._waiting if each[2] is not process]
+            self._end(process, "was ended before an agent came to start it")
 
     def preempt(self) -> None:
         """See `Preempting`."""
@@ -305,6 +320,11 @@ class RemoteEngine:
             return
         self._look_at_s = now_s + _LOOK_S
         self._starter.poll()
+        if self._waiting and len(self._failed) - self._failed_before >= _MOST_FAILED:
+            last = self._failed[-1]
+            self._give_up_waiting(f"{last.where} {last.ended}")
+        elif self._waiting:
+            self._start_missing()
         for agent in self._agents:
             started, silent_s = self._started.get(agent.number), now_s - agent.heard_s
             if agent.lost is None and started is not None and started.ended is not None:
