@@ -47,7 +47,7 @@ class Row(NamedTuple):
 ROWS = [
     *[
         Row("sync_sgd", lambda route=route: s.sync_sgd(route=route), joined=True, meets=lambda step: True)
-        for route in ROUTES
+        for route in ROUTES[:-1]  # a job's batches of a few samples have no 64 slices: see virtual/test_invariant.py
     ],
     Row("parameter_averaging", lambda: s.parameter_averaging(period=3), meets=lambda step: step % 3 == 0),
     Row(

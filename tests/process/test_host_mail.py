@@ -208,10 +208,9 @@ class _Forks:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_run_uses_shared_memory_within_a_host_and_tcp_between_hosts(
-    hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    private = tmp_path / "p"
-    private.mkdir()
+    private = tmp_path_factory.mktemp("p")  # short: sockets lie in it
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     said = tmp_path / "ways"
     _report_ways(said, monkeypatch)

@@ -104,7 +104,8 @@ def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
             supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
         supervisor.start("evaluator", run.evaluator)
-    launcher = Launcher(run, supervisor, Departure(run, supervisor, notice))
+    launcher = Launcher(run, supervisor)
+    launcher.departure = Departure(run, supervisor, notice)
     run.conduct(launcher)
     run.events.restarts = launcher.restarts
     launcher.await_saved()
@@ -138,8 +139,9 @@ class Conducted(Protocol):
 class Launcher:
     """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
 
-    def __init__(self, run: Conducted, supervisor: ProcessSupervisor, departure: Departure | None = None) -> None:
-        self._departure = departure
+    def __init__(self, run: Conducted, supervisor: ProcessSupervisor) -> None:
+        self.departure: Departure | None = None
+        """Who leaves because of SIGTERM. None: no process does."""
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
         self._next_node = run.topology.evaluator + 1
@@ -238,7 +240,7 @@ class Launcher:
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
-            if ended_well and self._departure is not None and self._departure.left(process, now_s):
+            if ended_well and self.departure is not None and self.departure.left(process, now_s):
                 self._again(role, "left after SIGTERM")
             again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
             if again:
@@ -247,8 +249,8 @@ class Launcher:
                 self._tell(role, how(process), again=again)
             self._silent.pop(role.node, None)
         self._see_alive(now_s)
-        if self._departure is not None:
-            out += self._departure.look(now_s)
+        if self.departure is not None:
+            out += self.departure.look(now_s)
         for shard in self._coordinator.wanted:
             self._copy(shard)
         self._run.look(now_s, out)

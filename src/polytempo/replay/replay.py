@@ -17,7 +17,7 @@ from polytempo.replay.rerun import Rerun
 from polytempo.spec.job import Job
 
 STOPS = ("step", "ticket", "version")
-_TIMES = ("seconds", "samples_per_s", "idle_share")
+_TIMES = ("seconds", "samples_per_s", "idle_share", "staleness")
 """The fields of a row of metrics that depend on the clock."""
 
 
