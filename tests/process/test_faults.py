@@ -139,7 +139,7 @@ class Plan:
         if self.place == "rendezvous":
             self.point.before(joining, "PrefixStore")
         if self.place == "met":
-            self.point.before(joining, "_hosts")
+            self.point.before(joining, "hosts_of_ranks")
         if self.place == "writing":
             self.point.before(checkpoint, "_sync")
         if self.place == "committing":
