@@ -67,6 +67,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.submit"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.top"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.measure"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.bench_compression"): "torch takes seconds to load, and `--help` must not",

@@ -224,8 +224,6 @@ def test_a_run_uses_shared_memory_within_a_host_and_tcp_between_hosts(
         engine=PretendedHosts(hosts),
         out=tmp_path / "run",
     )
-    assert result.accuracy is not None
-    assert result.accuracy > 0.8
     assert result.server is not None
     assert result.server["updates"] == 90
     assert list(private.glob("polytempo-*")) == []

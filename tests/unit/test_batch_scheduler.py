@@ -409,3 +409,61 @@ def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: in
         else:
             crowd.ask(worker)
     assert crowd.scheduler.finished
+
+
+# --- epochs apart
+
+
+def apart(deals: Literal["freely", "evenly"], workers: int = 2, batches: int = 4) -> BatchScheduler:
+    found = BatchScheduler(batches, batches << 20, deals, workers, most_held=8, pauses=True)
+    for worker in range(workers):
+        found.join(worker, 1)
+    return found
+
+
+def order(deal: Deal | None) -> tuple[str, list[int]] | None:
+    return None if deal is None else (deal.order, [ticket.number for ticket in deal.tickets])
+
+
+def test_an_epoch_ends_for_each_worker_when_all_of_it_is_done() -> None:
+    scheduler = apart("freely")
+    assert order(scheduler.ask(0, 1, 1, ())) == ("train", [0])
+    assert order(scheduler.ask(1, 1, 1, ())) == ("train", [1])
+    assert order(scheduler.ask(0, 1, 2, (0,))) == ("train", [2])
+    assert order(scheduler.ask(0, 1, 3, (2,))) == ("train", [3])
+    assert order(scheduler.ask(0, 1, 4, ())) == ("wait", [])
+    assert scheduler.ask(0, 1, 5, (3,)) is None  # worker 1 has ticket 1
+    assert order(scheduler.ask(1, 1, 2, (1,))) == ("pause", [])
+    assert [order(deal) for deal in scheduler.due()] == [("pause", [])]
+    assert order(scheduler.ask(1, 1, 2, (1,))) == ("pause", [])  # the same ask again
+    assert order(scheduler.ask(1, 1, 3, ())) == ("train", [4])  # and the next is for the next epoch
+    assert not scheduler.finished
+
+
+def test_a_lost_workers_batch_is_done_within_its_epoch() -> None:
+    scheduler = apart("freely", batches=2)
+    assert order(scheduler.ask(0, 1, 1, ())) == ("train", [0])
+    assert order(scheduler.ask(1, 1, 1, ())) == ("train", [1])
+    assert scheduler.ask(0, 1, 2, (0,)) is None
+    scheduler.lose(1)
+    (deal,) = scheduler.due()
+    assert order(deal) == ("train", [1])
+    assert deal.tickets[0].again
+    assert order(scheduler.ask(0, 1, 3, (1,))) == ("pause", [])
+
+
+@pytest.mark.parametrize("deals", ["freely", "evenly"])
+def test_a_worker_that_retires_gives_back_what_it_holds_and_waits_for_the_others(
+    deals: Literal["freely", "evenly"],
+) -> None:
+    scheduler = apart(deals, batches=2)
+    assert order(scheduler.ask(0, 1, 1, ())) == ("train", [0])
+    assert order(scheduler.ask(1, 1, 1, ())) == ("train", [1])
+    scheduler.retire(1)
+    assert scheduler.ask(1, 1, 2, ()) is None
+    assert order(scheduler.ask(0, 1, 2, (0,))) == ("train", [1])
+    assert order(scheduler.ask(0, 1, 3, (1,))) == ("pause", [])
+    scheduler.retire(0)
+    assert order(scheduler.ask(0, 1, 4, ())) == ("finish", [])
+    assert [order(deal) for deal in scheduler.due()] == [("finish", [])]
+    assert scheduler.finished

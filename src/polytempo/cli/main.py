@@ -231,9 +231,25 @@ def top(
 
 
 @app.command()
-def doctor(json: p.Json = None) -> None:
-    """Check this machine, and let two workers exchange data."""
+def doctor(
+    engine: p.Measuring = None,
+    workers: p.Probes = None,
+    out: p.ClusterFile = None,
+    json: p.Json = None,
+) -> None:
+    """Check this machine, and let two workers exchange data.
+
+    With --engine: measure latency and rate between all pairs of its hosts and how fast they compute, and write a
+    description of the cluster, which `polytempo simulate --cluster` takes.
+    """
     with exit_code():
+        if engine is None and (workers is not None or out is not None):
+            raise ValueError("--workers and --out go with --engine, which says whose hosts to measure")
+        if engine is not None:
+            from polytempo.cli.measure import measure  # imports torch, which takes seconds
+
+            measure(engine, workers, out, as_json=bool(json))
+            return
         from polytempo.cli.doctor import doctor as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))

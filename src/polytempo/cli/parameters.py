@@ -178,6 +178,20 @@ EveryS = Annotated[
     typer.Option("--every-s", metavar="T", min=0.1, max=3600, help="Seconds between two looks. Default: 1."),
 ]
 
+Measuring = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", metavar="E", help="Whose hosts to measure, such as ssh:n1,n2.", autocompletion=engine_names
+    ),
+]
+Probes = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, help="Processes that measure. Default: one a host, or 2."),
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Where the cluster is written. Default: measured.toml.")
+]
+
 Explained = Annotated[
     str,
     typer.Argument(

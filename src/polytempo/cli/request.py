@@ -73,7 +73,12 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> RunReq
     if options.resume:
         raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
     check_strategies(options.strategy)
-    if options.cluster is not None:
+    if options.cluster is not None and options.cluster.endswith(".toml"):
+        if not Path(options.cluster).is_file():
+            raise ValueError(
+                f"--cluster {options.cluster}: there is no such file; `polytempo doctor --engine` writes one"
+            )
+    elif options.cluster is not None:
         declared().cluster(options.cluster)
     if options.stragglers is not None:
         declared().distribution(options.stragglers)

@@ -17,10 +17,10 @@ from polytempo.report.live_status import (
     MOST_EVENTS,
     VERSION,
     LiveStatus,
-    ProcessEvent,
     ProcessState,
     ProcessStatus,
     RunState,
+    events_of,
     write_status,
 )
 from polytempo.spec.run_spec import RunSpec
@@ -107,9 +107,7 @@ class LiveRun:
             test=_plain(self._last.get("test")),
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
-            events=tuple(
-                ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in events[-MOST_EVENTS:]
-            ),
+            events=events_of(events[-MOST_EVENTS:]),
         )
 
     def _status_of(self, process: EngineProcess) -> ProcessStatus:

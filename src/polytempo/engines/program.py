@@ -13,6 +13,7 @@ from polytempo.engines.elastic_worker import train_member
 from polytempo.engines.engine import Result, Role
 from polytempo.engines.host_mail import HostMailboxes, HostMemory
 from polytempo.engines.launcher_filesystem import with_launcher_files
+from polytempo.engines.probe import PROBE, probe
 from polytempo.engines.run_collective import train_rank
 from polytempo.engines.served_node import Setting, act
 from polytempo.engines.served_program import ServedProgram
@@ -27,6 +28,8 @@ def perform(
 
     `memory`: what this process shares with others of its host, which one process there has forked.
     """
+    if role.kind == PROBE:
+        return probe()
     if role.kind == "member":
         return train_member(spec, role.life, setting["rendezvous"])
     spec = with_launcher_files(spec, setting)

@@ -5,6 +5,7 @@ launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -130,9 +131,7 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         )
         for number in range(int(result["workers"]))
     )
-    events = tuple(
-        ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in server.get("events", [])
-    )
+    events = events_of(server.get("events", []))
     last = {kind: next((row for row in reversed(rows) if row.get("kind") == kind), None) for kind in ("train", "test")}
     return LiveStatus(
         version=VERSION,
@@ -152,6 +151,11 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         num_events=len(events),
         events=events[-MOST_EVENTS:],
     )
+
+
+def events_of(told: Sequence[Mapping[str, Any]]) -> tuple[ProcessEvent, ...]:
+    """What a run says about its processes, as it stands in a result's `server`."""
+    return tuple(ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in told)
 
 
 _POSITION = ("step", "epoch", "samples", "seconds", "samples_per_s")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from polytempo import aggregation, cluster, collectives, compression, strategies
 from polytempo.cluster import Cluster, Stragglers
+from polytempo.cluster.measured import read_cluster
 from polytempo.core import Strategy
 from polytempo.spec.call import split_calls
 from polytempo.spec.names import COMPARED, names
@@ -47,9 +49,17 @@ def parse_strategies(text: str | None) -> list[Strategy]:
 
 
 def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
-    """The cluster that `text` describes, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given."""
-    found = NAMES.cluster(text)
-    assert isinstance(found, Cluster)
+    """The cluster that `text` describes, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given.
+
+    A text that ends in `.toml` names a file that `polytempo doctor --engine` has written. Errors: ValueError for wrong
+    names and arguments, and for a file that is not there or none of these.
+    """
+    if text.endswith(".toml"):
+        found = read_cluster(Path(text))
+    else:
+        named = NAMES.cluster(text)
+        assert isinstance(named, Cluster)
+        found = named
     if stragglers is None:
         return found
     distribution = cast(Stragglers, NAMES.distribution(stragglers))

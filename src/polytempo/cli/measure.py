@@ -1,0 +1,90 @@
+"""`polytempo doctor --engine`: what an engine's hosts can do, as a file that `simulate --cluster` takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from polytempo.cli.show import notes_on_stderr, show_json, show_table
+from polytempo.cluster import Cluster, Link
+from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
+from polytempo.core import files
+from polytempo.engines.arguments import parse_engine
+from polytempo.engines.probe import measure as measured_by
+from polytempo.jobs import find
+from polytempo.report.summary import human_seconds
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.strategies import sync_sgd
+
+_FILE = Path("measured.toml")
+_SHOWN = 20
+_SPREAD = 1.5
+
+
+def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool) -> None:
+    """Measure the engine's hosts with so many processes, write the file, and show what was found."""
+    setup, path = parse_engine(engine), out or _FILE
+    _check_file(path)
+    if workers is None:
+        workers = max(2, len(getattr(setup, "hosts", ())))
+    with notes_on_stderr():
+        found = measured_by(setup, RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions()), engine)
+    cluster = cluster_of(found)
+    files.replace(path, to_toml(cluster, found))
+    if as_json:
+        show_json(
+            {
+                "cluster": str(path),
+                **_plain(found),
+                **{name: asdict(getattr(cluster, name)) for name in ("network", "memory")},
+            }
+        )
+        return
+    show_table(("", ""), _rows(cluster, found), header=False)
+    print(f"written to {path}; simulate it with: polytempo simulate digits --cluster {path}")
+
+
+def _check_file(path: Path) -> None:
+    """Refuse to write over what is no description of a cluster."""
+    if path.suffix != ".toml":
+        raise ValueError(f"--out {path}: the name must end in .toml, by which simulate --cluster knows it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it, or name another file")
+    if path.exists():
+        try:
+            read_cluster(path)
+        except ValueError as error:
+            raise ValueError(f"--out {path}: this is another file ({error}); name another one") from error
+
+
+def _rows(cluster: Cluster, found: Measured) -> list[tuple[str, str]]:
+    rows = [(f"host {host.name}", f"{host.workers} processes, {_speed(host.flops_per_s)} each") for host in found.hosts]
+    links = [*found.between, *found.within]
+    rows += [(f"{link.source} to {link.target}", _link(link)) for link in links[:_SHOWN]]
+    if len(links) > _SHOWN:
+        rows.append(("", f"and {len(links) - _SHOWN} more links, which the file lists"))
+    rows.append(("network", _link(cluster.network) + ("" if found.between else " (one host: as its memory)")))
+    rows.append(("memory", _link(cluster.memory) + ("" if found.within else " (not measured: one process a host)")))
+    rows.append(("speed", f"{_speed(cluster.flops_per_s)} a process"))
+    rates = [link.bytes_per_s for link in found.between]
+    if rates and max(rates) > _SPREAD * min(rates):
+        rows.append(("note", f"rates differ by {max(rates) / min(rates):.1f} times; a simulation takes their median"))
+    return rows
+
+
+def _link(link: MeasuredLink | Link) -> str:
+    return f"{human_seconds(link.latency_s)}, {8e-6 * link.bytes_per_s:,.0f} Mbit/s"
+
+
+def _speed(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e9:.1f} Gflop/s"
+
+
+def _plain(found: Measured) -> dict[str, object]:
+    return {
+        "engine": found.engine,
+        "hosts": [host._asdict() for host in found.hosts],
+        "between": [link._asdict() for link in found.between],
+        "within": [link._asdict() for link in found.within],
+    }

@@ -1,0 +1,170 @@
+"""`Measured`: links and speeds of real hosts, the cluster that a simulation takes for them, and the file with both.
+
+    polytempo doctor --engine ssh:n1,n2 --out measured.toml      measures, and writes the file
+    polytempo simulate digits --cluster measured.toml            reads it
+
+A `Cluster` has hosts of equal shape, so it has the medians of what was measured; the file lists every link and host
+beside them, for people. The tables `network`, `memory` and `host` are what is read, and may be edited.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from polytempo.cluster.cluster import Cluster, Link
+
+FORMAT = "polytempo-cluster"
+VERSION = 1
+_MOST_BYTES = 16 << 20
+
+
+class MeasuredLink(NamedTuple):
+    """Messages from one process to another, one way."""
+
+    source: str
+    """The host's name."""
+    target: str
+    latency_s: float
+    bytes_per_s: float
+
+
+class MeasuredHost(NamedTuple):
+    """A host, and its share for each of its processes while all of them compute."""
+
+    name: str
+    workers: int
+    flops_per_s: float
+
+
+class Measured(NamedTuple):
+    """What was measured."""
+
+    engine: str
+    hosts: tuple[MeasuredHost, ...]
+    between: tuple[MeasuredLink, ...]
+    """Of each pair of hosts, both ways; none for one host."""
+    within: tuple[MeasuredLink, ...]
+    """Of two processes on one host; none where every host has one."""
+
+
+def cluster_of(measured: Measured) -> Cluster:
+    """The medians. What could not be measured has the defaults of `Cluster`, and one host's network is its memory."""
+    default = Cluster(network=Link(1e-6, 10e9))
+    memory = _median(measured.within) or default.memory
+    workers = max(host.workers for host in measured.hosts)
+    return Cluster(
+        network=_median(measured.between) or memory,
+        memory=memory,
+        workers_per_host=workers,
+        flops_per_s=median(host.flops_per_s for host in measured.hosts),
+        name=f"measured({measured.engine}, {len(measured.hosts)} hosts)",
+    )
+
+
+def _median(links: tuple[MeasuredLink, ...]) -> Link | None:
+    if not links:
+        return None
+    return Link(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
+
+
+def to_toml(cluster: Cluster, measured: Measured | None = None) -> str:
+    """The file's text, from which `from_toml` makes an equal cluster; `measured` is listed behind it.
+
+    Stragglers are left out: the file says nothing of them (`--stragglers` does). Errors: ValueError for servers or
+    faults.
+    """
+    if cluster.servers or cluster.faults:
+        raise ValueError(f"{cluster.name} has servers or faults, of which a file of a cluster says nothing")
+    lines = [
+        f'format = "{FORMAT}"',
+        f"version = {VERSION}",
+        f"name = {json.dumps(cluster.name)}",
+        "",
+        "[network]  # between hosts, each way",
+        *_link(cluster.network),
+        "",
+        "[memory]  # within a host",
+        *_link(cluster.memory),
+        "",
+        "[host]",
+        f"workers = {cluster.workers_per_host}",
+        f"flops_per_s = {cluster.flops_per_s!r}  # of each worker, while all compute",
+    ]
+    for host in measured.hosts if measured is not None else ():
+        lines += ["", "[[measured.hosts]]", f"name = {json.dumps(host.name)}"]
+        lines += [f"workers = {host.workers}", f"flops_per_s = {host.flops_per_s!r}"]
+    for kind in ("between", "within"):
+        links: tuple[MeasuredLink, ...] = () if measured is None else getattr(measured, kind)
+        for link in links:
+            lines += ["", f"[[measured.{kind}]]", f"source = {json.dumps(link.source)}"]
+            lines += [f"target = {json.dumps(link.target)}", *_link(Link(link.latency_s, link.bytes_per_s))]
+    return "\n".join(lines) + "\n"
+
+
+def _link(link: Link) -> list[str]:
+    return [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
+
+
+def from_toml(text: str, where: str = "the text") -> Cluster:
+    """The cluster that `to_toml` wrote. ValueError names `where`, the key, its value and what it must be."""
+    try:
+        plain = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}") from error
+    if (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
+        raise ValueError(
+            f'{where} is no description of a cluster: it must begin with format = "{FORMAT}" and version = {VERSION}; '
+            "`polytempo doctor --engine` writes one"
+        )
+    name = plain.get("name", "measured")
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: name = {name!r} must be a text")
+    host = _table(plain, "host", where)
+    workers = host.get("workers")
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"{where}: host.workers = {workers!r} must be a whole number above 0")
+    return Cluster(
+        network=_read_link(plain, "network", where),
+        memory=_read_link(plain, "memory", where),
+        workers_per_host=workers,
+        flops_per_s=_number(host, "host", "flops_per_s", where),
+        name=name,
+    )
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a file. ValueError for what is no such file."""
+    if not path.is_file():
+        raise ValueError(f"cluster {path}: there is no such file; `polytempo doctor --engine … --out {path}` writes it")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"cluster {path}: the file has more than {_MOST_BYTES:,} bytes")
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8") from error
+
+
+def _table(plain: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    table = plain.get(key)
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: there is no table [{key}]")
+    return table
+
+
+def _read_link(plain: Mapping[str, Any], key: str, where: str) -> Link:
+    table = _table(plain, key, where)
+    return Link(_number(table, key, "latency_s", where, least=0.0), _number(table, key, "bytes_per_s", where))
+
+
+def _number(table: Mapping[str, Any], name: str, key: str, where: str, least: float | None = None) -> float:
+    value = table.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and 0 <= value < float("inf") and (value > 0 or value == least):  # type: ignore[operator]  # a number
+        return float(value)  # type: ignore[arg-type]
+    needed = "above 0" if least is None else f"from {least:g}"
+    raise ValueError(f"{where}: {name}.{key} = {value!r} must be a number {needed}")
