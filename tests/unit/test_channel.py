@@ -101,7 +101,7 @@ def test_a_client_is_parted_where_the_server_is_gone() -> None:
 
 
 def test_a_peer_that_is_gone_gets_nothing(server: Server) -> None:
-    assert not server.send(b"nobody", Close())
+    assert not server.send(b"unknown", Close())
 
 
 def test_it_listens_at_its_address_alone(server: Server) -> None:

@@ -35,7 +35,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Gathering:
-    """One generation's collectives: who has come to which, and who of them asked to stop."""
+    """One generation's collectives: which members have come to which, and which of them asked to stop."""
 
     members: tuple[int, ...]
     came: dict[tuple[str, int], dict[int, bool]] = field(default_factory=dict)

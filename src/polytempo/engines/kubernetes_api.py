@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.engines.extras import missing
 from polytempo.engines.kubernetes_forms import RESOURCES
 from polytempo.engines.kubernetes_pods import Manifest
 
@@ -155,8 +156,6 @@ def _library() -> SimpleNamespace:
     try:
         from kubernetes import client, config
         from urllib3.exceptions import HTTPError
-    except ImportError:
-        raise ImportError(
-            "engine kubernetes needs the client of its API; `pip install 'polytempo[kubernetes]'` brings it"
-        ) from None
+    except ImportError as error:
+        raise missing(error, "kubernetes") from None
     return SimpleNamespace(client=client, config=config, no_answer=(OSError, HTTPError))

@@ -170,7 +170,7 @@ async def _lead(port: Port, target: int) -> tuple[float, float]:
 
 
 async def _round_trip_s(port: Port, target: int, num_bytes: int) -> float:
-    """Send so many bytes and wait for a byte; the other side is told the size before, and waits."""
+    """Send so many bytes and wait for a byte; the other side knows the size from the message before."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
     await port.send(_size(num_bytes), target)
     await port.recv(message[:1], target)

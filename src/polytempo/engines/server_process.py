@@ -21,7 +21,7 @@ LENGTHS = struct.Struct(">QQQ")
 """Of the three parts of an order."""
 _MOST_BYTES = 64 << 20
 _END_S = 5.0
-"""How long it may take to end its processes when it is told to end."""
+"""How long it may take to end its processes after the order to end."""
 
 
 class ServerProcess:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.engines.engine import Launch
+from polytempo.engines.extras import missing
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.spark_starter import SparkStarter, slots
 
@@ -85,8 +86,8 @@ def _classic_session() -> Any:
     """The class of sessions. Raises ImportError that names the remedy."""
     try:
         from pyspark.sql import SparkSession
-    except ImportError:
-        raise ImportError("engine spark needs pyspark; `pip install 'polytempo[spark]'` brings it") from None
+    except ImportError as error:
+        raise missing(error, "spark") from None
     return SparkSession
 
 

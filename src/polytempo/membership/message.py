@@ -42,8 +42,8 @@ class GroupView(NamedTuple):
     """The first `stateful` of them have the training's state; the others get it from the first one."""
     stateful: int
     step: int
-    """Steps that all members have applied when they begin: who has one less applies the answer that it holds, and who
-    holds an answer beyond them drops it."""
+    """Steps that all members have applied when they begin: a member with one less applies the answer that it holds, and
+    one that holds an answer beyond them drops it."""
 
 
 class Interrupt(NamedTuple):
