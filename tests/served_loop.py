@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import polytempo.engines.attach
-from polytempo.engines.loop_server import LoopServer
+import polytempo.runs.own_loop.attach
+from polytempo.runs.own_loop.loop_server import LoopServer
 from polytempo.server.layout import part
 from polytempo.server.message import Message
 from polytempo.server.shard.node import Node
@@ -98,5 +98,5 @@ class InProcess:
 def in_process() -> Iterator[None]:
     """Inside, `attach` starts servers in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(polytempo.engines.attach, "LoopServerStart", InProcess)
+        patch.setattr(polytempo.runs.own_loop.attach, "LoopServerStart", InProcess)
         yield

@@ -42,8 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*BELOW_TRAINING, "one_host", "report.metrics"},
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
-    "engines": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs"},
-    "replay": {*BELOW_TRAINING, "training", "report", "engines"},
+    "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
+    "runs": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs", "engines"},
+    "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "bench": {
         "core",
         "native",
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "interop",
         "engines",
     },
-    "cli": {*BELOW_TRAINING, "chaos", "report", "training", "interop", "engines", "replay", "jobs", "bench"},
+    "cli": {*BELOW_TRAINING, "chaos", "report", "training", "interop", "engines", "runs", "replay", "jobs", "bench"},
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
@@ -81,10 +82,10 @@ IMPORTED_LATE = {
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
     ("data/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
-    ("engines/kubernetes_api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
-    ("engines/kubernetes_api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
-    ("engines/spark_engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
-    ("engines/spark_task.py", "pyspark"): "an extra: only a task of Spark needs it",
+    ("engines/on_kubernetes/api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
+    ("engines/on_kubernetes/api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
+    ("engines/on_spark/engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
+    ("engines/on_spark/task.py", "pyspark"): "an extra: only a task of Spark needs it",
 }
 """Imports inside functions, each with its reason."""
 

@@ -33,7 +33,7 @@ import msgspec
 import torch
 
 from polytempo.engines.fork import die_with, fork
-from polytempo.engines.run_snapshot import resumed
+from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server import message as messages
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError

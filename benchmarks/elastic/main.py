@@ -28,8 +28,8 @@ import torch._dynamo  # noqa: F401 - optimizers need it: loaded here once, and n
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.engines.run_collective import run_collective
-from polytempo.engines.run_elastic import ElasticLauncher, run_elastic
+from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
+from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

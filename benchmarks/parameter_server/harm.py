@@ -26,12 +26,12 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.data.ledger import Ledger
-from polytempo.engines import run_served, served_program
 from polytempo.engines.fork import fork
-from polytempo.engines.run_served import Launcher
-from polytempo.engines.served_run import ServedRun
-from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.engines.worker_processes import Child
+from polytempo.runs.served import run_served, served_program
+from polytempo.runs.served.run_served import Launcher
+from polytempo.runs.served.served_run import ServedRun
+from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
 from polytempo.server.timing import Timing
 from polytempo.spec.result import parameters_sha256

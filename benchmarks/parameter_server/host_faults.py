@@ -29,9 +29,9 @@ from harm import SHARDS, WORKERS, Fault, Recovery, Watching, counted, wrong_with
 
 import polytempo as pt
 from polytempo.bench.tables import markdown
-from polytempo.engines import run_served, served_program
-from polytempo.engines.lost_launcher import number_after
 from polytempo.engines.remote.remote_engine import RemoteProcess
+from polytempo.runs.served import run_served, served_program
+from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.shard.snapshot import complete
 from polytempo.server.timing import Timing
 

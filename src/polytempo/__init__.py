@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     )
     from polytempo.core.errors import JobFailed
     from polytempo.core.notice import Preempted
-    from polytempo.engines.attach import attach
     from polytempo.engines.collective import RunTimedOut
-    from polytempo.engines.elastic_loop import elastic
     from polytempo.engines.failures import WorkerDied
     from polytempo.engines.init import init
     from polytempo.engines.launch import launch
-    from polytempo.engines.run import compare, run
-    from polytempo.engines.run_elastic import WorkersLost
-    from polytempo.engines.simulate import simulate
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
+    from polytempo.runs.elastic.elastic_loop import elastic
+    from polytempo.runs.elastic.run_elastic import WorkersLost
+    from polytempo.runs.own_loop.attach import attach
+    from polytempo.runs.run import compare, run
+    from polytempo.runs.simulate import simulate
     from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.explanation import explain
@@ -93,15 +93,15 @@ _HOMES = {
     ),
     "polytempo.core.errors": ("JobFailed",),
     "polytempo.core.notice": ("Preempted",),
-    "polytempo.engines.attach": ("attach",),
+    "polytempo.runs.own_loop.attach": ("attach",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
-    "polytempo.engines.elastic_loop": ("elastic",),
-    "polytempo.engines.run": ("compare", "run"),
-    "polytempo.engines.run_elastic": ("WorkersLost",),
-    "polytempo.engines.simulate": ("simulate",),
+    "polytempo.runs.elastic.elastic_loop": ("elastic",),
+    "polytempo.runs.run": ("compare", "run"),
+    "polytempo.runs.elastic.run_elastic": ("WorkersLost",),
+    "polytempo.runs.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),

@@ -1,7 +1,7 @@
 """An agent of a run on several hosts: `python -m polytempo.agent [TICKET_FILE]`.
 
 Without a file, its ticket is in POLYTEMPO_TICKET, or else the first line of standard input. Engines start it (see
-`engines.remote.agent`).
+`runs.agent`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.fork import default_signals
-from polytempo.engines.remote.agent import end_politely, serve_head
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.agent import end_politely, serve_head
 
 
 def main() -> int:

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import torch
 
 from polytempo.engines.fork import default_signals, die_with, ignore_ending_signals
-from polytempo.engines.loop_server import LoopServer
-from polytempo.engines.server_process import LENGTHS
+from polytempo.runs.own_loop.loop_server import LoopServer
+from polytempo.runs.own_loop.server_process import LENGTHS
 from polytempo.training.loop_facts import LoopFacts
 
 _MOST_BYTES = 1 << 40

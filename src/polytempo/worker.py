@@ -31,8 +31,8 @@ from polytempo.core.notice import ignore_hangup
 from polytempo.engines import janitor
 from polytempo.engines.engine import Role
 from polytempo.engines.fork import default_signals, die_with
-from polytempo.engines.program import perform
 from polytempo.engines.worker import encoded, exit_code_of, failure_by, show_error
+from polytempo.runs.program import perform
 from polytempo.spec.run_spec import RunSpec
 
 

@@ -12,10 +12,10 @@ from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
 from polytempo.engines.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.simulate import simulate
-from polytempo.engines.simulate_served import simulate_served
 from polytempo.engines.worker import RankInfo
 from polytempo.jobs import find
+from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulate import simulate
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer

@@ -30,8 +30,8 @@ from aiohttp.web import json_response
 from kmock import KubernetesEmulator, Server
 from kubernetes import client
 
-from polytempo.engines.kubernetes_api import KubernetesApi
-from polytempo.engines.kubernetes_status import FAILURES, INDEX
+from polytempo.engines.on_kubernetes.api import KubernetesApi
+from polytempo.engines.on_kubernetes.status import FAILURES, INDEX
 
 RESOURCES = {
     "Pod": "v1/pods",

@@ -31,8 +31,8 @@ from engines.cluster_runs import (
     marked,
     parent,
 )
-from polytempo.engines.dask_engine import DaskStarter
 from polytempo.engines.failures import WorkerDied
+from polytempo.engines.on_dask.engine import DaskStarter
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.keys import make_keys
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import polytempo as pt
-from polytempo.engines.lost_launcher import number_after
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.shard.snapshot import complete
 from polytempo.spec.result import parameters_sha256
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.kubernetes_schemas import check
-from polytempo.engines.kubernetes_forms import workload
-from polytempo.engines.kubernetes_launcher import launcher
-from polytempo.engines.kubernetes_options import TAKEN, KubernetesOptions
-from polytempo.engines.kubernetes_pods import owner_reference, ticket_secret
+from polytempo.engines.on_kubernetes.forms import workload
+from polytempo.engines.on_kubernetes.launcher import launcher
+from polytempo.engines.on_kubernetes.options import TAKEN, KubernetesOptions
+from polytempo.engines.on_kubernetes.pods import owner_reference, ticket_secret
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
 variables = st.from_regex(r"[A-Z_][A-Z0-9_]{0,10}", fullmatch=True)

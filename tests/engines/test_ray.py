@@ -40,7 +40,7 @@ from engines.cluster_runs import (
 )
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.ray_train import RayTorchConfig
+from polytempo.engines.on_ray.train import RayTorchConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
 

@@ -30,7 +30,7 @@ from engines.batch_runs import (
     train,
 )
 from engines.slurm_cluster import queue, slurm_cluster
-from polytempo.engines.slurm_allocation import granted
+from polytempo.engines.on_slurm.allocation import granted
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.engines.launcher_files import FileServer
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.launcher_files import FileServer
 from polytempo.training.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agents, private
 

@@ -17,8 +17,8 @@ from polytempo.cluster import constant as in_time
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
-from polytempo.engines import tally as engine
-from polytempo.engines.simulate import simulate
+from polytempo.runs.served import tally as engine
+from polytempo.runs.simulate import simulate
 from polytempo.server.message import Statistics
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import polytempo as pt
 from laws.catalogue import ROWS, Row, label
-from polytempo.engines import run_page as shown
+from polytempo.runs import run_page as shown
 from polytempo.training.checkpoint_folders import latest
 
 WORKERS = 3

@@ -21,8 +21,8 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines import init as init_module
 from polytempo.engines.launch import launch
-from polytempo.engines.loop_link import KEYS
 from polytempo.engines.worker import RankInfo, Result
+from polytempo.runs.own_loop.loop_link import KEYS
 from polytempo.server.message import Ask
 from polytempo.training.served_handle import ServedHandle
 from polytempo.training.ticket_loop import LEAVE

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.run_collective import run_collective
-from polytempo.engines.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
+from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.run_elastic import ElasticLauncher
+from polytempo.runs.elastic.run_elastic import ElasticLauncher
 
 pytestmark = pytest.mark.process
 

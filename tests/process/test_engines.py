@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.engines import run_served
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Result, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.rendezvous import Rendezvous
-from polytempo.engines.run_served import Launcher
 from polytempo.engines.subprocess_engine import Subprocess
+from polytempo.runs.served import run_served
+from polytempo.runs.served.run_served import Launcher
 from polytempo.server.message import Ask, Message, Outbox
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

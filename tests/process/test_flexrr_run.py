@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import strategies
-from polytempo.engines.run import run
-from polytempo.engines.served_run import ServedOutcome, ServedRun
 from polytempo.jobs import find
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.run import run
+from polytempo.runs.served.served_run import ServedOutcome, ServedRun
 from polytempo.spec.result import Result
 from slices import verdicts
 

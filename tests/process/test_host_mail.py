@@ -14,9 +14,9 @@ import torch
 
 import polytempo as pt
 from polytempo.engines.engine import EngineAddress, Launch, Role
-from polytempo.engines.host_mail import HostMailboxes, HostMemory, KeeperMail, host_memory
 from polytempo.engines.local_engine import Local, LocalEngine
-from polytempo.engines.program import perform
+from polytempo.runs.program import perform
+from polytempo.runs.served.host_mail import HostMailboxes, HostMemory, KeeperMail, host_memory
 from polytempo.server.message import Beat, Push
 from polytempo.wire.address_book import Addresses, Here, Place
 from polytempo.wire.keys import make_keys

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from polytempo import strategies
-from polytempo.engines.run import run
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.run import run
 from polytempo.spec.job import Data, Job
 
 pytestmark = pytest.mark.process

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.core.notice import PREEMPTED, Notice, Preempted, noticed
-from polytempo.engines.run_snapshot import read_run_snapshot
 from polytempo.engines.worker import Result
+from polytempo.runs.served.run_snapshot import read_run_snapshot
 from polytempo.server.shard.snapshot import newest_whole
 from polytempo.training.checkpoint_folders import latest
 from polytempo.training.preemption import PreemptionWatch

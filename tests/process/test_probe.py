@@ -9,8 +9,8 @@ import pytest
 import polytempo as pt
 from polytempo.cluster.measured import cluster_of, from_toml, to_toml
 from polytempo.engines.engine import EngineSetup
-from polytempo.engines.probe import measure
 from polytempo.jobs import find
+from polytempo.runs.probe import measure
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

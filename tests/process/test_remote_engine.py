@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.engines import run_served
 from polytempo.engines.engine import EngineProcess, Launch, Role
 from polytempo.engines.remote.child_agents import ChildAgents
 from polytempo.engines.remote.remote_engine import RemoteEngine
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.engines.rendezvous import Rendezvous
-from polytempo.engines.run_served import Launcher
 from polytempo.engines.ssh_engine import Ssh
+from polytempo.runs.served import run_served
+from polytempo.runs.served.run_served import Launcher
 from polytempo.server.message import Ask, Message, Outbox
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

@@ -19,12 +19,12 @@ import polytempo as pt
 from polytempo.cli.main import app
 from polytempo.compression import bf16, feedback, fp16
 from polytempo.core import Strategy
-from polytempo.engines import run_served
-from polytempo.engines.run_served import Launcher
-from polytempo.engines.served_run import ServedRun
-from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.replay.message_order import Stop
 from polytempo.replay.replay import Replayed, replay
+from polytempo.runs.served import run_served
+from polytempo.runs.served.run_served import Launcher
+from polytempo.runs.served.served_run import ServedRun
+from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.message import Outbox
 
 pytestmark = pytest.mark.process

@@ -22,9 +22,9 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.served_run import ServedRun
-from polytempo.engines.supervisor import ProcessSupervisor
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.served.served_run import ServedRun
+from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.lost_shard import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
 

@@ -6,8 +6,8 @@ import pytest
 
 from polytempo import strategies
 from polytempo.core import Strategy
-from polytempo.engines.run import run
 from polytempo.jobs import find
+from polytempo.runs.run import run
 
 pytestmark = pytest.mark.process
 

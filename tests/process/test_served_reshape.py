@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from polytempo import strategies
-from polytempo.engines.run_served import run_served
 from polytempo.jobs import find
+from polytempo.runs.served.run_served import run_served
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines import available_program
-from polytempo.engines.available_program import AvailableProgram
+from polytempo.runs.elastic import available_program
+from polytempo.runs.elastic.available_program import AvailableProgram
 
 
 def says(path: Path, text: str) -> None:

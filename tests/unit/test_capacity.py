@@ -19,7 +19,7 @@ from polytempo.engines.capacity import (
     cores_notes,
     limits,
 )
-from polytempo.engines.folder import began
+from polytempo.runs.folder import began
 
 GB = 1_000_000_000
 LAPTOP = ProcessLimits(processes=4_000, files=1_024, memory_bytes=8 * GB, cores=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.engines.folder_names import slug
+from polytempo.runs.folder_names import slug
 
 
 @pytest.mark.parametrize(

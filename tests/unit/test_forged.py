@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import polytempo as pt
-from polytempo.engines import run_snapshot as run_snapshot
 from polytempo.replay.records import read_facts, read_run
+from polytempo.runs.served import run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError
 from polytempo.server.shard import snapshot

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from polytempo.engines.kubernetes_forms import workload
-from polytempo.engines.kubernetes_launcher import given_options, launcher, to_yaml
-from polytempo.engines.kubernetes_options import KubernetesOptions
-from polytempo.engines.kubernetes_pods import owner_reference, ticket_secret
+from polytempo.engines.on_kubernetes.forms import workload
+from polytempo.engines.on_kubernetes.launcher import given_options, launcher, to_yaml
+from polytempo.engines.on_kubernetes.options import KubernetesOptions
+from polytempo.engines.on_kubernetes.pods import owner_reference, ticket_secret
 
 SMALL = KubernetesOptions(image="i:1", namespace="n")
 FULL = KubernetesOptions(

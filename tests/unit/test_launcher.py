@@ -10,7 +10,7 @@ import pytest
 
 from polytempo.engines.engine import EngineProcess, Failure, Role
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.run_served import Launcher
+from polytempo.runs.served.run_served import Launcher
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners

@@ -15,8 +15,8 @@ from msgspec import structs
 import polytempo as pt
 from polytempo.core.url_path import UrlPath
 from polytempo.engines.engine import EngineAddress
-from polytempo.engines.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
-from polytempo.engines.launcher_filesystem import URL, FileClient, LauncherFileSystem, checked, with_launcher_files
+from polytempo.runs.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
+from polytempo.runs.launcher_filesystem import URL, FileClient, LauncherFileSystem, checked, with_launcher_files
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint import CheckpointPart, commit, read_part, write_part
@@ -143,8 +143,8 @@ def test_over_the_channel_with_its_keys_alone(tmp_path: Path, monkeypatch: pytes
         assert isinstance(LauncherFileSystem.asks, FileClient)
         LauncherFileSystem.asks.close()
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-    monkeypatch.setattr("polytempo.engines.launcher_filesystem._DEADLINE_S", 0.3)
-    monkeypatch.setattr("polytempo.engines.launcher_filesystem._AGAIN_S", 0.1)
+    monkeypatch.setattr("polytempo.runs.launcher_filesystem._DEADLINE_S", 0.3)
+    monkeypatch.setattr("polytempo.runs.launcher_filesystem._AGAIN_S", 0.1)
     server = FileServer(tmp_path, "127.0.0.1")
     stranger = FileClient(server.to_plain()["address"], make_keys())
     with pytest.raises(TimeoutError, match="did not answer"):

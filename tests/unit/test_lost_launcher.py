@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.lost_launcher import LauncherPart, LeavingCopy, number_after
+from polytempo.runs.served.lost_launcher import LauncherPart, LeavingCopy, number_after
 
 
 class Saves:

@@ -14,8 +14,8 @@ from polytempo.cli.main import app
 from polytempo.cluster import Cluster, Link, ethernet
 from polytempo.cluster.faults import Crash
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, from_toml, to_toml
-from polytempo.engines.probe import measured_of, pairs_of
 from polytempo.jobs import find
+from polytempo.runs.probe import measured_of, pairs_of
 from polytempo.spec.catalogue import parse_cluster
 
 MEASURED = Measured(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from polytempo import engines
-from polytempo.engines.arguments import parse_engine
 from polytempo.engines.engine import Launch
-from polytempo.engines.ray_engine import Ray, RayStarter, reach
+from polytempo.engines.on_ray.engine import Ray, RayStarter, reach
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.arguments import parse_engine
 from polytempo.spec.topology import Topology
 from polytempo.wire.keys import make_keys
 
@@ -77,9 +77,9 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     launch = Launch(lambda role: None, SimpleNamespace(topology=lambda: Topology.collective(1)), dict, 1, 1)  # type: ignore[arg-type] # no run
     with pytest.raises(ImportError, match=r"pip install 'polytempo\[ray\]'"), Ray().open(launch):
         pass
-    monkeypatch.delitem(sys.modules, "polytempo.engines.ray_train", raising=False)
+    monkeypatch.delitem(sys.modules, "polytempo.engines.on_ray.train", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'polytempo\[ray\]'"):
-        __import__("polytempo.engines.ray_train")
+        __import__("polytempo.engines.on_ray.train")
 
 
 def test_a_function_is_refused_before_ray_is_asked() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.run_page import show_rows
 from polytempo.jobs.digits import job
 from polytempo.report.progress import Progress
+from polytempo.runs.run_page import show_rows
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines.served_node import Setting
+from polytempo.runs.served.served_node import Setting
 from polytempo.server.layout import Span
 from polytempo.server.message import View
 

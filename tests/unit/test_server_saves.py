@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.engines.run_snapshot import RunSnapshot, resumed, write_run_snapshot
+from polytempo.runs.served.run_snapshot import RunSnapshot, resumed, write_run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.nodes import Nodes

@@ -15,12 +15,12 @@ import pytest
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
-from polytempo.engines import spark_starter
-from polytempo.engines.arguments import parse_engine
 from polytempo.engines.engine import Launch
+from polytempo.engines.on_spark import starter as spark_starter
+from polytempo.engines.on_spark.starter import SparkStarter, cause_of
+from polytempo.engines.on_spark.task import AgentEnd, run_agent
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.engines.spark_starter import SparkStarter, cause_of
-from polytempo.engines.spark_task import AgentEnd, run_agent
+from polytempo.runs.arguments import parse_engine
 from polytempo.wire.keys import make_keys
 
 TICKET = AgentTicket("tcp://10.0.0.1:4242", make_keys())
@@ -41,7 +41,7 @@ def test_an_agent_that_reads_nothing_is_waited_for() -> None:
 
 
 AGENT = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
-TASK = "import sys; from polytempo.engines.spark_task import run_agent; run_agent(sys.argv[1:], 'ticket')"
+TASK = "import sys; from polytempo.engines.on_spark.task import run_agent; run_agent(sys.argv[1:], 'ticket')"
 
 
 @pytest.mark.process

@@ -18,10 +18,10 @@ from polytempo.cli.main import app
 from polytempo.cli.top import launcher_lives, status_in
 from polytempo.core.notice import Preempted
 from polytempo.engines.engine import EngineProcess, Role
-from polytempo.engines.live_run import LiveRun
 from polytempo.jobs import find
 from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus, read_status, write_status
 from polytempo.report.live_view import view
+from polytempo.runs.live_run import LiveRun
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

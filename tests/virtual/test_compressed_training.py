@@ -19,8 +19,8 @@ from polytempo.collectives import ring
 from polytempo.compression import dgc, feedback, one_bit, threshold, through, top_k
 from polytempo.core import Codec, Strategy
 from polytempo.core.call_name import written_call
-from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
+from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.training.replica import Replica
 from polytempo.training.shard_rule import parameters_of

@@ -20,7 +20,7 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
 from polytempo.data.plan import permutation
-from polytempo.engines.simulate_served import _Run
+from polytempo.runs.served.simulate_served import _Run
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result

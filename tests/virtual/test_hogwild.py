@@ -19,8 +19,8 @@ from polytempo import cluster, strategies
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, TimedOut
 from polytempo.data.shard import DataShard
-from polytempo.engines.simulate import simulate
 from polytempo.one_host.hogwild import Updates, share_storage
+from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.replica import Replica

@@ -11,8 +11,8 @@ from torch.optim import SGD, Adagrad, Adam
 from polytempo import strategies
 from polytempo.cluster import Crash, ethernet
 from polytempo.core import Strategy
-from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
+from polytempo.runs.simulate import simulate
 
 DIGITS = find("digits")
 THERE_AND_BACK = {1: 3, 2: 1}

@@ -19,11 +19,11 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.data.batches import Batches
 from polytempo.data.plan import picks
-from polytempo.engines.run import join, run
-from polytempo.engines.simulate import simulate
-from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
 from polytempo.report.metrics import read_metrics
+from polytempo.runs.run import join, run
+from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulate import simulate
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job

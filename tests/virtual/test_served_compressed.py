@@ -29,9 +29,9 @@ from polytempo.compression import (
 from polytempo.compression.packing import Piece
 from polytempo.core import Codec, EncodeContext, NotFinite, Residual, Strategy
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.engines.simulate import simulate
-from polytempo.engines.simulate_served import simulate_served
 from polytempo.jobs import find
+from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulate import simulate
 from polytempo.server.codec_state import RangeState, redistribute
 from polytempo.server.encoding import Coding, Encoder, Overflown, ranges
 from polytempo.server.layout import Parameter, Span, Spans, shard_map, with_shard_added

@@ -17,8 +17,8 @@ from polytempo.cluster import Crash, ethernet
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
-from polytempo.engines.simulate import simulate
-from polytempo.engines.simulate_served import simulate_served
+from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulate import simulate
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job, most_likely

@@ -32,8 +32,8 @@ from polytempo.cluster import (
 )
 from polytempo.compression import bf16
 from polytempo.core import Port, Strategy
-from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
+from polytempo.runs.simulate import simulate
 from polytempo.worlds import VirtualWorld
 
 

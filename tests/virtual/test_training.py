@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from polytempo import cluster, data, strategies
-from polytempo.engines.simulate import simulate
 from polytempo.jobs import find
+from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 

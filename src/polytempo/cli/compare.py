@@ -7,9 +7,9 @@ import typer
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
-from polytempo.engines.arguments import parse_engine
-from polytempo.engines.run import compare as compared
 from polytempo.report.progress import Progress
+from polytempo.runs.arguments import parse_engine
+from polytempo.runs.run import compare as compared
 from polytempo.spec.catalogue import parse_strategies
 
 

@@ -9,10 +9,10 @@ from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import Cluster, Link
 from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
 from polytempo.core import files
-from polytempo.engines.arguments import parse_engine
-from polytempo.engines.probe import measure as measured_by
 from polytempo.jobs import find
 from polytempo.report.summary import human_seconds
+from polytempo.runs.arguments import parse_engine
+from polytempo.runs.probe import measure as measured_by
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd

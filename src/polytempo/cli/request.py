@@ -11,7 +11,7 @@ from polytempo import engines, jobs
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options, url_of
 from polytempo.engines.environment import recognise
-from polytempo.engines.folder_names import slug
+from polytempo.runs.folder_names import slug
 from polytempo.spec.call import split_calls
 from polytempo.spec.declaration import declared
 from polytempo.spec.names import COMPARED

@@ -7,9 +7,9 @@ import typer
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
-from polytempo.engines.simulate import default_cluster
-from polytempo.engines.simulate import simulate as simulated
 from polytempo.report.progress import Progress
+from polytempo.runs.simulate import default_cluster
+from polytempo.runs.simulate import simulate as simulated
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from polytempo.cli.request import RunRequest
-from polytempo.engines.folder_names import slug
-from polytempo.engines.slurm_engine import Slurm
-from polytempo.engines.slurm_script import slurm_script
-from polytempo.engines.slurm_script import submit as submitted
+from polytempo.engines.on_slurm.engine import Slurm
+from polytempo.engines.on_slurm.script import slurm_script
+from polytempo.engines.on_slurm.script import submit as submitted
+from polytempo.runs.folder_names import slug
 
 _GRACE_S = 60
 

@@ -9,11 +9,11 @@ import typer
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
-from polytempo.engines.arguments import parse_engine
-from polytempo.engines.available_program import AvailableProgram
 from polytempo.engines.environment import recognise
-from polytempo.engines.run import join, run
 from polytempo.report.progress import Progress
+from polytempo.runs.arguments import parse_engine
+from polytempo.runs.elastic.available_program import AvailableProgram
+from polytempo.runs.run import join, run
 from polytempo.spec.catalogue import parse_strategy
 
 

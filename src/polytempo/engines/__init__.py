@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import Any
 
 _ENGINES = {
-    "dask": ("dask_engine", "Dask"),
-    "kubernetes": ("kubernetes_engine", "Kubernetes"),
+    "dask": ("on_dask.engine", "Dask"),
+    "kubernetes": ("on_kubernetes.engine", "Kubernetes"),
     "local": ("local_engine", "Local"),
     "mpi": ("mpi_engine", "Mpi"),
-    "ray": ("ray_engine", "Ray"),
-    "slurm": ("slurm_engine", "Slurm"),
-    "spark": ("spark_engine", "Spark"),
+    "ray": ("on_ray.engine", "Ray"),
+    "slurm": ("on_slurm.engine", "Slurm"),
+    "spark": ("on_spark.engine", "Spark"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }

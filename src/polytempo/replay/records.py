@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polytempo.core import files
-from polytempo.engines.recording import FORMAT, VERSION, RunFacts
-from polytempo.engines.run_snapshot import resumed
 from polytempo.replay.message_order import Life
 from polytempo.report.metrics import read_metrics
 from polytempo.report.runs import load_result
+from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
+from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record
 from polytempo.server.shard.history import history
 

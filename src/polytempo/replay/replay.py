@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import Strategy
-from polytempo.engines.recording import bits_now, sha256_of
 from polytempo.native.library import available
 from polytempo.replay.message_order import Arrived, Stop
 from polytempo.replay.records import Recorded, read_run
 from polytempo.replay.rerun import Rerun
+from polytempo.runs.served.recording import bits_now, sha256_of
 from polytempo.spec.job import Job
 
 STOPS = ("step", "ticket", "version")

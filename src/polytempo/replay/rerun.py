@@ -20,12 +20,12 @@ import torch
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
-from polytempo.engines.recording import RunFacts
-from polytempo.engines.run_snapshot import LIVES, resumed
-from polytempo.engines.served_program import ServedProgram
-from polytempo.engines.virtual_scoring import OffTheClock
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
+from polytempo.runs.served.recording import RunFacts
+from polytempo.runs.served.run_snapshot import LIVES, resumed
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.runs.virtual_scoring import OffTheClock
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes

@@ -6,6 +6,11 @@ from typing import Any
 
 from msgspec import Struct
 
+ECHO = "POLYTEMPO_ECHO_LOGS"
+"""The variable of the environment that makes an agent write its processes' logs to its standard error, too."""
+SAVE_S = 15.0
+"""How long an agent that has lost the head lets copies of shards save what they hold, before it ends them."""
+
 
 class Hello(Struct, tag="hello", frozen=True):
     """An agent is there."""

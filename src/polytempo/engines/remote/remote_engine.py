@@ -15,9 +15,9 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
-from polytempo.engines.lost_launcher import GRACE_S
 from polytempo.engines.remote.known_agent import Agent, RemoteProcess
 from polytempo.engines.remote.messages import (
+    SAVE_S,
     AgentBeat,
     AskWhere,
     Bye,
@@ -172,7 +172,7 @@ class RemoteEngine:
     def address(self) -> EngineAddress:
         """See `Engine`."""
         host = self._ticket.head.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        return EngineAddress(host, self._threads, grace_s=GRACE_S, num_hosts=len(self._hosts), shares_files=False)
+        return EngineAddress(host, self._threads, grace_s=SAVE_S, num_hosts=len(self._hosts), shares_files=False)
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. On another host where none is left on `host`, or where that holds a copy of the same shard."""

@@ -18,7 +18,7 @@ _FORMAT = "polytempo-ticket-1"
 
 @dataclass(frozen=True)
 class AgentTicket:
-    """Where the head of a run listens, and the run's keys. It is a secret: any process that has it can take part in the run.
+    """Where the head of a run listens, and the run's keys. It is a secret: any process that has it can take part.
 
     It travels on the standard input of an agent, in a file that this user alone can read, or in an agent's environment,
     which this user alone can read as well; never on a command line.

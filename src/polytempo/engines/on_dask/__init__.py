@@ -1,0 +1,1 @@
+"""Agents in tasks of a dask cluster."""

@@ -1,0 +1,1 @@
+"""Agents in pods of a Kubernetes cluster."""

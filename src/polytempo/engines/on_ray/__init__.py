@@ -1,0 +1,1 @@
+"""Agents in actors of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Agents on the nodes of an allocation of Slurm."""

@@ -1,0 +1,1 @@
+"""Synchronous runs that go on when workers are lost, leave and join."""

@@ -1,0 +1,165 @@
+"""`elastic`: a loop of one's own that goes on when workers are lost, leave and join, on the machinery of elastic runs.
+
+commit ── steps ── commit ── steps ─╳ a worker is lost
+  │                  ╰── all that have not come to the next commit point go back to this one ── on, in a new group
+  ╰── newcomers get the state of a living worker as it was committed
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.core import PeerLost, TimedOut
+from polytempo.data.sample_account import Counted
+from polytempo.engines.engine import Launch
+from polytempo.engines.local_engine import Local
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.membership.member import ElasticMember
+from polytempo.membership.message import Dismiss, End, GroupView, Ready
+from polytempo.membership.run_membership import RunMembership
+from polytempo.runs.elastic.generation_group import joined_group
+from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
+from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
+from polytempo.training.attached import detach_from
+from polytempo.training.commit_point import commit_point
+from polytempo.training.elastic_training import Stopped
+from polytempo.training.loop_state import ElasticState
+from polytempo.worlds import ProcessWorld
+
+TrainFunction = Callable[[ElasticState], Any]
+"""The loop. It begins where the state is, and is called again for each group of workers."""
+
+
+def elastic(
+    train: TrainFunction,
+    state: ElasticState,
+    *,
+    workers: int = 2,
+    min_workers: int = 1,
+    max_workers: int | None = None,
+    available: Available | None = None,
+    restarts: int = 20,
+    timeout_s: float = 300.0,
+    logs: Path | None = None,
+    watch: Callable[[ElasticLauncher], object] = lambda launcher: None,
+) -> Any:
+    """Call `train(state)` in each of `workers` processes forked from this one, again whenever their group changes.
+
+        def train(state):
+            pt.attach(state.model, state.optimizer)                     # hooks for this group of workers
+            batches = pt.shard(data, batch_size=32)
+            if state.position is not None:
+                batches.load_state_dict(state.position)
+            while batches.epoch < 3:
+                for x, y in batches:
+                    state.optimizer.zero_grad()
+                    loss_fn(state.model(x), y).backward()
+                    state.optimizer.step()
+                    state.position = batches.state_dict()
+                    state.commit()
+            return evaluate(state.model)
+
+        score = pt.elastic(train, pt.ElasticState(model, optimizer, position=None), workers=3, min_workers=2)
+
+    Returns what `train` returns on the first worker, which JSON can hold. With a commit after each step, and the
+    position of the data in the state, each sample of an epoch counts once. `logs`: where workers' output is kept.
+    Hooks that `pt.attach` has set on the state's model are taken off between two groups.
+
+    Errors: `WorkerDied` where `train` raises on a worker, `WorkersLost` where fewer than `min_workers` are left.
+    """
+    most = workers if max_workers is None else max_workers
+    machine = RunMembership(min_workers, most, workers, restarts=restarts, answer_s=timeout_s)
+    import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
+    meetings: list[Rendezvous] = []
+    launch = Launch(
+        work=lambda role: _LoopWorker(train, state, role.life, meetings[0].url, timeout_s).work(),
+        spec=None,
+        setting=dict,
+        workers=most,
+        most=most + restarts,
+        logs=logs,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
+    try:
+        with Local().open(launch) as engine:
+            meetings.append(Rendezvous.held(engine.address.host))
+            try:
+                return ElasticLauncher(machine, engine, LauncherBoard(meetings[0]), available).conduct(watch)
+            finally:
+                meetings[0].close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _LoopWorker:
+    """One process of the loop."""
+
+    def __init__(self, train: TrainFunction, state: ElasticState, life: int, url: str, timeout_s: float) -> None:
+        self._train, self._state, self._timeout_s = train, state, timeout_s
+        self._rendezvous = Rendezvous.joined(url)
+        self._board, self._member = MemberBoard(self._rendezvous, life), ElasticMember(life)
+        self._formed = True
+        signal.signal(signal.SIGTERM, self._leave)
+
+    def work(self) -> Any:
+        """Take part until the end."""
+        board, result = self._board, None
+        board.say(Ready(board.life))
+        while True:
+            order = board.next()
+            if isinstance(order, End):
+                return result
+            if isinstance(order, Dismiss):
+                return None
+            self._enter(order)
+            finished, result = False, None
+            try:
+                with joined_group(self._rendezvous.store, order, board.life, board.check, self._timeout_s) as world:
+                    result = self._take_part(world, order)
+                    finished = True
+            except (PeerLost, TimedOut, Stopped, Superseded) as error:
+                print(
+                    f"generation {order.generation} ends after commit {self._member.applied}: {error}", file=sys.stderr
+                )
+            board.say(self._member.report(leaving=board.leaving, finished=finished))
+
+    def _enter(self, view: GroupView) -> None:
+        detach_from(self._state.model)
+        verdict = self._member.enter(view)
+        if verdict == "finish":
+            self._state.keep()
+            self._member.stepped()
+        elif verdict == "undo":
+            self._state.restore()
+
+    def _take_part(self, world: ProcessWorld, view: GroupView) -> Any:
+        newcomers = frozenset(range(max(1, view.stateful), world.size))
+        if newcomers:
+            world.drive(self._state.hand_over(world.port, newcomers))
+        if not self._member.stateful:
+            self._member.taken_over(view.step)
+        self._formed = world.rank != 0
+        self._state.arrive = lambda: self._arrive(world, view)
+        return self._train(self._state)
+
+    def _arrive(self, world: ProcessWorld, view: GroupView) -> None:
+        self._member.exchanged()
+        committed = world.drive(commit_point(world.port, self._board.wishes(), Counted()))
+        self._state.keep()
+        self._member.stepped()
+        if not self._formed:
+            self._formed = True
+            self._board.say(Formed(self._board.life, view.generation))
+        if committed.stop:
+            raise Stopped(f"rank {world.rank} stops after commit {self._member.applied}: the group is to change")
+
+    def _leave(self, *_: Any) -> None:
+        self._board.leaving = True

@@ -1,0 +1,119 @@
+"""What a process of an elastic run does: it waits for views, and takes part in the training as each of them says."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import sys
+from dataclasses import replace
+from typing import Any
+
+from polytempo.core import PeerLost, TimedOut
+from polytempo.engines.environment import parsed_url
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.membership.message import Dismiss, End, GroupView, Ready
+from polytempo.runs.elastic.generation_group import joined_group
+from polytempo.runs.elastic.member_board import Formed, MemberBoard, Row, Superseded
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.agree import gather_json
+from polytempo.training.elastic_training import ElasticTraining, Stopped
+from polytempo.training.program import TrainingSummary
+from polytempo.training.trainer import result_of
+from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, joined, write_chrome_trace
+
+_MOST_FRUITLESS = 50
+"""So many groups without a step between them are no bad luck any more."""
+
+
+def train_member(spec: RunSpec, life: int, url: str) -> dict[str, Any] | None:
+    """Be the process of `life`. The first member of the last view says how the run went."""
+    host, _ = parsed_url(url)
+    if ipaddress.ip_address(host).is_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return _Worker(spec, life, Rendezvous.joined(url)).work()
+
+
+class _Worker:
+    def __init__(self, spec: RunSpec, life: int, rendezvous: Rendezvous) -> None:
+        self._spec, self._rendezvous = spec, rendezvous
+        self._board = MemberBoard(rendezvous, life)
+        signal.signal(signal.SIGTERM, self._leave)  # a polite request: it leaves at the next border of steps
+        self._training = ElasticTraining(spec, life, self._board.wishes, self._write)
+        self._result: dict[str, Any] | None = None
+        self._fruitless = 0
+
+    def work(self) -> dict[str, Any] | None:
+        """Take part until the end."""
+        board, training = self._board, self._training
+        board.say(Ready(board.life))
+        while True:
+            order = board.next()
+            if isinstance(order, End):
+                return self._result
+            if isinstance(order, Dismiss):
+                return None
+            before = training.member.applied
+            training.enter(order)
+            finished = self._take_part(order)
+            self._fruitless = 0 if training.member.applied > before else self._fruitless + 1
+            board.say(training.member.report(leaving=board.leaving, finished=finished))
+
+    def _take_part(self, view: GroupView) -> bool:
+        """Train in one group. Returns whether the training came to its end."""
+        self._result = None
+        try:
+            with joined_group(
+                self._rendezvous.store, view, self._board.life, self._board.check, self._spec.options.timeout_s
+            ) as world:
+                self._training.begin(world, view)
+                if world.rank == 0:
+                    self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
+                summary = self._training.train(world)
+                self._result = self._finish(world, summary)
+                return True
+        except (PeerLost, TimedOut, Stopped, Superseded) as error:
+            print(
+                f"generation {view.generation} ends after step {self._training.member.applied}: {error}",
+                file=sys.stderr,
+            )
+            if self._fruitless >= _MOST_FRUITLESS:
+                raise
+            return False
+
+    def _finish(self, world: ProcessWorld, summary: TrainingSummary) -> dict[str, Any] | None:
+        """Check the account of samples, and bring the ranks' traces of this group together."""
+        training, out = self._training, self._spec.options.out
+        context, account = training.context, training.account
+        assert context is not None
+        assert account is not None
+        account.check(context.shard.epoch, context.shard.consumed)
+        sent = world.trace.bytes_sent[world.rank] - getattr(context.observer, "off_bytes", 0)
+        mine = {
+            **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
+            "bytes": sent + training.other_bytes,
+            "share": world.waited_s / max(world.now_s(), 1e-9),
+        }
+        ranks = world.drive(gather_json(world.port, mine))
+        if world.rank:
+            return None
+        result = result_of(
+            context,
+            summary,
+            world="process",
+            num_ranks=world.size,
+            num_bytes=sum(rank["bytes"] for rank in ranks),
+            communication_share=sum(rank["share"] for rank in ranks) / world.size,
+            trace_hash=combined_hash(rank["hash"] for rank in ranks),
+        )
+        if out is not None:
+            events, dropped = joined(ranks)
+            write_chrome_trace(out / "trace.json", events, title=f"{result.job}, {result.strategy}", dropped=dropped)
+            result = replace(result, checkpoint=str(out / "checkpoint"))
+        return result.as_json()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._board.say(Row(self._board.life, row))
+
+    def _leave(self, *_: Any) -> None:
+        self._board.leaving = True

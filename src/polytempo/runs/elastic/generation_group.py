@@ -1,0 +1,122 @@
+"""The process group of one generation of an elastic run: joined when a view comes, left when it ends.
+
+Its members meet at the run's store, under a prefix of the generation. A member that waits there for another one that
+is lost stops waiting as soon as the launcher says so, and not at a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from polytempo.core import PolytempoError
+from polytempo.engines.init import backend_name, hosts_of_ranks
+from polytempo.membership.message import GroupView
+from polytempo.runs.elastic.member_board import Superseded
+from polytempo.worlds import ProcessWorld, set_current
+
+_WAIT_S = 0.001
+_MOST_WAIT_S = 0.02
+
+
+class WatchedStore(Store):
+    """A store whose waits end with `Superseded` where `check` raises it. Keep a reference: torch holds none."""
+
+    def __init__(self, inner: Any, check: Callable[[], None], timeout_s: float) -> None:
+        super().__init__()
+        self._inner, self._check, self._timeout_s = inner, check, timeout_s
+
+    def set(self, key: str, value: Any) -> None:
+        """As any store."""
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key."""
+        self.wait([key])
+        return bytes(self._inner.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        """As any store."""
+        return int(self._inner.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """As any store."""
+        return bool(self._inner.check(keys))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """As any store."""
+        return bytes(self._inner.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """As any store."""
+        return bool(self._inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        """As any store."""
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long waits last."""
+        self._timeout_s = timeout.total_seconds()
+
+    def has_extended_api(self) -> bool:
+        """Nothing beyond the above."""
+        return False
+
+    def clone(self) -> Store:
+        """It holds no connection of its own."""
+        return self
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all `keys` are there. Raises Superseded, or TimeoutError after the deadline."""
+        until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        wait_s = _WAIT_S
+        while not self._inner.check(keys):
+            self._check()
+            if time.monotonic() > until:
+                raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MOST_WAIT_S)
+
+
+@contextmanager
+def joined_group(
+    store: Store, view: GroupView, life: int, check: Callable[[], None], timeout_s: float
+) -> Iterator[ProcessWorld]:
+    """The world of `view`'s members, in which this process is the rank of `life`. Raises `Superseded` as `check` does.
+
+    However it is left, the process is free for another group afterwards.
+    """
+    rank, size = view.members.index(life), len(view.members)
+    watched = WatchedStore(store, check, timeout_s)
+    try:
+        try:
+            dist.init_process_group(
+                backend_name(one_host=True),
+                store=PrefixStore(f"generation/{view.generation}", watched),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            world = ProcessWorld(rank, hosts_of_ranks())
+        except PolytempoError:
+            raise
+        except (RuntimeError, OSError) as error:  # of torch and the system, where a member is lost meanwhile
+            raise Superseded(f"generation {view.generation} could not be formed: {error}") from error
+        set_current(world)
+        try:
+            yield world
+        finally:
+            world.forget_groups()
+    finally:
+        set_current(None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # part of the names in the store; what failed has counted already

@@ -1,0 +1,303 @@
+"""`run` where workers may be lost, leave and join while a synchronous training goes on.
+
+launcher   RunMembership ── orders ──▶ the board ──▶ members           decides who takes part
+           a process has ended ─▶ it is lost            ◀── reports ── members     keep their processes and memory
+           a process is stopped ─▶ it is killed
+
+The launcher is this process; its end is the run's end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from polytempo.collectives.invariant import Invariant
+from polytempo.core import PolytempoError, files
+from polytempo.data.plan import check_global_batch
+from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
+from polytempo.engines.failures import died, diverged, how
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.membership.message import Begin, Dismiss, End, Fail, GroupView, Interrupt, Kill, Leave, Order
+from polytempo.membership.run_membership import RunMembership
+from polytempo.report.metrics import MetricsWriter, read_metrics
+from polytempo.report.progress import Progress
+from polytempo.runs.elastic.elastic_worker import train_member
+from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said
+from polytempo.runs.live_run import LiveRun
+from polytempo.runs.run_logs import logs_of
+from polytempo.runs.run_page import reported, show_rows
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.elastic_training import global_batch_of
+from polytempo.training.trainer import recorder
+
+_CALM_S = 0.05
+"""How often the launcher looks for news while all train."""
+_BUSY_S = 0.005
+"""And while a view is being made."""
+_STOPPED_S = 0.5
+"""A process that a signal has stopped for so long is given up."""
+_ASK_S = 0.2
+"""How often `available` is asked."""
+_GRACE_S = 10.0
+"""How long processes may take to end by themselves after the run."""
+
+Available = Callable[[], int]
+"""How many workers there is room for at this moment."""
+
+
+class WorkersLost(PolytempoError):
+    """An elastic run cannot go on: too few workers are left, or none that has the training's state."""
+
+
+def run_elastic(
+    spec: RunSpec,
+    setup: EngineSetup,
+    progress: Progress | None = None,
+    available: Available | None = None,
+    watch: Callable[[ElasticLauncher], object] = lambda launcher: None,
+) -> Result:
+    """Train with `spec.workers` workers at first; `available` says a few times a second how many there may be.
+
+    `watch` is called with the launcher as often as it looks for news. Errors: `WorkerDied` where a worker raises,
+    `WorkersLost` where fewer than `min_workers` are left.
+    """
+    check_elastic_spec(spec)
+    options, threads = spec.options, torch.get_num_threads()
+    out = options.out and options.out.resolve()
+    placed = replace(spec, options=replace(options, out=out))
+    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
+    try:
+        with ExitStack() as stack:
+            logs = stack.enter_context(logs_of(out))
+            if out is not None:
+                files.run_folder(out)
+            live = stack.enter_context(LiveRun(out, spec))
+            meetings: list[Rendezvous] = []
+            launch = Launch(
+                work=lambda role: train_member(placed, role.life, meetings[0].url),
+                spec=placed,
+                setting=lambda: {"rendezvous": meetings[0].url},
+                workers=options.max_workers or spec.workers,
+                most=(options.max_workers or spec.workers) + options.restarts,
+                threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
+                logs=logs,
+            )
+            engine = live.watching(stack.enter_context(setup.open(launch)))
+            meetings.append(Rendezvous.held(engine.address.host))
+            stack.callback(meetings[0].close)
+            show = stack.enter_context(show_rows(progress, spec))
+            writer = None
+            if out is not None:
+                path = out / "metrics.jsonl"
+                last = max((row["step"] for row in read_metrics(path)), default=0) if options.resume else None
+                writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
+            launcher = ElasticLauncher(bounds_of(placed), engine, LauncherBoard(meetings[0]), available)
+            launcher.record = recorder(writer, live.noting(show))
+            launcher.note = print_nothing if progress is None else progress.note
+            with diverged():
+                answer = launcher.conduct(watch)
+    finally:
+        torch.set_num_threads(threads)
+    result = replace(Result(**answer), membership=launcher.changes)
+    return result if options.out is None else reported(result, options.out)
+
+
+def check_elastic_spec(spec: RunSpec) -> None:
+    """ValueError for a run that cannot be elastic."""
+    options = spec.options
+    check_elastic(spec.strategy)
+    if spec.options.scaling == "local" and spec.job.schedule is not None:
+        raise ValueError(
+            f"job {spec.job.name} has a schedule, which counts steps, and with scaling='local' the number of workers "
+            "changes how many an epoch has; use scaling='global', or a job without a schedule"
+        )
+    bounds_of(spec)
+    most, slices = options.max_workers or spec.workers, spec.strategy.slices
+    if slices is not None:
+        Invariant(slices).check(most)
+    if options.scaling == "global":
+        check_global_batch(global_batch_of(spec), slices or most, "workers" if slices is None else "slices")
+    elif options.global_batch_size is not None or slices is not None:
+        raise ValueError(
+            f"scaling='local' keeps each worker's batch, and global_batch_size={options.global_batch_size} with "
+            f"{spec.strategy} keeps that of all together; leave one of them out"
+        )
+
+
+def bounds_of(spec: RunSpec) -> RunMembership:
+    """The machine that decides who takes part. ValueError for bounds that no run can keep."""
+    options = spec.options
+    return RunMembership(
+        options.min_workers or 1,
+        options.max_workers or spec.workers,
+        spec.workers,
+        restarts=options.restarts,
+        answer_s=options.timeout_s,
+    )
+
+
+def print_nothing(text: str) -> None:
+    """Where there is no progress to show."""
+
+
+class ElasticLauncher:
+    """The membership's eyes and hands: it sees processes end, hears what they say, and starts others."""
+
+    def __init__(
+        self, machine: RunMembership, engine: Engine, board: LauncherBoard, available: Available | None
+    ) -> None:
+        self._machine, self._engine, self._board, self._available = machine, engine, board, available
+        self.processes: dict[int, EngineProcess] = {}
+        """All that were started, by life."""
+        self._stopped_s: dict[int, float] = {}
+        self._asked_s = 0.0
+        self._rows: set[tuple[str, int]] = set()
+        self._lost_s: float | None = None
+        self._formed = 0
+        self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.note: Callable[[str], object] = print_nothing
+        self.changes: list[dict[str, Any]] = []
+        """Each view: when it began, who took part, what was lost, and how long it took."""
+        self._lost: list[str] = []
+        self.step = 0
+        """The last step that the run is known to have applied."""
+
+    @property
+    def view(self) -> GroupView | None:
+        """Who takes part now."""
+        return self._machine.view
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the present view has applied a step."""
+        return self.view is not None and self._formed == self.view.generation
+
+    def conduct(self, watch: Callable[[ElasticLauncher], object]) -> Any:
+        """Decide and act until the training is over; what its first member says of it."""
+        self._perform(self._machine.tick(time.monotonic()))
+        while not self._machine.over:
+            for process in self._engine.poll(_BUSY_S if self._is_busy else _CALM_S):
+                self._end(process)
+            self._give_up_stopped()
+            for life in self._machine.alive:
+                for message in self._board.heard(life):
+                    self._hear(message)
+            self._ask()
+            self._perform(self._machine.tick(time.monotonic()))
+            watch(self)
+        return self._answer()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._lost_s is not None or self.view is None
+
+    # ------------------------------------------------------------------ what happens
+
+    def _end(self, process: EngineProcess) -> None:
+        life, place = process.role.life, time.monotonic()
+        if life not in self._machine.alive:
+            return  # it was dismissed
+        if process.failure is not None or (process.exit_code or 0) > 0:
+            raise died([process], len(self.processes))
+        self._lost.append(f"{process.role} {how(process)}")
+        self._lost_s = self._lost_s or place
+        self._perform(self._machine.ended(place, life))
+
+    def _give_up_stopped(self) -> None:
+        """A process that a signal has stopped is as good as lost, but it may wake up: so it is ended."""
+        now_s = time.monotonic()
+        for life, process in self.processes.items():
+            if process.exit_code is not None or not process.stopped:
+                self._stopped_s.pop(life, None)
+            elif now_s - self._stopped_s.setdefault(life, now_s) > _STOPPED_S:
+                self._engine.stop(process)
+
+    def _hear(self, message: Said) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Row):
+            key = (message.row["kind"], message.row["step"])
+            if key not in self._rows:  # a step that was undone is made again
+                self._rows.add(key)
+                self.record(message.row)
+        elif isinstance(message, Formed):
+            self._formed = message.generation
+            if self.changes and self.changes[-1]["generation"] == message.generation and self._lost_s is not None:
+                self.changes[-1]["seconds"] = now_s - self._lost_s
+                self._lost_s = None
+        else:
+            self._perform(self._machine.receive(now_s, message))
+
+    def _ask(self) -> None:
+        now_s = time.monotonic()
+        if self._available is not None and now_s - self._asked_s >= _ASK_S:
+            self._asked_s = now_s
+            self._perform(self._machine.want(now_s, self._available()))
+
+    # ------------------------------------------------------------------ what is done
+
+    def _perform(self, orders: list[Order]) -> None:
+        for order in orders:
+            match order:
+                case Begin(life):
+                    self.processes[life] = self._engine.start(
+                        Role("member", life, life), life % self._engine.address.num_hosts
+                    )
+                case Kill(life):
+                    self._engine.stop(self.processes[life])
+                case Fail(reason):
+                    lost = f" (lost: {'; '.join(self._lost)})" if self._lost else ""
+                    raise WorkersLost(f"{reason}{lost}")
+                case GroupView():
+                    self._announce(order)
+                case Interrupt():
+                    assert self.view is not None
+                    for life in self.view.members:
+                        self._board.tell(life, order)
+                    self._lost_s = self._lost_s or time.monotonic()
+                case Leave(life) | Dismiss(life):
+                    self._board.tell(life, order)
+                case End():
+                    for life in self._machine.alive:
+                        self._board.tell(life, order)
+
+    def _announce(self, view: GroupView) -> None:
+        for life in view.members:
+            self._board.tell(life, view)
+        self.step = view.step
+        self.changes.append(
+            {
+                "generation": view.generation,
+                "step": view.step,
+                "members": list(view.members),
+                "joined": len(view.members) - view.stateful if view.stateful else 0,
+                "lost": self._lost,
+                "seconds": None,
+            }
+        )
+        if view.generation > 1:
+            self.note(
+                f"step {view.step}: {len(view.members)} workers go on" + "".join(f"; {text}" for text in self._lost)
+            )
+        self._lost = []
+
+    def _answer(self) -> Any:
+        """What the first member of the last view has left. It has it before it says that it has finished."""
+        assert self.view is not None
+        first = self.processes[self.view.members[0]]
+        until_s = time.monotonic() + _GRACE_S
+        while any(p.exit_code is None for p in self.processes.values()) and time.monotonic() < until_s:
+            self._engine.poll(_CALM_S)
+        self._engine.stop()
+        self._engine.poll()
+        if first.result is None:
+            raise died([first], len(self.processes))
+        return json.loads(first.result)

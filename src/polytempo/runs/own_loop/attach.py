@@ -1,0 +1,107 @@
+"""`attach`: one line makes an ordinary training loop distributed."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from polytempo.core import Strategy
+from polytempo.runs.own_loop.loop_link import LoopServerStart
+from polytempo.strategies import sync_sgd
+from polytempo.training.agree import agree_to_train
+from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
+from polytempo.training.attached import set_handle
+from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
+from polytempo.training.buffers import BufferRule
+from polytempo.training.dealers import dealer_of
+from polytempo.training.drift_watch import OnDrift
+from polytempo.training.handle import Handle
+from polytempo.training.ports import ports_of
+from polytempo.training.requirements import check_served
+from polytempo.training.served_handle import ServedHandle
+from polytempo.worlds import ProcessWorld, current
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | None = None,
+    *,
+    world: ProcessWorld | None = None,
+    buffers: BufferRule = "average",
+    find_unused: bool = False,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    seed: int | None = None,
+    scaler: GradScaler | None = None,
+    on_drift: OnDrift = "stop",
+    allow_nan: bool = True,
+) -> Handle | ServedHandle:
+    """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
+
+        handle = pt.attach(model, optimizer, pt.strategies.local_sgd(period=8))
+        for x, y in pt.shard(loader):
+            optimizer.zero_grad(); loss_fn(model(x), y).backward(); optimizer.step()
+
+    One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that train
+    together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What begins to
+    train later (`add_param_group`, thawed layers, a new optimizer) needs detach() and a new attach; `step` says so. Of
+    an optimizer that wraps another, as SAM and Lookahead do, attach the one whose `step` is called.
+
+    All ranks take rank 0's parameters, buffers and optimizer state, once all have the same strategy, model and versions
+    (`Mismatch` names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are those along "data", for each part.
+
+    When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
+    strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
+    GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
+    refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
+    Gradients put into `.grad` by hand are exchanged by `step` where no backward pass came since the last step, and are
+    edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by all
+    ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the step.
+    A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank used keeps
+    `.grad` None, for one more small all-reduce a step. Under `shared_memory()` `.grad` is this rank's own gradient,
+    `step` does all the rest and waits for all (so all take or skip it alike), clipping is the handle's
+    `clip_grad_norm_`, and other changes of parameters are made by one rank.
+
+    `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
+    strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
+    batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
+    `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
+    one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
+    `on_drift`: where the strategy promises equal models, ranks compare hashes of all that is equal then, and find a
+    flipped bit within 256 steps (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), the minority of
+    them takes over the others' state ("restore"), or nothing is compared ("ignore").
+    `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
+    and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
+    `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
+    the same everywhere. A strategy with a parameter server (`downpour`, …) starts its processes beside rank 0, and
+    `pt.shard` deals the batches (see `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter
+    a step. Memory: one flat copy of the gradients, where `.grad` points.
+    """
+    strategy = sync_sgd() if strategy is None else strategy
+    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
+    if not isinstance(strategy, Strategy) or strategy.server is None:
+        return attach_replica(model, optimizer, strategy, world=world, options=options)
+    return attach_served(model, optimizer, strategy, world=world or current(), options=options)
+
+
+def attach_served(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, world: ProcessWorld, options: AttachOptions
+) -> ServedHandle:
+    """`attach` for strategies with a parameter server. Its first process starts here, on rank 0."""
+    check_attachable(model, optimizer, strategy)
+    if dealer_of(world) is not None:
+        raise ValueError(
+            "another model is attached with a parameter server, which deals the batches; put both models into one "
+            "nn.ModuleList, or call detach() on the other's handle first"
+        )
+    check_served(model, optimizer, strategy, options.buffers)
+    ports = ports_of(world.port)
+    if ports.model.size > 1:
+        raise ValueError(f"{strategy} has a parameter server, which holds whole models; leave out pt.init(mesh=…)")
+    world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
+    if world.size > 1:
+        world.drive(begin_alike(ports.data, model, optimizer))
+    handle = ServedHandle(world, model, optimizer, strategy, LoopServerStart(world), allow_nan=options.allow_nan)
+    set_handle(model, handle)
+    return handle

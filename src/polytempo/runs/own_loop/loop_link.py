@@ -1,0 +1,219 @@
+"""How the ranks of a loop of one's own reach its parameter server, which rank 0 starts beside itself.
+
+one host         rank 0 ── home ──▶ ranks      sockets in a folder of mode 0700: no port, no key
+several hosts    rank 0 ── address, keys ──▶ ranks      TCP with CURVE keys, from POLYTEMPO_KEYS or made for the run
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polytempo.core import PolytempoError
+from polytempo.engines.environment import recognise
+from polytempo.engines.remote.network import address_to
+from polytempo.runs.own_loop.loop_server import ServerLine, bracketed
+from polytempo.runs.own_loop.server_process import ServerProcess
+from polytempo.runs.served.host_mail import HostMailboxes
+from polytempo.runs.served.mailbox_directory import NodeMail, socket_in
+from polytempo.server.message import Message, RunFailed
+from polytempo.training.agree import gather_json
+from polytempo.training.loop_facts import LoopFacts
+from polytempo.wire.frames import limits_of
+from polytempo.wire.keys import Keys, make_keys, read_keys
+from polytempo.wire.zeromq import Mailbox
+from polytempo.worlds import ProcessWorld
+
+KEYS = "POLYTEMPO_KEYS"
+"""Names a file with the keys of a run over several hosts: `wire.keys.write_keys` makes it, each host has a copy."""
+_LOOK_S = 0.25
+"""How often a rank that waits looks whether the server still runs."""
+_SILENT_S = 30.0
+"""The same, where it is on another host: the server says something several times a second."""
+_STARTING_S = 120.0
+"""How long the server's process may take to start."""
+_LINGER_S = 1.0
+
+
+class LoopServerStart:
+    """See `training.served_handle.ServerStart`. Rank 0 starts an interpreter at once: it loads torch meanwhile."""
+
+    def __init__(self, world: ProcessWorld) -> None:
+        self._process = ServerProcess() if world.rank == 0 else None
+
+    def cancel(self) -> None:
+        """End it: no epoch was begun."""
+        if self._process is not None:
+            self._process.end(0.0)
+
+    def link(self, world: ProcessWorld, facts: LoopFacts) -> LoopLink:
+        """Begin to serve, and connect this rank."""
+        mine = _Place(os.getpid(), _own_address() if facts.spread else "127.0.0.1")
+        places = [_Place(*each) for each in world.drive(gather_json(world.port, list(mine)))]
+        keys = _agreed_keys(world) if facts.spread else None
+        told: dict[str, Any] = {}
+        if self._process is not None:
+            order = {
+                "facts": facts.to_plain(),
+                "launcher": os.getpid(),
+                "threads": 1,
+                "processes": [
+                    p.process if h == facts.hosts[0] else None for p, h in zip(places, facts.hosts, strict=True)
+                ],
+                "keys": None if keys is None else keys.to_plain(),
+                "host": mine.host,
+            }
+            told = self._process.begin(order, facts.blobs, _STARTING_S) | {"process": self._process.pid}
+        told = world.drive(gather_json(world.port, told))[0]
+        if "failed" in told:
+            raise PolytempoError(f"rank 0 could not start the parameter server: {told['failed']}")
+        if keys is None:
+            mail = _on_one_host(world.rank, told, facts)
+        else:
+            mail = _between_hosts(world.rank, told, facts, keys, mine.host)
+        near = facts.hosts[world.rank] == facts.hosts[0]
+        watched = WatchedMail(mail, facts.topology.coordinator, process=told["process"] if near else None)
+        return LoopLink(watched, self._process)
+
+
+class _Place(NamedTuple):
+    """Where a rank is."""
+
+    process: int
+    host: str
+    """Where others can reach it."""
+
+
+def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> ServerLine:
+    home = Path(told["ready"])
+    status = home.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
+    mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.mail_bytes))
+    return NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
+
+
+def _between_hosts(rank: int, told: Mapping[str, Any], facts: LoopFacts, keys: Keys, host: str) -> ServerLine:
+    keeper = (facts.topology.coordinator, str(told["coordinator"]))
+    return HostMailboxes(rank, bracketed(host), keys, facts.mail_bytes, keeper).mailbox(rank)
+
+
+class WatchedMail:
+    """A rank's mailbox that notices the end of the server, whose coordinator is node `coordinator`.
+
+    `process`: the server's, where it is on this host. `take` raises PolytempoError when the server has failed or is
+    gone.
+    """
+
+    def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:
+        self._mail, self._coordinator, self._process = mail, coordinator, process
+        self._heard_s = time.monotonic()
+        self._last_s = 0.0
+
+    def post(self, to: int, message: Message) -> bool:
+        """See `worlds.mail.Mail`."""
+        return self._mail.post(to, message)
+
+    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
+        """See `worlds.mail.Mail`."""
+        now_s = time.monotonic()
+        until_s = float("inf") if wait_s is None else now_s + wait_s
+        if now_s - self._last_s > _LOOK_S:
+            self._heard_s = now_s  # it computed, and read nothing
+        while True:
+            mail = self._mail.take(max(0.0, min(_LOOK_S, until_s - time.monotonic())))
+            self._last_s = time.monotonic()
+            if mail is not None:
+                if mail[0] == self._coordinator:
+                    self._heard_s = self._last_s
+                return _unfailed(mail)
+            elif self._last_s >= until_s:
+                return None
+            else:
+                self._look()
+
+    def close(self, linger_s: float) -> None:
+        """Let what was posted leave, and close."""
+        self._mail.close(linger_s)
+
+    def _look(self) -> None:
+        if self._process is not None and not _runs(self._process):
+            if (mail := self._mail.take(0.0)) is not None:
+                _unfailed(mail)
+            raise PolytempoError(
+                f"the parameter server (process {self._process}, which rank 0 had started) has ended without a word; "
+                "rank 0 was killed, or its log says why"
+            )
+        if self._process is None and self._last_s - self._heard_s > _SILENT_S:
+            raise PolytempoError(
+                f"the parameter server on rank 0's host has said nothing for {_SILENT_S:g} s; look at rank 0, and at "
+                "the network between the hosts"
+            )
+
+
+def _unfailed(mail: tuple[int, Message]) -> tuple[int, Message]:
+    if isinstance(mail[1], RunFailed):
+        raise PolytempoError(mail[1].reason)
+    return mail
+
+
+class LoopLink:
+    """See `training.ticket_loop.ServerLink`."""
+
+    def __init__(self, mail: WatchedMail, process: ServerProcess | None) -> None:
+        self.mail = mail
+        self._process = process
+        self.account: dict[str, Any] | None = None
+
+    def close(self, *, wait_s: float, reason: str = "") -> None:
+        """See `ServerLink`."""
+        self.mail.close(_LINGER_S)
+        if self._process is not None:
+            self.account = self._process.end(wait_s, reason)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this host runs; one that has ended and that no process has collected does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    if os.path.isdir("/proc/self"):
+        return False
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _own_address() -> str:
+    """Where the other hosts can reach this one: the address from which it would write to rank 0's."""
+    place = recognise(os.environ)
+    if place.master_address is None:
+        return "127.0.0.1"
+    return address_to(place.master_address)
+
+
+def _agreed_keys(world: ProcessWorld) -> Keys:
+    """The run's keys on all ranks: those in the file, or new ones of rank 0, which travel as torch's messages do."""
+    path = os.environ.get(KEYS)
+    everywhere = world.drive(gather_json(world.port, path is not None))
+    if any(everywhere) and not all(everywhere):
+        without = [rank for rank, has in enumerate(everywhere) if not has]
+        raise ValueError(f"{KEYS} is set on some ranks and not on ranks {without}; set it on all, or on none")
+    if path is not None:
+        return read_keys(Path(path))
+    mine = make_keys() if world.rank == 0 else None
+    if mine is not None:
+        print(
+            "polytempo: the keys of the parameter server travel between the hosts as gradients do under "
+            f"torch.distributed, unencrypted; set {KEYS} to a file of keys where others can listen",
+            file=sys.stderr,
+        )
+    found = world.drive(gather_json(world.port, None if mine is None else mine.to_plain()))[0]
+    return Keys.from_plain(found)

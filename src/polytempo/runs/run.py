@@ -1,0 +1,184 @@
+"""`run`, `compare` and `join`: a job on real worker processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Unpack
+
+from polytempo.core import NotFinite, Strategy, files
+from polytempo.core.notice import Preempted
+from polytempo.core.url_path import Place
+from polytempo.data.plan import check_enough
+from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
+from polytempo.engines.engine import EngineSetup
+from polytempo.engines.init import init
+from polytempo.report.page import write_report
+from polytempo.report.picture import write_picture
+from polytempo.report.progress import Progress
+from polytempo.report.runs import load_run
+from polytempo.runs.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
+from polytempo.runs.diverged import diverged_result
+from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
+from polytempo.runs.folder import began
+from polytempo.runs.folder_names import slug
+from polytempo.runs.rehearsal import rehearse
+from polytempo.runs.run_collective import run_collective
+from polytempo.runs.run_page import reported, show_rows
+from polytempo.runs.served.run_served import run_served
+from polytempo.spec.job import Job
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainer import Trainer
+
+
+def run(
+    job: Job,
+    strategy: Strategy,
+    workers: int = 2,
+    options: RunOptions | None = None,
+    *,
+    engine: EngineSetup | None = None,
+    progress: Progress | None = None,
+    available: Available | None = None,
+    **more: Unpack[OptionKeywords],
+) -> Result:
+    """Train `job` by `strategy` with `workers` processes.
+
+        result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out="runs/first")
+
+    `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
+    starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
+    its name (`pt.jobs.find`).
+
+    Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
+    `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
+
+    With `min_workers` or `max_workers` the run is elastic: workers that are killed are replaced while the others go on
+    from the same step, and `available`, called a few times a second, says how many there may be (see
+    `docs/elastic.md`).
+
+    Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
+    infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
+    be killed and the run goes on (see `run_served`). `Preempted`, a SystemExit with code 75, where this process or a
+    worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it.
+    """
+    check_strategy(strategy)
+    setup = checked_engine(engine)
+    spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
+    if available is not None and not spec.options.elastic:
+        raise ValueError(
+            "available says how many workers an elastic run may have; give min_workers or max_workers, too"
+        )
+    if spec.options.elastic:
+        check_elastic_spec(spec)
+    _prepare([spec], setup)
+    return _performed(spec, setup, progress, available)
+
+
+def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
+    """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
+
+    `specs` are of one job with the same options, by one strategy after the other.
+    """
+    workers = specs[0].workers
+    for spec in specs:
+        check_workers(spec.strategy, workers)
+        check_batches(spec)
+    here = is_here(engine)
+    if here:
+        check_processes(max(spec.topology().num_nodes for spec in specs), workers)
+    import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
+    found = rehearse(specs)
+    if found.samples is not None:
+        check_enough(found.samples, workers)
+        for slices in {spec.strategy.slices for spec in specs} - {None}:
+            check_enough(found.samples, slices or 1, "slices")
+    notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
+    if here:
+        check_memory(found.private_bytes, workers)
+        notes = [*cores_notes(workers), *notes]
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _performed(
+    spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
+) -> Result:
+    """The run itself."""
+    try:
+        with began(spec.options.out):
+            if spec.options.elastic:
+                return run_elastic(spec, engine, progress, available)
+            if spec.strategy.server is not None:
+                return run_served(spec, engine, progress)
+            return run_collective(spec, engine, progress)
+    except Preempted as error:
+        told = Preempted(error.step, str(spec.options.out))
+        print(f"polytempo: {told}", file=sys.stderr)
+        raise told from None
+
+
+def join(
+    job: Job,
+    strategy: Strategy,
+    options: RunOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
+) -> Result:
+    """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
+    check_strategy(strategy)
+    options = with_keywords(options, more)
+    world = init(timeout_s=options.timeout_s)
+    shown = progress if world.rank == 0 else None
+    with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
+        result = Trainer(job, strategy, options, world=world).fit(on_row=show)
+    return reported(result, options.out) if options.out is not None and world.rank == 0 else result
+
+
+def compare(
+    job: Job,
+    strategies: Sequence[Strategy],
+    workers: int = 2,
+    options: RunOptions | None = None,
+    *,
+    engine: EngineSetup | None = None,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
+) -> list[Result]:
+    """Train `job` with one strategy after the other, and report them side by side in `out`.
+
+    A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
+    """
+    options, setup = with_keywords(options, more), checked_engine(engine)
+    if not strategies:
+        raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
+    for strategy in strategies:
+        check_strategy(strategy)
+    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies], setup)
+    results, folders = [], []
+    for number, strategy in enumerate(strategies, start=1):
+        folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
+        folders.append(folder)
+        spec = RunSpec.of(job, strategy, workers, replace(options, out=folder))
+        try:
+            results.append(_performed(spec, setup, progress))
+        except NotFinite as error:
+            results.append(diverged_result(spec, error))
+    if options.out is not None:
+        report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
+    return results
+
+
+def report_together(out: Place, folders: Sequence[Place], results: Sequence[Result], title: str) -> None:
+    """One page, one picture and one JSON list over several runs."""
+    runs = [load_run(folder) for folder in folders]
+    write_report(out / "report.html", runs, title=title)
+    write_picture(out / "compare.png", runs)
+    listed = json.dumps([result.as_json() for result in results], indent=2)
+    files.replace(out / "compare.json", listed + "\n")

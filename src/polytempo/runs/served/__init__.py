@@ -1,0 +1,1 @@
+"""Runs with a parameter server: workers, copies of shards, and the coordinator."""

@@ -1,0 +1,345 @@
+"""`run` for strategies with a parameter server: workers, copies of shards, and the coordinator in this process.
+
+launcher   coordinator ── looks after ──▶ workers, copies of shards     each a process with a mailbox and an arena
+           a process has ended ─▶ coordinator.lose(node) ─▶ another is started in its place
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Protocol
+
+import torch
+
+from polytempo.core import PolytempoError, files
+from polytempo.core.notice import Notice, noticed
+from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
+from polytempo.engines.failures import WorkerDied, died, diverged, how
+from polytempo.engines.local_engine import Local
+from polytempo.report.metrics import MetricsWriter
+from polytempo.report.progress import Progress
+from polytempo.runs.events import RunEvents
+from polytempo.runs.launcher_files import served_files
+from polytempo.runs.live_run import LiveRun
+from polytempo.runs.run_logs import logs_of
+from polytempo.runs.run_page import reported, show_rows
+from polytempo.runs.served.departure import Departure
+from polytempo.runs.served.reshaping import Reshapes
+from polytempo.runs.served.run_snapshot import SnapshotSaves
+from polytempo.runs.served.served_run import ServedOutcome, ServedRun
+from polytempo.runs.served.supervisor import ProcessSupervisor
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.message import Message, Outbox
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
+from polytempo.training.trainer import recorder
+
+_LOOK_S = 0.05
+"""How often the launcher looks whether a process has ended."""
+_GRACE_S = 3.0
+"""How long processes may take to end by themselves after the run."""
+_LONGEST_WRITE_S = 300.0
+"""The same for shards that write the last snapshot."""
+
+
+def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progress | None = None) -> Result:
+    """Train with worker processes and the parameter server that the run's strategy asks for.
+
+    A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
+    shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
+    After SIGTERM a worker pushes what it has and leaves; this process has a snapshot written and ends with `Preempted`.
+
+    Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
+    of a shard has died.
+    """
+    options, threads = spec.options, torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
+    try:
+        with ExitStack() as stack:
+            if options.out is not None:
+                files.run_folder(options.out)
+            live = stack.enter_context(LiveRun(options.out, spec))
+            run = ServedRun(spec)
+            live.events = lambda: run.events.events
+            stack.callback(run.close)
+            logs = stack.enter_context(logs_of(options.out))
+            launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
+            opened = stack.enter_context((engine or Local()).open(launch))
+            if progress is not None:
+                run.events.say = progress.note
+            run.meet(opened.address)
+            stack.enter_context(served_files(options.out, opened.address, run.given))
+            show = stack.enter_context(show_rows(progress, spec))
+            writer = None
+            if options.out is not None:
+                path = options.out / "metrics.jsonl"
+                metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
+                writer = stack.enter_context(metrics)
+            run.tally.record = recorder(writer, live.noting(show))
+            stack.enter_context(run.kept(opened.address.threads))
+            notice = Notice(options.grace_s) if options.out is None else stack.enter_context(noticed(options.grace_s))
+            with diverged():
+                outcome = _conducted(run, live.watching(opened), notice)
+    finally:
+        torch.set_num_threads(threads)
+    result = run.result(outcome)
+    if options.out is None:
+        return result
+    run.leave_trace(outcome, options.out)
+    return reported(result, options.out)
+
+
+def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
+    """Start all processes, be the coordinator until the end, and see that none is left."""
+    supervisor = ProcessSupervisor(engine, run.topology)
+    for worker in run.topology.workers:
+        supervisor.start("worker", worker, incarnation=run.incarnation)
+    for shard, chain in enumerate(run.topology.chains):
+        for node in chain:
+            supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
+    if run.evaluator is not None:
+        supervisor.start("evaluator", run.evaluator)
+    launcher = Launcher(run, supervisor)
+    launcher.departure = Departure(run, supervisor, notice)
+    run.conduct(launcher)
+    run.events.restarts = launcher.restarts
+    launcher.await_saved()
+    launcher.dismiss()
+    supervisor.wait(_GRACE_S)
+    engine.stop()
+    supervisor.look()
+    return run.outcome(supervisor.ended)
+
+
+class Conducted(Protocol):
+    """A run as its launcher sees it; `ServedRun` is one."""
+
+    coordinator: Coordinator
+    topology: Topology
+    options: RunOptions
+    events: RunEvents
+    incarnation: int
+    most_lives: int
+    on_event: Callable[[tuple[str, int]], None]
+    saves: SnapshotSaves | None
+
+    @property
+    def out(self) -> object:
+        """The run's folder, as messages show it."""
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+
+
+class Launcher:
+    """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
+
+    def __init__(self, run: Conducted, supervisor: ProcessSupervisor) -> None:
+        self.departure: Departure | None = None
+        """Who leaves because of SIGTERM. None: no process does."""
+        self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
+        self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
+        self._next_node = run.topology.evaluator + 1
+        self._restarts = 0
+        self._now_s = 0.0
+        self._heard_s: dict[int, float] = {}
+        """Node -> when it was last heard of, or started."""
+        self._silent: dict[int, float] = {}
+        """Nodes that were given up for their silence -> how long that was."""
+        self._shrunk = ""
+        self._after: dict[int, str] = {}
+        """Copies that left their chain -> what that meant to their shard."""
+        self._short: set[int] = set()
+        """Shards that lack a copy for good."""
+        self._look_at_s = 0.0
+        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.topology.spares, self._shard)
+        run.on_event = self._hear
+
+    @property
+    def restarts(self) -> int:
+        """How many processes were started in the place of others."""
+        return self._restarts
+
+    @property
+    def finished(self) -> bool:
+        """As the coordinator says."""
+        return self._coordinator.finished
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        """End it."""
+        self._coordinator.finished = value
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """The coordinator's answer."""
+        self._now_s = self._heard_s[source] = now_s
+        out = self._coordinator.receive(now_s, source, message)
+        if self._coordinator.scheduler.finished:  # the shards hear of the last snapshot before they hear of the end
+            self._run.look(now_s, out)
+        return out
+
+    def tick(self, now_s: float) -> Outbox:
+        """What the coordinator does as time passes, and what has become of the processes."""
+        out: Outbox = []
+        self._now_s = now_s
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            out += self._look(now_s)
+        return out + self._coordinator.tick(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """As long as the coordinator waits, or until the next look."""
+        return max(0.0, min(self._coordinator.wait_s(now_s), self._look_at_s - now_s))
+
+    def await_saved(self) -> None:
+        """After the end: until the shards have written the last snapshot, or cannot any more."""
+        saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
+        while saves is not None and saves.pending and time.monotonic() < until_s:
+            if not any(role.kind == "copy" for role in self._supervisor.running):
+                for process in self._supervisor.ended:
+                    if process.role.kind == "copy" and process.failure is not None and not process.failure.symptom:
+                        raise self._died(process)  # it could not write what it holds: that is how the run ends
+                print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
+                break
+            self._supervisor.wait(_LOOK_S)
+
+    def flops(self, message: Message) -> float:
+        """The coordinator's work is free."""
+        return 0.0
+
+    def dismiss(self) -> None:
+        """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
+        roles = {
+            role.node: role
+            for role in [*(process.role for process in self._supervisor.ended), *self._supervisor.running]
+        }
+        for node in self._silent:  # those given up after the last look
+            self._tell(roles[node], "", again=False)
+        chained = {node for chain in self._coordinator.chains for node in chain}
+        for role in self._supervisor.running:
+            if role.kind == "evaluator":
+                continue  # it hears of the end as the shards do
+            if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
+                self._supervisor.kill(role.node)
+
+    def _look(self, now_s: float) -> Outbox:
+        out: Outbox = []
+        if self.finished:
+            return out  # processes end now because they shall
+        for process in self._supervisor.look():
+            role = process.role
+            if process.failure is not None or (process.exit_code or 0) > 0:
+                raise self._died(process)
+            if role.kind == "evaluator":
+                self._score_again(role, how(process))
+                continue
+            out += self._coordinator.lose(now_s, role.node)
+            ended_well = process.exit_code == 0
+            if ended_well and self.departure is not None and self.departure.left(process, now_s):
+                self._again(role, "left after SIGTERM")
+            again = role.kind == "worker" and not ended_well and not self._coordinator.scheduler.finished
+            if again:
+                self._again(role, how(process))
+            if not ended_well:
+                self._tell(role, how(process), again=again)
+            self._silent.pop(role.node, None)
+        self._see_alive(now_s)
+        if self.departure is not None:
+            out += self.departure.look(now_s)
+        for shard in self._coordinator.wanted:
+            self._copy(shard)
+        self._run.look(now_s, out)
+        return out + self._reshapes.look(now_s)
+
+    def _died(self, process: EngineProcess) -> WorkerDied:
+        return died([process], self._run.most_lives, who=str(process.role), why=self._waited_for(process))
+
+    def _see_alive(self, now_s: float) -> None:
+        """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
+        stopped = {role.node for role in self._supervisor.stopped}
+        for role in self._supervisor.running:
+            if role.node not in stopped:
+                self._heard_s[role.node] = now_s
+                self._coordinator.failure_detector.note_alive(now_s, role.node)
+
+    def _waited_for(self, process: EngineProcess) -> str:
+        """What a process that ended for want of others waited for, as far as it is known here."""
+        if process.failure is None or not process.failure.symptom:
+            return ""
+        stopped = {other.node: str(other) for other in self._supervisor.stopped}
+        holders = sorted(set(self._coordinator.scheduler.holders().values()) - {process.role.node} - set(stopped))
+        facts = [f"{', '.join(stopped.values())} stopped by a signal"] * bool(stopped)
+        facts += [f"{', '.join(f'worker-{worker}' for worker in holders)} had batches in hand"] * bool(holders)
+        remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"
+        return f" Meanwhile {'; '.join(facts)}: {remedy}." if facts else ""
+
+    def _tell(self, role: Role, how_it_ended: str, *, again: bool) -> None:
+        """Say what has become of a process; where we killed it, say why."""
+        silent_s = self._silent.get(role.node)
+        reason = how_it_ended if silent_s is None else f"was silent for {silent_s:.1f} s"
+        if role.kind == "copy":
+            then = self._after.pop(role.node, f"shard {role.shard}: it had not joined the others yet")
+        else:
+            then = "started again" if again else "not started again: all batches were done"
+        self._run.events.add(str(role), reason, self._now_s, then)
+
+    def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
+        """Start the copies of a shard that comes."""
+        for node in nodes:
+            self._supervisor.start("copy", node, shard=shard)
+
+    def _again(self, role: Role, reason: str) -> None:
+        """Start a worker's next life."""
+        self._count(role, f"{reason} after a long silence" if role.node in self._silent else reason)
+        self._coordinator.expect(role.node)
+        self._incarnations[role.node] += 1
+        self._supervisor.start("worker", role.node, incarnation=self._incarnations[role.node])
+        self._heard_s[role.node] = self._now_s
+
+    def _score_again(self, role: Role, reason: str) -> None:
+        """Start the evaluator's next life; the shards still hold what it had not let go."""
+        self._run.events.add(str(role), reason, self._now_s, "started again")
+        self._count(role, reason)
+        self._supervisor.start("evaluator", role.node, incarnation=role.incarnation + 1)
+
+    def _copy(self, shard: int) -> None:
+        """Start another copy of a shard."""
+        events = self._run.events
+        if self._restarts >= self._run.options.restarts:
+            if shard not in self._short:
+                self._short.add(shard)
+                events.add(f"shard-{shard}", "lacks a copy", self._now_s, "no restarts are left for another")
+            return
+        self._restarts += 1
+        role = self._supervisor.start("copy", self._next_node, shard=shard, blank=True)
+        self._heard_s[role.node] = self._now_s
+        events.add(str(role), "was started", self._now_s, f"shard {shard}: it takes a lost copy's place")
+        self._coordinator.recruit(shard, self._next_node)
+        self._next_node += 1
+
+    def _count(self, role: Role, reason: str) -> None:
+        self._restarts += 1
+        if self._restarts > self._run.options.restarts:
+            raise PolytempoError(
+                f"{role} {reason}, and {self._run.options.restarts} processes have been started again already; give "
+                "more restarts if that is to be expected"
+            )
+
+    def _hear(self, event: tuple[str, int]) -> None:
+        """A process that the coordinator gives up must not go on by itself: one that only stood still, say."""
+        self._reshapes.hear(event)
+        what, node = event
+        if what == "silent":
+            self._silent[node] = self._now_s - self._heard_s.get(node, 0.0)
+            self._supervisor.kill(node)
+        elif what == "promoted":
+            self._shrunk = f"shard {node}: the next copy took over"
+        elif what == "shortened":
+            self._shrunk = f"shard {node}: its other copies went on"
+        elif what == "deposed":
+            self._after[node] = self._shrunk

@@ -1,0 +1,239 @@
+"""What one process of a run with a parameter server does: a worker, a copy of a shard, or the evaluator.
+
+    RunSpec + Role + Setting + mail ──▶ act(…) ──▶ what it leaves: its trace, and how it fared
+
+That is all that it is given. An engine whose processes are forked has these in memory; any other sends them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from polytempo.core.notice import Notice, noticed
+from polytempo.engines.engine import Role
+from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
+from polytempo.runs.served.recording import CopyRecorder
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.runs.served.shard_saves import ShardSaves, shard_saves
+from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.loop import Machine, serve
+from polytempo.server.message import Entry as ShardEntry
+from polytempo.server.message import View
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
+from polytempo.server.shard.snapshot import read, snapshot_errors
+from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.server_calls import through
+from polytempo.spec.result import parameters_sha256
+from polytempo.training.server_worker import work
+from polytempo.wire.shared import Arenas
+from polytempo.worlds import MOST_WRITTEN
+from polytempo.worlds.mail import Mail, MailWorld
+
+_LINGER_S = 1.0
+"""How long a process that has done its part lets its last messages leave."""
+
+
+class Setting(NamedTuple):
+    """What a process must know of the run at the moment at which it is started."""
+
+    view: View
+    """Who holds what by now."""
+    zero_s: float
+    """When the run began, on this host's monotonic clock: the zero of all processes' clocks."""
+    record: Path | None = None
+    """Where copies record what met them."""
+    snapshot: int | None = None
+    """The snapshot in the run's folder that copies begin with; None: with the job's own weights."""
+    if_lost: int | None = None
+    """The snapshot that copies save if the launcher is lost; None: they end with it."""
+    hosts: tuple[int, ...] = ()
+    """Each node's host, where there are several."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it; another host's monotonic clock has another zero."""
+        return {
+            "view": msgspec.json.encode(self.view).decode(),
+            "began_s": time.time() - (time.monotonic() - self.zero_s),
+            "record": None if self.record is None else str(self.record),
+            "snapshot": self.snapshot,
+            "if_lost": self.if_lost,
+            "hosts": self.hosts,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Setting:
+        """What `to_plain` made."""
+        return cls(
+            view=msgspec.json.decode(plain["view"], type=View),
+            zero_s=time.monotonic() - (time.time() - plain["began_s"]),
+            record=None if plain["record"] is None else Path(plain["record"]),
+            snapshot=plain["snapshot"],
+            if_lost=plain["if_lost"],
+            hosts=tuple(plain["hosts"]),
+        )
+
+
+class OpenMail(Mail, Protocol):
+    """A process's mailbox."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let what was posted leave for up to `linger_s`, and close."""
+
+
+class Mailboxes(Protocol):
+    """Gives each process its mailbox."""
+
+    def mailbox(self, node: int, *, own_process: bool = False) -> OpenMail:
+        """The mailbox of `node`, in the process that is it.
+
+        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
+        coordinator's is the user's own.
+        """
+
+
+def act(
+    program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None = None
+) -> Mapping[str, Any] | None:
+    """Be `role` until the run is over. `arenas`: memory that all processes share, one for each life."""
+    part = _Part(program, role, setting, mail, arenas)
+    # SIGTERM, which may come to all processes at once, ends neither a copy nor the evaluator: first the run is saved
+    with noticed(program.spec.options.grace_s) as notice:
+        if role.kind == "evaluator":
+            part.evaluate()
+            return None
+        return part.train(_Leaving(notice)) if role.kind == "worker" else part.hold()
+
+
+class _Leaving:
+    """Whether a worker leaves, and whether it has been told so."""
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice, self.left = notice, False
+
+    def __call__(self) -> bool:
+        self.left = self._notice.given
+        return self.left
+
+
+class _Part:
+    def __init__(
+        self, program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None
+    ) -> None:
+        self._program, self._role, self._setting, self._arenas = program, role, setting, arenas
+        self._topology, self._timing = program.topology, program.timing
+        self._chains = setting.view.chains
+        self._mail = mail
+
+    def train(self, leaving: _Leaving) -> Mapping[str, Any]:
+        """A worker: what its model came to, and how it fared."""
+        role, arenas = self._role, self._arenas
+        memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
+        client = self._program.client(role.node, role.incarnation, self._timing, self._chains, memory=memory)
+        context = self._program.context()
+        line, world = self._join()
+        try:
+            program = work(world.port.among(self._topology.workers), context, client, leaving)
+            attendance = world.drive(through(client, world.port, program))
+        finally:
+            line.close(_LINGER_S)
+        return self._told(world) | {
+            "attendance": list(attendance),
+            # a worker that came when the run was over, or left before it was, has not got the final weights
+            "sha256": None if client.finished or leaving.left else parameters_sha256(context.model.parameters()),
+            "left": leaving.left,
+            "threads": torch.get_num_threads(),
+        }
+
+    def evaluate(self) -> None:
+        """The evaluator: it scores what the shards hold."""
+        scorer = self._program.scorer()
+
+        def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
+            return json.dumps(scorer.row(number, seconds, flat, running)).encode()
+
+        node, coordinator = self._role.node, self._topology.coordinator
+        evaluator = Evaluator(node, coordinator, self._chains, scorer.numel, self._program.dtype, score, self._timing)
+        line, world = self._join()
+        try:
+            world.drive(serve(world.port, evaluator))
+        finally:
+            line.close(_LINGER_S)
+
+    def hold(self) -> Mapping[str, Any]:
+        """A copy of a shard."""
+        role, program, setting = self._role, self._program, self._setting
+        present, options = setting.view.spans, program.spec.options
+        shard = program.shard(role.shard, present, empty=None if self._arenas is None else self._empty)
+        if setting.snapshot is not None and options.out is not None and not role.blank:
+            checkpoint = options.out.absolute() / "checkpoint"
+            saved = read(checkpoint, setting.snapshot, role.shard)
+            with snapshot_errors(checkpoint, setting.snapshot, role.shard):
+                shard.load(saved.state, saved.tensors)
+        recorder = CopyRecorder(setting.record, shard, role.node)
+        snapshots = ScoreSnapshots(shard, program.points) if program.scores else None
+        spans = present[role.shard] if role.shard < len(present) else ()
+        saves = shard_saves(role.shard, program.parameters, spans, options)
+
+        def on_entry(index: int, entry: ShardEntry) -> None:
+            recorder.on_entry(index, entry)
+            if snapshots is not None:
+                snapshots.on_entry(index, entry)
+            if saves is not None:
+                saves.look()
+
+        node = Node(
+            role.node,
+            shard,
+            self._topology.coordinator,
+            self._timing,
+            blank=role.blank,
+            on_entry=on_entry,
+            on_save=None if saves is None else saves.on_save,
+        )
+        machine: Machine = node if snapshots is None else Showing(node, snapshots)
+        if saves is not None and setting.if_lost is not None:
+            machine = self._leaving(machine, node, saves, setting.if_lost)
+        line, world = self._join()
+        try:
+            for to, message in machine.receive(world.now_s(), self._topology.coordinator, setting.view):
+                line.post(to, message)
+            world.drive(serve(world.port, machine))
+        finally:
+            recorder.close()
+            line.close(_LINGER_S)
+        if saves is not None:
+            saves.close()
+        return self._told(world)
+
+    def _leaving(self, machine: Machine, node: Node, saves: ShardSaves, number: int) -> LeavingCopy:
+        """The copy that saves snapshot `number` and leaves when it gets the signal for that."""
+        assert self._program.spec.options.out is not None
+        folder = self._program.spec.options.out.absolute() / "checkpoint"
+        leaving = LeavingCopy(machine, node, folder, number, lambda: saves.on_save(number, node.shard))
+        signal.signal(SAVE_AND_LEAVE, leaving.order)
+        return leaving
+
+    def _join(self) -> tuple[OpenMail, MailWorld]:
+        line = self._mail.mailbox(self._role.node, own_process=True)
+        return line, MailWorld(self._role.node, line, self._program.hosts, zero_s=self._setting.zero_s)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        assert self._arenas is not None
+        return self._arenas.empty(self._role.life, numel, dtype)
+
+    def _told(self, world: MailWorld) -> dict[str, Any]:
+        """What every process leaves of its trace."""
+        return {
+            **world.trace.excerpt(MOST_WRITTEN // self._topology.coordinator + 1),
+            "bytes": world.trace.bytes_sent[world.rank],
+        }

@@ -1,0 +1,296 @@
+"""`ServedRun`: one run with a parameter server on processes, as the process sees it that conducts the run.
+
+out/checkpoint  the shards' snapshots      out/record   what met each shard in which order
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from polytempo.core import PolytempoError
+from polytempo.core.url_path import Place, UrlPath
+from polytempo.engines.engine import EngineAddress, EngineProcess, Role
+from polytempo.runs.events import RunEvents
+from polytempo.runs.served.host_mail import KeeperMail
+from polytempo.runs.served.lost_launcher import LauncherPart, number_after
+from polytempo.runs.served.mailbox_directory import MailboxDirectory
+from polytempo.runs.served.recording import Recording, facts_now, has_ended, leave_end
+from polytempo.runs.served.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
+from polytempo.runs.served.served_node import Mailboxes, Setting, act
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.runs.served.tally import ServedTotals, Tally
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.resharding import Reshaper
+from polytempo.server.loop import Machine, serve
+from polytempo.server.message import Outbox
+from polytempo.server.record import Entry
+from polytempo.server.shard.optimizer import can_be_native
+from polytempo.spec.placement import on_hosts
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.server_worker import Attendance
+from polytempo.wire.keys import make_keys
+from polytempo.wire.shared import Arenas
+from polytempo.worlds import Joined, combined_hash, joined, write_chrome_trace
+from polytempo.worlds.mail import MailWorld
+
+_FAREWELL_S = 0.2
+"""How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
+_EVERY_S = 10.0
+"""How often what a resume needs is written anew where that is a request to another host."""
+
+
+class ServedOutcome(NamedTuple):
+    """What the processes left."""
+
+    attendances: list[Attendance]
+    sha256: str | None
+    bytes_sent: dict[str, int]
+    """By workers and by copies."""
+    finals: dict[str, str]
+    """The hash of each worker's final weights, by worker and life."""
+    threads: int
+    events: Joined
+    trace_hash: str
+
+
+class ServedRun:
+    """What the process knows that conducts the run: the machines that decide, and what each process is to be told."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec, self.options = spec, spec.options
+        self.out = None if spec.options.out is None else spec.options.out.absolute()
+        self.program = ServedProgram(spec)
+        self.topology = self.program.topology
+        self.evaluator = self.topology.evaluator if self.program.scores else None
+        self.most_lives = self.program.most_lives
+        self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
+        self.on_entry: Callable[[Entry], None] = lambda entry: None
+        self.scheduler = self.program.scheduler()
+        self._resume()
+        self.tally = Tally(self.program, self.scheduler, self.run_snapshot)
+        self.coordinator = self._coordinator()
+        self.tally.stop = self.coordinator.stop
+        self.recording: Recording | None = None
+        self.saves: SnapshotSaves | None = None
+        self.events = RunEvents()
+        self.given: dict[str, Any] = {}
+        """What processes must know besides: see `launcher_files.served_files`."""
+        self._arenas: Arenas | None = None
+        self._keeper: KeeperMail | None = None
+        self._lost: LauncherPart | None = None
+        self._saves_if_lost = False
+        self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
+
+    def meet(self, address: EngineAddress) -> None:
+        """Say how processes find each other: in a folder where they have this one's memory, else by the address book.
+
+        Call it before the first of them is started, and `close` at the end.
+        """
+        program = self.program
+        self._saves_if_lost = address.grace_s > 0
+        self.topology = program.topology = on_hosts(program.topology, address.num_hosts)
+        if address.inherits and address.home is not None:
+            self._arenas = Arenas(self.most_lives, program.arena_bytes)
+            directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
+            directory.open()
+            self._mail: Mailboxes = directory
+            return
+        self._keys = make_keys()
+        self._keeper = KeeperMail(self.topology.coordinator, address.host, self._keys, program.mail_bytes)
+        self._mail = self._keeper
+
+    def close(self) -> None:
+        """Let go of shared memory, which is many files, and of the address book: this object is part of cycles."""
+        if self._arenas is not None:
+            self._arenas.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _coordinator(self) -> Coordinator:
+        return Coordinator(
+            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
+            self.scheduler,
+            self.program.timing,
+            incarnation=self.incarnation,
+            listeners=Listeners(
+                on_row=self.tally.take,
+                on_event=lambda event: self.on_event(event),
+                on_entry=lambda entry: self.on_entry(entry),
+            ),
+            reshaper=Reshaper(self.program.parameters, self.program.spans),
+        )
+
+    def _resume(self) -> None:
+        """Take over where the saved run stood, if this one goes on from one."""
+        options, batches, service = self.options, self.program.batches, self.program.service
+        self.common: dict[str, Any] = {
+            "job": self.spec.job.name,
+            "strategy": str(self.spec.strategy),
+            "shards": service.shards,
+            "seed": self.spec.seed,
+            "batch_size": batches.batch_size,
+            "samples": batches.num_samples,
+        }
+        if batches.deals == "evenly":
+            self.common["workers"] = batches.size
+        self.run_snapshot, self.resumed_at, self.incarnation, self.scored_again = None, None, 1, math.inf
+        if not options.resume or self.out is None:
+            return
+        folder, per_batch = self.out / "checkpoint", service.numbers_per_batch
+        found = resumed(folder, service.shards, self.common, per_batch, even=batches.deals == "evenly")
+        self.run_snapshot, self.resumed_at = found.run_snapshot, found.run_snapshot.step
+        self.incarnation = (found.run_snapshot.generation + 1) * LIVES + 1
+        go_on(self.scheduler, found, folder)
+        self.scored_again = found.scored_again(self.program.points, batches)
+        lacks_score = set(found.batches) == {self.scheduler.num_tickets} and not has_ended(
+            self.out, found.run_snapshot.generation
+        )
+        if self.scheduler.finished and not lacks_score:
+            raise ValueError(
+                f"the run in {options.out} has done its {self.scheduler.num_tickets} batches already; resume it with "
+                "more epochs or steps"
+            )
+
+    @contextmanager
+    def kept(self, threads: int) -> Iterator[None]:
+        """Record what happens, and save now and then, where there is a folder for it."""
+        if self.out is None:
+            yield
+            return
+        checkpoint = self.out / "checkpoint"
+        if self.run_snapshot is None:
+            discard(checkpoint)
+        if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
+            yield
+            return
+        if not isinstance(self.out, UrlPath):  # a record grows by every message, and an object cannot grow
+            facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
+            self.recording = Recording(self.out, facts, self.run_snapshot)
+            self.on_entry = self.recording.on_entry
+        else:
+            print(f"note: {self.out} is a URL, so no record is kept, and the run cannot be replayed", file=sys.stderr)
+        self.saves = SnapshotSaves(
+            checkpoint,
+            self.coordinator,
+            self.common,
+            workers=self.spec.workers,
+            every=self.options.checkpoint_every,
+            last=self.run_snapshot,
+            step=lambda: self.tally.last_step,
+            on_order=(lambda: None) if self.recording is None else self.recording.flush,
+        )
+        if self._saves_if_lost:
+            number = number_after(0 if self.run_snapshot is None else self.run_snapshot.number)
+            self._lost = LauncherPart(self.saves, number, _EVERY_S if isinstance(self.out, UrlPath) else 1.0)
+            self._lost.look(0.0)  # before there is any process
+        try:
+            yield
+        finally:
+            if self.recording is not None:
+                self.recording.close()
+        if self._lost is not None:
+            self._lost.remove()
+
+    # ------------------------------------------------------------------ what the processes do
+
+    def work(self, role: Role) -> Mapping[str, Any] | None:
+        """What a process does that has this one's memory; it runs in it."""
+        return act(self.program, role, self._now(), self._mail, self._arenas)
+
+    def setting(self) -> Mapping[str, Any]:
+        """What a process reads beside the run's `RunSpec`; see `program.perform`."""
+        assert self._keeper is not None
+        shares = self.options.transport == "shared"
+        return {
+            "keeper": [self.topology.coordinator, self._keeper.address],
+            "keys": self._keys.to_plain(),
+            **self.given,
+            "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
+            **self._now().to_plain(),
+        }
+
+    def _now(self) -> Setting:
+        return Setting(
+            view=self.coordinator.view,
+            zero_s=self._zero_s,
+            record=None if self.recording is None else self.recording.folder,
+            snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
+            if_lost=None if self._lost is None else self._lost.number,
+            hosts=self.topology.hosts,
+        )
+
+    def conduct(self, launcher: Machine) -> None:
+        """Be the coordinator's process until the run is over."""
+        line = self._mail.mailbox(self.topology.coordinator)
+        world = MailWorld(self.topology.coordinator, line, self.program.hosts, zero_s=self._zero_s)
+        try:
+            world.drive(serve(world.port, launcher))
+        finally:
+            line.close(_FAREWELL_S)
+
+    def look(self, now_s: float, out: Outbox) -> None:
+        """Called by the launcher now and then, between messages."""
+        if self.saves is not None:
+            out += self.saves.look(now_s)
+        if self._lost is not None and not self.scheduler.finished:
+            self._lost.look(now_s)
+
+    # ------------------------------------------------------------------ what comes of it
+
+    def outcome(self, ended: Sequence[EngineProcess]) -> ServedOutcome:
+        """What the processes left."""
+        attendances, excerpts = [], list[dict[str, Any]]()
+        threads, finals = 1, dict[str, str]()
+        sent = {"worker": 0, "copy": 0}
+        for process in ended:
+            role = process.role
+            if role.kind == "evaluator" or process.result is None:
+                continue
+            told = json.loads(process.result)
+            sent[role.kind] += told["bytes"]
+            excerpts.append(told)
+            if role.kind == "worker" and told["sha256"] is not None:
+                attendances.append(Attendance(*told["attendance"]))
+                finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
+        if not attendances:
+            raise PolytempoError("no worker lived to the end of the run; look into its logs")
+        trace_hash = combined_hash(sorted(told["hash"] for told in excerpts))
+        return ServedOutcome(
+            attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash
+        )
+
+    def result(self, outcome: ServedOutcome) -> Result:
+        """The run in numbers."""
+        attendances = outcome.attendances
+        idle_s = sum(a.idle_s for a in attendances)
+        totals = ServedTotals(
+            world="process",
+            attendances=attendances,
+            statistics=[shard for _, shard in sorted(self.coordinator.statistics.items())],
+            idle_share=lambda seconds: idle_s / (len(attendances) * seconds),
+            worker_bytes=outcome.bytes_sent["worker"],
+            server_bytes=outcome.bytes_sent["copy"],
+            threads=outcome.threads,
+            parameters_sha256=outcome.sha256,
+            trace_hash=outcome.trace_hash,
+            server_facts=self.events.facts,
+        )
+        return self.tally.result(totals)
+
+    def leave_trace(self, outcome: ServedOutcome, out: Place) -> None:
+        """Write the trace of all processes, and the end of the record."""
+        if self.saves is not None:
+            leave_end(out, 0 if self.run_snapshot is None else self.run_snapshot.generation + 1, outcome.finals)
+        events, dropped = outcome.events
+        write_chrome_trace(
+            out / "trace.json", events, title=f"{self.spec.job.name}, {self.spec.strategy}", dropped=dropped
+        )

@@ -1,0 +1,128 @@
+"""`Tally`: what workers of a parameter server tell of their training, and the result that it adds up to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from polytempo.data.batches import Batches
+from polytempo.data.usage import of_tickets
+from polytempo.runs.served.run_snapshot import RunSnapshot
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.message import Statistics
+from polytempo.spec.options import RunOptions
+from polytempo.spec.result import Result
+from polytempo.training.guard import check_score
+from polytempo.training.server_facts import facts_of
+from polytempo.training.server_worker import Attendance
+
+
+class ServedTotals(NamedTuple):
+    """What all processes of a run have come to."""
+
+    world: str
+    """"process" or "virtual"."""
+    attendances: Sequence[Attendance]
+    """Of the workers that lived to the end."""
+    statistics: Sequence[Statistics]
+    """Of each shard."""
+    idle_share: Callable[[float], float]
+    """From the run's seconds: the workers' part of that time that was not computation."""
+    worker_bytes: int
+    """Bytes that the workers have sent."""
+    server_bytes: int
+    """Bytes that the shards' copies have sent."""
+    threads: int
+    parameters_sha256: str | None
+    trace_hash: str
+    server_facts: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
+    """Goes into `Result.server`."""
+
+
+class Tally:
+    """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
+
+    def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
+        self._spec, self._service, self._batches = program.spec, program.service, program.batches
+        self._scheduler = scheduler
+        self.record: Callable[[dict[str, Any]], None] = lambda row: None
+        self.stop: Callable[[], None] = scheduler.stop
+        self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
+        """The highest step of any row; and how long the run lasted before it was resumed."""
+        self._samples = _samples_behind(scheduler, self._batches)
+        self._tested: dict[str, Any] | None = None
+        self._trained: dict[str, Any] | None = None
+        self._reached: bool | None = False if self._spec.options.until else None
+
+    def take(self, text: bytes) -> None:
+        """A row, as JSON, of whichever worker."""
+        self.take_row(json.loads(text))
+
+    def take_row(self, row: dict[str, Any]) -> None:
+        """A row; its time counts from the beginning of the run, however often that was resumed."""
+        row = row | {"seconds": self._seconds + row["seconds"]}
+        self.last_step = max(self.last_step, row["step"])
+        if row["kind"] == "test":
+            self._tested = row
+            if not self._reached:
+                self._reached = _reached(row, self._spec.options)
+                if self._reached:
+                    self.stop()
+        else:
+            self._trained = row
+        self.record(row)
+
+    def result(self, totals: ServedTotals) -> Result:
+        """The run in numbers."""
+        workers = self._spec.workers
+        trained = [a for a in totals.attendances if a.steps]  # who came too late for a batch has no time
+        seconds = max(a.end_s for a in trained) - min(a.begin_s for a in trained) if trained else 0.0
+        samples = _samples_behind(self._scheduler, self._batches)
+        train_loss = None if self._trained is None else self._trained["loss"]
+        if not self._spec.options.allow_nan and self._tested is not None:
+            check_score(self._tested["loss"], self.last_step)
+        return Result(
+            job=self._spec.job.name,
+            strategy=str(self._spec.strategy),
+            world=totals.world,
+            workers=workers,
+            steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
+            epochs=samples / self._batches.num_samples,
+            samples=samples,
+            seconds=self._seconds + seconds,
+            samples_per_s=(samples - self._samples) / seconds if seconds else 0.0,
+            loss=train_loss if self._tested is None else self._tested["loss"],
+            accuracy=None if self._tested is None else self._tested["accuracy"],
+            train_loss=train_loss,
+            bytes_sent_per_rank=totals.worker_bytes / workers,
+            communication_share=min(1.0, max(0.0, totals.idle_share(seconds))) if seconds else 0.0,
+            batch_size=self._spec.batch_size,
+            seed=self._spec.seed,
+            threads=totals.threads,
+            parameters_sha256=totals.parameters_sha256,
+            trace_hash=totals.trace_hash,
+            reached=self._reached,
+            ledger=of_tickets(
+                *(self._batches, self._scheduler.done, [shard.tickets for shard in totals.statistics]),
+                numbers_per_batch=self._service.numbers_per_batch,
+            ),
+            server=facts_of(self._service, totals.statistics, totals.attendances, totals.server_bytes)
+            | totals.server_facts,
+        )
+
+
+def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
+    """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
+    return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
+
+
+def _reached(row: dict[str, float], options: RunOptions) -> bool | None:
+    """Whether a row of a test meets what `until` asks for; None where it asks for nothing."""
+    if not options.until:
+        return None
+    return all(
+        row["loss"] <= target if name == "loss" else (row["accuracy"] or 0.0) >= target
+        for name, target in options.until.items()
+    )

@@ -1,0 +1,268 @@
+"""`simulate`: a job in a virtual world, with as many workers as you like, on the cluster that you describe."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import Any, Unpack
+
+import torch
+
+from polytempo.cluster import Cluster, ethernet, one_host
+from polytempo.core import Port, Strategy
+from polytempo.core.files import run_folder
+from polytempo.core.slice_tree import subtree
+from polytempo.core.url_path import Place
+from polytempo.data.shard import DataShard
+from polytempo.engines.capacity import check_simulated
+from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
+from polytempo.report.metrics import MetricsWriter
+from polytempo.report.progress import Progress
+from polytempo.runs.arguments import check_batches, check_strategy, check_workers
+from polytempo.runs.folder import began
+from polytempo.runs.run_page import reported, show_rows
+from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.evaluate import Evaluation
+from polytempo.training.flops import flops_per_sample
+from polytempo.training.guard import unfinite_names
+from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.replica import Replica
+from polytempo.training.trainer import recorder, result_of
+from polytempo.training.virtual_observer import VirtualObserver
+from polytempo.training.virtual_step import meta_step, priced_step
+from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+
+_HOST_WORKERS = 64
+_OBJECTS_BEFORE_COLLECTION = 200_000
+
+
+def simulate(
+    job: Job,
+    strategy: Strategy,
+    workers: int = 8,
+    cluster: Cluster | None = None,
+    options: RunOptions | None = None,
+    *,
+    meta: bool = False,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
+) -> Result:
+    """Train `job` by `strategy` with `workers` virtual workers on `cluster`.
+
+        pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
+
+    Gradients are real: each worker has a model of its own, and loss and accuracy are what they would be.
+    Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
+    its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
+    only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
+
+    Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
+    A checkpoint is one of a real run, which `run` can resume.
+
+    `cluster` defaults to `ethernet()`, and to `one_host()` for strategies with one copy of the parameters. Where
+    workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
+    seed: each seed is one interleaving of their updates.
+
+    With a parameter server every copy of a shard has a host of its own, and so has the coordinator.
+
+    Memory: one model and one optimizer state for each worker.
+    """
+    check_strategy(strategy)
+    check_workers(strategy, workers)
+    options = with_keywords(options, more)
+    _check(strategy, options, meta=meta)
+    if cluster is None:
+        cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))
+    num_hosts = len(set(cluster.hosts(workers)))
+    if is_hogwild(strategy) and num_hosts > 1:
+        raise ValueError(
+            f"{strategy} has one copy of the parameters in the memory of one host, but on {cluster.name} {workers} "
+            f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
+        )
+    spec = RunSpec.of(job, strategy, workers, options)
+    check_batches(spec)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads or 1)
+    try:
+        with began(options.out):
+            if strategy.server is not None:
+                return simulate_served(spec, cluster, progress)
+            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
+    """Raises ValueError for options that no simulation, or none of this strategy, can have."""
+    if options.resume:
+        raise ValueError("a simulation is not resumed: the same arguments give the same run; leave out resume")
+    if options.checkpoint_every and (meta or strategy.server is not None):
+        why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
+        raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
+    if meta and strategy.server is not None:
+        raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
+    if meta and (options.epochs or options.until):
+        raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
+
+
+def default_cluster(strategy: Strategy, workers: int) -> str:
+    """The cluster that `simulate` takes where none is given, as it is written on the command line."""
+    return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
+
+
+def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Result:
+    job, workers, options = spec.job, spec.workers, spec.options
+    data = data_of(job, options.data)
+    model, _ = replica_of(spec)
+    check_simulated(model, data, workers)
+    world = VirtualWorld(cluster, workers, seed=spec.seed)
+    flops = flops_per_sample(job, model, data, spec.seed)
+    observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
+    updates = [_updates(spec, rank) for rank in range(workers)]
+    contexts = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
+    if is_hogwild(spec.strategy):
+        share_storage([context.replica.model for context in contexts])
+
+    async def program(port: Port) -> TrainingSummary:
+        summary = await train(port, contexts[port.rank])
+        await updates[port.rank].settle()
+        return summary
+
+    with ExitStack() as files:
+        show = files.enter_context(show_rows(progress, spec, "virtual "))
+        writer = None
+        if options.out is not None:
+            run_folder(options.out)
+            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
+        contexts[0].record = observer.record = recorder(writer, show)
+        outcome = world.run(program)
+    summary = outcome.results[0]
+    assert summary is not None
+    return _finish(contexts[0], summary, outcome, options.out)
+
+
+def _context(
+    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, rank: int
+) -> TrainingContext:
+    model, optimizer = replica_of(spec)
+    replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
+    shard = DataShard(
+        data.training(),
+        rank=rank,
+        size=spec.workers,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+    )
+    return TrainingContext(
+        spec=spec,
+        replica=replica,
+        shard=shard,
+        data=data,
+        take_step=priced_step(replica, spec.job, flops, updates, spec.seed),
+        observer=observer,
+        scheduler=schedule_of(spec.job, optimizer, len(shard)),
+        unchecked=unfinite_names(model),
+    )
+
+
+def _priced(spec: RunSpec, cluster: Cluster) -> Result:
+    """Only the time: one model on the meta device, which all workers share, as there are no values."""
+    job, workers, options = spec.job, spec.workers, spec.options
+    steps = options.steps or 10
+    data = data_of(job, options.data)
+    each = flops_per_sample(job, replica_of(spec)[0], data, spec.seed)
+    global_batch = options.global_batch_size or workers * spec.batch_size
+    with torch.device("meta"):
+        model = model_of(job)
+    optimizer = optimizer_of(job, model, spec.lr)
+    replicas = [Replica(model, optimizer, spec.strategy, workers) for _ in range(workers)]
+    updates = [_updates(spec, rank) for rank in range(workers)]
+
+    async def program(port: Port) -> None:
+        for step in range(steps):
+            await port.mark(step)
+            flops = each * global_batch * _part(spec, port.rank)
+            await meta_step(port, replicas[port.rank], flops, updates[port.rank])
+        await replicas[port.rank].settle()
+        await updates[port.rank].settle()
+
+    with _seldom_collected():
+        outcome = VirtualWorld(cluster, workers, seed=spec.seed).run(program)
+    shard = DataShard(
+        data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
+    )  # its length; not dealt
+    context = TrainingContext(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
+    samples = steps * global_batch
+    summary = TrainingSummary(
+        steps=steps,
+        epochs=samples / check_length(shard),
+        samples=samples,
+        trained=samples,
+        seconds=outcome.seconds,
+        trained_s=outcome.seconds,
+        score=None,
+        train_loss=None,
+        reached=None,
+        parameters={},
+        buffers={},
+    )
+    return _finish(context, summary, outcome, options.out)
+
+
+def _part(spec: RunSpec, rank: int) -> float:
+    """Of a global batch that `rank` computes."""
+    slices = spec.strategy.slices
+    return 1 / spec.workers if slices is None else len(subtree(slices, spec.workers, rank)) / slices
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for cycles of garbage a hundred times less often: looking through all workers' objects takes half the time.
+
+    What a simulation leaves behind has no cycles, but for errors.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Place | None) -> Result:
+    workers, trace = len(outcome.results), outcome.trace
+    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
+    result = result_of(
+        context,
+        summary,
+        world="virtual",
+        num_ranks=workers,
+        num_bytes=sum(trace.bytes_sent.values()),
+        communication_share=1 - computing_s / (workers * outcome.seconds) if outcome.seconds else 0.0,
+        trace_hash=trace.hash,
+    )
+    if out is None:
+        return result
+    run_folder(out)
+    title = f"{result.job}, {result.strategy}, simulated"
+    write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
+    result.write(out)
+    return reported(result, out)
+
+
+def _updates(spec: RunSpec, rank: int) -> Updates:
+    random = Random(f"{spec.seed}/{rank}/interleaving") if is_hogwild(spec.strategy) else None
+    return Updates(spec.strategy.one_copy, random)
+
+
+async def _no_step(port: Port, batch: Any, samples: int) -> Any:
+    raise AssertionError("a priced run takes no steps on data")
