@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,6 +214,16 @@ def ended(processes: list[subprocess.Popen[str]]) -> Iterator[list[subprocess.Po
             process.wait()
 
 
+def used_s(pid: int) -> float:
+    """CPU seconds of a process and all its descendants, in user mode and in the kernel."""
+    seconds, pids = 0.0, [pid]
+    for each in pids:
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
+        seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        pids += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+    return seconds
+
+
 def turn(processes: Sequence[subprocess.Popen[str]]) -> float:
     """Seconds of the slowest of one call each."""
     for process in processes:
@@ -228,7 +239,8 @@ def turn(processes: Sequence[subprocess.Popen[str]]) -> float:
 
 def push_pull(hosts: Hosts, rounds: int) -> None:
     """A worker, and one shard on another host or one on each of two; in turns with two plain sockets."""
-    keys, seconds = make_keys().to_plain(), dict[str, tuple[subprocess.Popen[str], list[float]]]()
+    keys, seconds = make_keys().to_plain(), dict[str, tuple[list[subprocess.Popen[str]], list[float]]]()
+    cpu_s: dict[str, list[float]] = {}
     contenders = (("one shard", "push_pull_turns", "hold", 1), ("two shards", "push_pull_turns", "hold", 2))
     with ended([]) as started:
         for number, (what, first, others, shards) in enumerate(
@@ -239,19 +251,31 @@ def push_pull(hosts: Hosts, rounds: int) -> None:
             order = {"addresses": addresses, "keys": keys, "workers": 1, "shards": shards}
             for node in range(1 + shards):
                 started.append(hosts.start(others if node else first, node, {**order, "node": node, "shard": node - 1}))
-            seconds[what] = started[-1 - shards], []
-            turn([seconds[what][0]])
+            seconds[what] = started[-1 - shards :], []
+            turn(seconds[what][0][:1])
+            cpu_s[what] = [-used_s(process.pid) for process in seconds[what][0]]
         for _ in range(rounds):
-            for process, found in seconds.values():
-                found.append(turn([process]))
+            for processes, found in seconds.values():
+                found.append(turn(processes[:1]))
+        for what, (processes, _) in seconds.items():
+            cpu_s[what] = [(so_far + used_s(p.pid)) / rounds for so_far, p in zip(cpu_s[what], processes, strict=True)]
     limit = statistics.median(seconds["plain sockets"][1])
     rows = []
     for what, (_, found) in seconds.items():
         median = statistics.median(found)
         rate = 2 * 4 * NUMEL / median
         share = f"{100 * rate / hosts.bytes_per_s:.0f} %"
-        rows.append((what, f"{median:.2f} s", f"{rate / 1e6:.0f} MB/s", share, f"{limit / median:.2f}"))
-    print(markdown((("100 MB there and back", "median", "payload", "of the link", "of plain sockets"), rows)))
+        used = " + ".join(f"{each:.2f}" for each in cpu_s[what])
+        rows.append((what, f"{median:.2f} s", f"{rate / 1e6:.0f} MB/s", share, f"{limit / median:.2f}", f"{used} s"))
+    names = (
+        "100 MB there and back",
+        "median",
+        "payload",
+        "of the link",
+        "of plain sockets",
+        "CPU time of each process",
+    )
+    print(markdown((names, rows)))
 
 
 def all_reduce(hosts: Hosts, rounds: int) -> None:
