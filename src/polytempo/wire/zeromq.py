@@ -27,16 +27,14 @@ from polytempo.wire.frames import Frame, FrameLimits, Malformed, References, dec
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
 from polytempo.wire.memory import keep_memory
+from polytempo.wire.silence import watch_by_tcp
 
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
 """Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
 _PART_BYTES = 1 << 20
 """ZeroMQ encrypts a whole frame before it sends any of it."""
-_UNCONFIRMED_MS = 30_000
-"""A line on which nothing is confirmed for so long is closed, and made anew."""
-_IDLE_S, _PROBE_S, _MOST_PROBES = 10, 5, 4
-"""The same for a line without mail: TCP asks whether the other end is there."""
+_UNCONFIRMED_S = 30.0
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
 
@@ -245,9 +243,5 @@ class Mailbox:
         socket.ipv6 = "[" in address
         if not address.startswith("ipc:"):
             socket.handshake_ivl = _HANDSHAKE_MS
-            # Not ZeroMQ's heartbeats: where mail waits to be read and the connection breaks, libzmq 4.3.5 aborts the
-            # process at the next one ("Assertion failed: !_io_error").
-            socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, _MOST_PROBES
-            socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = _IDLE_S, _PROBE_S
-            socket.tcp_maxrt = _UNCONFIRMED_MS
+            watch_by_tcp(socket, _UNCONFIRMED_S)
         return socket
