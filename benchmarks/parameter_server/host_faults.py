@@ -87,9 +87,9 @@ def strategy() -> pt.Strategy:
 
 
 def engine(namespaces: Namespaces, address: str) -> Any:
-    """An agent in each namespace."""
+    """An agent in each namespace, behind a shell: like an agent behind ssh, no signal of the launcher's reaches it."""
     kept = {name: os.environ[name] for name in ("PYTHONPATH", "TMPDIR") if name in os.environ}
-    command = ["ip", "netns", "exec", "{host}"]
+    command = ["sh", "-c", '"$@"; :', "sh", "ip", "netns", "exec", "{host}"]
     return pt.engines.ssh(
         hosts=list(namespaces), command=command, python=sys.executable, address=address, environment=kept
     )
@@ -280,7 +280,8 @@ def resumed(seed: int, namespaces: Namespaces, address: str) -> tuple[signal.Sig
         wrong += left_in(folder)
         if code:
             if not complete(folder / "run" / "checkpoint", number_after(0), SHARDS):
-                wrong.append("not all shards have saved")
+                lines = (folder / "log").read_text().splitlines()
+                return kind, gone_s, [f"launcher {seed}: not all shards have saved; its last words: {lines[-1:]}"]
             (folder / "hurry").touch()
             job = pt.jobs.find(f"{folder}/own.py:job")
             more = {"epochs": RESUMED_EPOCHS, "threads": 1, "out": folder / "run", "restarts": 20}

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ import torch.distributed as dist
 from ours import SGD, push_and_pull
 
 from polytempo.bench.tables import markdown
+from polytempo.collectives import hierarchical
+from polytempo.core import native
 from polytempo.core.rule import Service
+from polytempo.engines.init import init
 from polytempo.server.layout import Parameter, part, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import COORDINATOR, Members, View
@@ -145,17 +148,21 @@ def _filled(line: socket.socket, buffer: memoryview) -> bool:
 
 
 def all_reduce_turns(order: dict[str, Any]) -> None:
-    """A rank: as above, with `dist.all_reduce`."""
+    """A rank: as above, with `dist.all_reduce`, or along a route of ours."""
     os.environ |= order["environment"]
-    if order["backend"] != "gloo":
-        import polytempo.interop.backend  # noqa: F401 - registers "polytempo"
-    dist.init_process_group(order["backend"])
+    if order["contender"] == "gloo":
+        dist.init_process_group("gloo")
+        reduce: Callable[[torch.Tensor], Any] = dist.all_reduce
+    else:
+        world = init(quiet=True)
+        route = native if order["contender"] == "native" else hierarchical()
+        reduce = lambda buffer: world.drive(route(world.port, buffer))  # noqa: E731
     tensor = torch.ones(NUMEL)
     for _ in sys.stdin:
         tensor.fill_(1.0)
         dist.barrier()
         begun = time.perf_counter()
-        dist.all_reduce(tensor)
+        reduce(tensor)
         print(time.perf_counter() - begun, flush=True)
         assert float(tensor[0]) == dist.get_world_size()
 
@@ -279,25 +286,26 @@ def push_pull(hosts: Hosts, rounds: int) -> None:
 
 
 def all_reduce(hosts: Hosts, rounds: int) -> None:
-    """Two ranks on each host, in blocks or dealt in turn: ours, hierarchical, against gloo's ring."""
+    """Two ranks on each host, in blocks or dealt in turn: our routes against gloo's ring."""
     rows, num_hosts = [], len(hosts.names)
     for place in ("in blocks", "in turn"):
         medians = {}
-        for number, backend in enumerate(("polytempo", "gloo")):
+        for number, contender in enumerate(("native", "hierarchical()", "gloo")):
             orders: list[list[dict[str, Any]]] = [[] for _ in hosts.names]
             for rank in range(RANKS_PER_HOST * num_hosts):
                 blocks = place == "in blocks"
                 host, local = divmod(rank, RANKS_PER_HOST) if blocks else (rank % num_hosts, rank // num_hosts)
                 environment = _environment(hosts, rank, local, MEETING_PORT + number)
-                orders[host].append({"backend": backend, "environment": environment})
+                orders[host].append({"contender": contender, "environment": environment})
             processes = [hosts.start("host_turns", host, {"ranks": ranks}) for host, ranks in enumerate(orders)]
             with ended(processes):
                 turn(processes)
-                medians[backend] = statistics.median(turn(processes) for _ in range(rounds))
+                medians[contender] = statistics.median(turn(processes) for _ in range(rounds))
+        seconds = [f"{median:.2f} s" for median in medians.values()]
         limit_s = 2 * (num_hosts - 1) / num_hosts * 4 * NUMEL / hosts.bytes_per_s
-        ours, gloo = medians["polytempo"], medians["gloo"]
-        rows.append((f"ranks {place}", f"{ours:.2f} s", f"{gloo:.2f} s", f"{gloo / ours:.2f}", f"{limit_s:.2f} s"))
-    print(markdown((("100 MB, two ranks a host", "ours", "gloo", "gloo / ours", "limit of the links"), rows)))
+        rows.append((f"ranks {place}", *seconds, f"{medians['gloo'] / medians['native']:.2f}", f"{limit_s:.2f} s"))
+    names = ("100 MB, two ranks a host", "native", "hierarchical()", "gloo", "gloo / native", "limit of the links")
+    print(markdown((names, rows)))
 
 
 def _environment(hosts: Hosts, rank: int, local: int, port: int) -> dict[str, str]:

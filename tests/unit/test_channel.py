@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -132,6 +133,18 @@ def test_a_client_is_parted_where_the_server_is_gone() -> None:
         client.take(0.03)
     assert client.parted_s > 0
     client.close()
+
+
+def test_failed_attempts_at_a_connection_do_not_count_as_one() -> None:
+    """A head that is stopped still accepts: its kernel does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client: Client = ChannelClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", KEYS, ToAgent)  # type: ignore[arg-type]
+        accepted_s = []
+        for _ in range(3):
+            listener.accept()[0].close()
+            accepted_s.append(time.monotonic())
+        assert client.parted_s >= accepted_s[-1] - accepted_s[0]
+        client.close()
 
 
 def test_a_peer_that_is_gone_gets_nothing(server: Server) -> None:

@@ -118,10 +118,13 @@ class ChannelClient(Generic[In, Out]):
 
     @property
     def parted_s(self) -> float:
-        """For how long there has been no connection; 0 while there is one."""
+        """For how long there has been no connection, whatever was attempted since; 0 while there is one."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self._parted_s = None if event == zmq.Event.HANDSHAKE_SUCCEEDED else time.monotonic()
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._parted_s = None
+            elif self._parted_s is None:
+                self._parted_s = time.monotonic()
         return 0.0 if self._parted_s is None else time.monotonic() - self._parted_s
 
     def send(self, message: Out) -> bool:
