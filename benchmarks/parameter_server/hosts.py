@@ -154,8 +154,8 @@ def all_reduce_turns(order: dict[str, Any]) -> None:
         dist.init_process_group("gloo")
         reduce: Callable[[torch.Tensor], Any] = dist.all_reduce
     else:
-        world = init(quiet=True)
         route = native if order["contender"] == "native" else hierarchical()
+        world = init(backend="polytempo" if route is native else "gloo", quiet=True)
         reduce = lambda buffer: world.drive(route(world.port, buffer))  # noqa: E731
     tensor = torch.ones(NUMEL)
     for _ in sys.stdin:

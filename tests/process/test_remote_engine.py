@@ -97,6 +97,11 @@ def test_the_four_calls(tmp_path: Path) -> None:
         assert (failing.exit_code, failing.result) == (1, None)
         assert failing.failure is not None, failing.log.read_text()
         assert "no such data" in failing.failure.message + failing.log.read_text()
+        failure, failing.exit_code, failing.collected = failing.failure, None, False
+        (agent,) = engine._agents
+        agent.processes[failing.role.life] = failing  # as if a broken connection had lost its end
+        assert awaited(engine) is failing
+        assert (failing.exit_code, failing.failure) == (1, failure)
         engine.stop(first)
         assert awaited(engine) is first
         assert first.exit_code == -signal.SIGKILL

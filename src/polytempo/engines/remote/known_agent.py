@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from polytempo.engines.engine import EngineProcess
-from polytempo.engines.remote.messages import Hello
+from polytempo.engines.remote.messages import Hello, StartProcess
 
 
 @dataclass(eq=False)
@@ -15,6 +15,10 @@ class RemoteProcess(EngineProcess):
     agent: Agent | None = None
     collected: bool = False
     """Whether `poll` has said that it has ended."""
+    order: StartProcess | None = None
+    """What its agent was told."""
+    ending: bool = False
+    """Whether its agent was told to end it."""
 
 
 @dataclass(eq=False)
