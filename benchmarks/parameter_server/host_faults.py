@@ -17,6 +17,7 @@ Every ticket must count exactly once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -49,7 +50,8 @@ PAUSE_S, LIMIT_S = 5.0, 5.0
 LOST_S = 2.0
 """After which a stopped worker is given up, instead of half a minute."""
 GONE_S = 60.0
-MOST_EPOCHS, RESUMED_EPOCHS = 10, 2
+EPOCHS, RESUMED_EPOCHS = {"processes": 9}, 2
+"""By plan; 4 where nothing is said.."""
 TICKETS_PER_FAULT = 20
 """On the average, between a recovery and the next fault at the earliest."""
 KILL, STOP, PAUSE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
@@ -104,6 +106,11 @@ class OnHosts(Watching):
     """What is going to end by itself."""
     _hurries = False
 
+    def __init__(self, *more: Any) -> None:
+        super().__init__(*more)
+        self.held = list[int]()
+        """Processes of hosts that were stopped for ever; no signal of another host ends them."""
+
     def process(self, node: int) -> int | None:
         """The process on `node`, as it has written it down itself."""
         found = self.supervisor.process_on(node)
@@ -151,6 +158,8 @@ class OnHosts(Watching):
         else:
             for pid in pids:
                 os.kill(pid, kind)
+            if namespace and kind == STOP:
+                self.held += pids
 
     def _ends_by_itself(self, process: subprocess.Popen[bytes]) -> None:
         def waited() -> None:
@@ -213,7 +222,7 @@ def story(plan: str, seed: int, namespaces: Namespaces, address: str) -> tuple[l
             ):
                 result = pt.run(
                     *(pt.jobs.find(f"{folder}/own.py:job"), strategy(), WORKERS),
-                    epochs=MOST_EPOCHS,
+                    epochs=EPOCHS.get(plan, 4),
                     threads=1,
                     restarts=100,
                     engine=engine(namespaces, address),
@@ -221,6 +230,9 @@ def story(plan: str, seed: int, namespaces: Namespaces, address: str) -> tuple[l
         finally:
             for namespace in namespaces:
                 cable(namespace, "up")
+        for pid in launchers[0].held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         wrong = wrong_with(result, launchers[0]) + left_in(folder)
     return launchers[0].recoveries, [f"{plan}, seed {seed}: {line}" for line in wrong]
 
