@@ -162,9 +162,7 @@ class _Agent:
 
     def _obey(self, message: ToAgent) -> None:
         match message:
-            case StartProcess() if (life := message.role["life"]) in self._ended:
-                self._channel.send(self._ended[life])
-            case StartProcess() if life not in self._orders:
+            case StartProcess():
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
@@ -190,6 +188,10 @@ class _Agent:
 
     def _start(self, order: StartProcess) -> None:
         role = Role(**order.role)
+        if role.life in self._ended:
+            self._channel.send(self._ended[role.life])
+        if role.life in self._orders:
+            return
         self._orders[role.life] = order
         if self._memory is None:  # before the first of them is forked
             self._memory = host_memory(json.loads(order.setting), self._number, self._home)
