@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
 BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
-    "membership",
+    *("membership", "partition"),
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"core"},
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
+    "partition": {"core"},
     "wire": {"core", "native", "server.message"},
     "membership": {"core"},
     "chaos": {"core", "server"},

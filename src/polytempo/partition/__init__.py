@@ -1,0 +1,1 @@
+"""How a model is cut over workers, and in which order they work."""
