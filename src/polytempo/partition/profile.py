@@ -1,0 +1,202 @@
+"""What each node of a graph computes and costs: counted on fake tensors, or measured on one thread.
+
+Counted costs are the same wherever they are counted. A node's operations are those of its forward and backward
+(matrix products, convolutions and attention by `torch.utils.flop_counter`), and `OPERATIONS_PER_BYTE` for each byte
+that it writes: forward once, backward twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from polytempo.partition.stage import fake, fake_state
+from polytempo.partition.trace import Inputs, Traced
+
+OPERATIONS_PER_BYTE = 2.0
+"""Of a core that computes twice as many operations a second as it writes bytes: 20 Gflop/s and 10 GB/s."""
+_WRITTEN = 3
+"""A node writes its output forward, and about twice as much backward."""
+_REPEATS = 5
+
+
+class Fact(NamedTuple):
+    """What one node did when the graph was run on fake tensors."""
+
+    value: Any
+    """What it computed."""
+    operations: float
+    saved: Mapping[int, int]
+    """Storages that it keeps for backward, with their bytes; parameters are not among them."""
+    changed: frozenset[int]
+    """Storages that it changed in place."""
+
+
+def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, Fact]:
+    """Run the graph on fake tensors. ValueError names the node that cannot run on the sample."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = fake_state(model, mode) | {name: mode.from_tensor(each) for name, each in traced.constants.items()}
+    counter = FlopCounterMode(display=False, custom_mapping=_attention_flops())
+    with torch.random.fork_rng(devices=[]), mode, counter, torch.enable_grad():
+        walk = _Counting(model, traced.graph, state, counter)
+        given = [fake(value, mode) for value in inputs.values]
+        _run(walk, given)
+        return walk.facts
+
+
+def measured(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, float]:
+    """Seconds of each node, forward and backward, on the sample and one thread: the median of five runs.
+
+    The model's buffers, gradients and the generators of random numbers stay as they are.
+    """
+    threads = torch.get_num_threads()
+    runs = []
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for _ in range(_REPEATS + 1):
+                state = dict(model.named_parameters(remove_duplicate=False))
+                buffers = {id(each): each.clone() for each in model.buffers()}
+                state |= {n: buffers[id(each)] for n, each in model.named_buffers(remove_duplicate=False)}
+                walk = _Timing(model, traced.graph, state | traced.constants)
+                _run(walk, [each.clone() if isinstance(each, Tensor) else each for each in inputs.values])
+                runs.append(walk.seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return {node: median(run[node] for run in runs[1:]) for node in runs[0]}
+
+
+def storage(tensor: Tensor) -> int:
+    """What tells a storage from others while it is alive; views of one tensor share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _run(walk: _Walk, given: list[Any]) -> None:
+    try:
+        walk.run(*given, enable_io_processing=False)
+    except Exception as error:
+        said = " ".join(str(error).split("\n\nWhile executing")[0].split())[:300]
+        node = walk.current
+        raise ValueError(
+            f"the model cannot be run on the sample: {node.op} {node.target} raised {type(error).__name__}: {said}"
+        ) from error
+
+
+class _Walk(fx.Interpreter):
+    """Runs a graph node by node, with tensors of `state` in place of the model's."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor]) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.extra_traceback = False
+        self.state = state
+        self.current: fx.Node = next(iter(graph.nodes))
+
+    def fetch_attr(self, target: str) -> Any:
+        return self.state[target] if target in self.state else super().fetch_attr(target)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = f"{target}."
+        own = {name.removeprefix(begin): each for name, each in self.state.items() if name.startswith(begin)}
+        return functional_call(self.submodules[target], own, args, kwargs)
+
+    def used(self, n: fx.Node) -> list[Tensor]:
+        """Tensors whose gradient the node's backward computes: of its arguments and of its parameters."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        own = [each for name, each in self.state.items() if n.op == "call_module" and name.startswith(f"{n.target}.")]
+        return [each for each in _tensors((args, kwargs, own)) if each.requires_grad]
+
+    def backward(self, value: Any, used: Iterable[Tensor]) -> None:
+        """Compute these gradients from ones, and drop them."""
+        outputs = [each for each in _tensors(value) if each.grad_fn is not None]
+        inputs = [each for each in used if not any(each is output for output in outputs)]
+        if outputs and inputs:
+            ones = [torch.ones_like(each) for each in outputs]
+            torch.autograd.grad(outputs, inputs, ones, retain_graph=True, allow_unused=True)
+
+
+class _Counting(_Walk):
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor], counter: FlopCounterMode
+    ) -> None:
+        super().__init__(model, graph, state)
+        self.counter = counter
+        self.facts: dict[fx.Node, Fact] = {}
+        self.own = {storage(each) for each in state.values()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        saved: dict[int, int] = {}
+
+        def save(tensor: Tensor) -> Tensor:
+            if (key := storage(tensor)) not in self.own:
+                saved[key] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        args = _tensors(self.fetch_args_kwargs_from_env(n))
+        versions = [each._version for each in args]
+        before = self.counter.get_total_flops()
+        used = self.used(n)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            value = super().run_node(n)
+        changed = {storage(each) for each, version in zip(args, versions, strict=True) if each._version != version}
+        if n.op in ("call_module", "call_function", "call_method") and not is_pick(n):
+            self.backward(value, used)
+        new = {storage(each): each for each in _tensors(value)} if n.op != "get_attr" else {}
+        known = {storage(each) for each in args}
+        written = sum(each.numel() * each.element_size() for key, each in new.items() if key not in known)
+        operations = self.counter.get_total_flops() - before + OPERATIONS_PER_BYTE * _WRITTEN * written
+        self.facts[n] = Fact(
+            value, operations if n.op not in ("placeholder", "output") else 0.0, saved, frozenset(changed)
+        )
+        return value
+
+
+class _Timing(_Walk):
+    def __init__(self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor]) -> None:
+        super().__init__(model, graph, state)
+        self.seconds: dict[fx.Node, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        used = self.used(n)
+        begin = time.perf_counter()
+        value = super().run_node(n)
+        if n.op in ("call_module", "call_function", "call_method") and not is_pick(n):
+            self.backward(value, used)
+        self.seconds[n] = time.perf_counter() - begin
+        return value
+
+
+def is_pick(node: fx.Node) -> bool:
+    """Whether the node takes a part out of a value: `pair[0]`, `result.values`."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _attention_flops() -> dict[Any, Any]:
+    """The counter knows attention's kernels for GPUs; that for CPUs computes the same products."""
+    aten = torch.ops.aten
+    forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+    def count(products: int, first: int) -> Any:
+        def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
+            (*batch, length, width), key = shapes[first : first + 2]
+            return products * 2 * torch.Size(batch).numel() * length * key[-2] * width
+
+        return flops
+
+    known = ((forward, count(2, first=0)), (backward, count(5, first=1)))
+    return {op: flops for op, flops in known if op is not None}
