@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.core import Port
-from polytempo.partition.cut import Cut, Stage, Value
+from polytempo.partition.cut import cut
 from polytempo.partition.schedules import (
     Schedule,
     ddg,
@@ -22,6 +22,7 @@ from polytempo.partition.schedules import (
     pipelined_backprop,
     zero_bubble,
 )
+from polytempo.partition.stage import Cut
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
@@ -45,15 +46,6 @@ DELAYED = {
 }
 
 
-class _Part(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.layers(x),)
-
-
 def perceptron(num_layers: int = 8, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Layers of equal width; a Linear and a Tanh each."""
     torch.manual_seed(seed)
@@ -62,19 +54,7 @@ def perceptron(num_layers: int = 8, *, seed: int = 0, dtype: torch.dtype = torch
 
 def chain(model: nn.Sequential, parts: int) -> Cut:
     """The layers in so many parts of equal length."""
-    each = len(model) // parts
-    stages = tuple(
-        Stage(
-            index=part,
-            module=_Part(model[part * each : (part + 1) * each]),
-            inputs=("x",) if part == 0 else (),
-            takes=() if part == 0 else (f"v{part - 1}",),
-            gives=() if part == parts - 1 else (f"v{part}",),
-            is_last=part == parts - 1,
-        )
-        for part in range(parts)
-    )
-    return Cut(stages, tuple(Value(f"v{part}", part, (part + 1,)) for part in range(parts - 1)), {})
+    return cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
 
 
 def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
@@ -89,7 +69,7 @@ def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) ->
     ]
 
 
-def micro_batches(batch: tuple[Tensor, Tensor], count: int, cut: Cut, flops: float = 0.0) -> list[MicroBatch]:
+def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: float = 0.0) -> list[MicroBatch]:
     """The parts of a batch, whose losses add up to its mean loss."""
     found = []
     for x, y in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
@@ -97,7 +77,7 @@ def micro_batches(batch: tuple[Tensor, Tensor], count: int, cut: Cut, flops: flo
         def head(output: Tensor, y: Tensor = y) -> Tensor:
             return nn.functional.mse_loss(output, y) * (len(y) / len(batch[1]))
 
-        layouts = {value.name: ((len(x), WIDTH), x.dtype) for value in cut.values}
+        layouts = {value.name: ((len(x), WIDTH), x.dtype) for value in parts.values}
         found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x)))
     return found
 
@@ -123,13 +103,13 @@ def trained(
 ) -> Trained:
     """Train a perceptron by SGD in a virtual world, a rank a stage."""
     model = perceptron()
-    cut = chain(model, schedule.stages * schedule.parts)
-    programs = [_program(cut, schedule, stage, lr, momentum) for stage in range(schedule.stages)]
+    whole = chain(model, schedule.stages * schedule.parts)
+    programs = [_program(whole, schedule, stage, lr, momentum) for stage in range(schedule.stages)]
     losses: list[float] = []
 
     async def program(port: Port) -> None:
         for batch in batches(steps):
-            parts = micro_batches(batch, schedule.micro_batches, cut, flops)
+            parts = micro_batches(batch, schedule.micro_batches, whole, flops)
             loss = await programs[port.rank].step(port, parts)
             if loss is not None:
                 losses.append(float(loss))
@@ -139,15 +119,15 @@ def trained(
     return Trained(model, losses, outcome.seconds, programs, list(outcome.trace.bytes_sent.values()))
 
 
-def _program(cut: Cut, schedule: Schedule, stage: int, lr: float, momentum: float) -> StageProgram:
-    own = [p for part in cut.stages if part.index % schedule.stages == stage for p in part.module.parameters()]
+def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float) -> StageProgram:
+    own = [p for part in whole.stages if part.index % schedule.stages == stage for p in part.module.parameters()]
     optimizer = torch.optim.SGD(own, lr=lr, momentum=momentum)
 
     async def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return StageProgram(cut, schedule, stage, update)
+    return StageProgram(whole, schedule, stage, update)
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

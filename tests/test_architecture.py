@@ -29,7 +29,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aggregation": {"core"},
     "compression": {"core", "native"},
     "collectives": {"core"},
-    "partition": {"core"},
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
     "partition": {"core"},

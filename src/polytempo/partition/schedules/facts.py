@@ -20,7 +20,7 @@ class StageFacts(NamedTuple):
 
 
 def version_of(schedule: Schedule, step: int, updates: int) -> int:
-    """How many updates the parameters have had that the forward passes of `step` use, after `updates` on their stage."""
+    """How many updates the parameters have had that forward passes of `step` use; their stage has made `updates`."""
     match schedule.weights:
         case "vertical":
             return max(0, step - (schedule.stages - 1))
@@ -31,7 +31,7 @@ def version_of(schedule: Schedule, step: int, updates: int) -> int:
 
 
 def facts(schedule: Schedule, stage: int) -> StageFacts:
-    """Play some steps of `stage`. Cost: linear in the number of actions of four times as many steps as there are stages."""
+    """Play some steps of `stage`. Cost: linear in the number of actions of 4 K + 4 steps."""
     held: set[tuple[int, int]] = set()
     used: dict[int, int] = {}
     updates = most = delay = versions = 0
@@ -52,3 +52,9 @@ def facts(schedule: Schedule, stage: int) -> StageFacts:
         most = max(most, len(held))
         versions = max(versions, updates - oldest + 1)
     return StageFacts(most, delay, 1 if schedule.weights == "current" else versions)
+
+
+def steps_late(schedule: Schedule) -> int:
+    """How many steps after its own a batch's last gradient has come back to every stage."""
+    numbers = [a.micro_batch for stage in range(schedule.stages) for a in schedule.actions(stage) if a.kind != "update"]
+    return -(min(numbers) // schedule.micro_batches)

@@ -5,8 +5,8 @@
     version 1   memory B   F3 …
     update      A is free again once the last backward pass of version 0 is over
 
-The parameters stay the same objects. Only the memory that they lie in changes: autograd has kept what it needs as tensors
-of the old memory (`kept`), so a late backward pass computes with its own version.
+The parameters stay the same objects. Only the memory that they lie in changes: autograd has kept what it needs as
+tensors of the old memory (`_kept`), so a late backward pass computes with its own version.
 """
 
 from __future__ import annotations

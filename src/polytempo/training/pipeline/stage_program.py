@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
-from polytempo.partition.cut import Cut, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import version_of
+from polytempo.partition.stage import Cut, Layout, Stage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
@@ -32,9 +32,9 @@ class MicroBatch(NamedTuple):
     """What a stage needs of a micro-batch besides what other stages send."""
 
     inputs: tuple[Any, ...]
-    """Of the model."""
-    layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    """Shape and dtype of every tensor that crosses a cut."""
+    """All inputs of the model."""
+    layouts: Mapping[str, Layout]
+    """Of every tensor that crosses a cut."""
     head: Head
     """The model's output to its part of the batch's loss."""
     seeded: Callable[[int], None]
@@ -47,7 +47,7 @@ class StageProgram:
     """One stage. `update` is what happens to its parameters once their gradients are there."""
 
     def __init__(self, cut: Cut, schedule: Schedule, stage: int, update: Callable[[], Program[None]]) -> None:
-        self._schedule, self._stage, self._update = schedule, stage, update
+        self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = [p for part in own for p in part.module.parameters()]
@@ -64,7 +64,10 @@ class StageProgram:
         self._device = next((p.device for p in parameters), torch.device("cpu"))
         self._mail = StageMail(cut, schedule, stage)
         self._begun: set[Turn] = set()
-        self.step_number = 0
+        self.step_number = self._num_entered = 0
+        self._entered: dict[int, int] = {}
+        """The numbers of steps that had a batch, without those that had none."""
+        self._has_gradient = False
         self.most_held = self.most_versions = 0
         """The most micro-batches' parts between their passes, and the most versions of the parameters, so far."""
 
@@ -76,6 +79,9 @@ class StageProgram:
         """
         first = self.step_number * self._schedule.micro_batches
         self._batches |= {first + number: batch for number, batch in enumerate(batches)}
+        if batches:
+            self._entered[self.step_number] = self._num_entered
+            self._num_entered += 1
         self._begin_with(self.step_number)
         todo = [turn for turn in self._turns_of_step() if turn.micro_batch < 0 or turn.micro_batch in self._batches]
         losses = []
@@ -90,6 +96,7 @@ class StageProgram:
                 self._begin_with(self.step_number + 1)
             if loss is not None:
                 losses.append(loss)
+        self._entered.pop(self.step_number, None)
         self.step_number += 1
         self._begun.clear()
         return torch.stack(losses).sum() if losses else None
@@ -104,7 +111,8 @@ class StageProgram:
     def _begin_with(self, step: int) -> None:
         """The next forward pass is of `step`: versions that only earlier ones begin with can go."""
         if self._schedule.weights in ("vertical", "previous"):
-            self.versions.oldest = version_of(self._schedule, step, self.versions.current)
+            entered = self._entered.get(step, self._num_entered)
+            self.versions.oldest = version_of(self._schedule, entered, self.versions.current)
         self.versions.forget()
 
     async def _begin_receives(self, port: Port, turn: Turn) -> None:
@@ -119,12 +127,16 @@ class StageProgram:
         elif turn.action.kind in ("backward", "input"):
             for name in stage.gives:
                 like = self._like(turn, name)
-                for target in self._values[name].targets if _has_gradient(like) else ():
+                for target in self._back(name):
                     await self._mail.expect(port, self._values[name], target, "backward", like)
 
     def _like(self, turn: Turn, name: str) -> Tensor:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
+
+    async def settle(self) -> None:
+        """Wait until what was sent has been received."""
+        await self._mail.settle()
 
     # ------------------------------------------------------------------ actions
 
@@ -138,8 +150,10 @@ class StageProgram:
             case "weight":
                 flops = self._flops(turn) / 3
                 await port.compute(partial(self._work[part].weight_gradients, turn.micro_batch), flops)
+                self._has_gradient = True
                 self._end(turn)
-            case "update":
+            case "update" if self._has_gradient:
+                self._has_gradient = False
                 self.versions.update_begins()
                 await self._update()
             case "learn":
@@ -149,11 +163,11 @@ class StageProgram:
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
         stage, batch = self._parts[part], self._batches[turn.micro_batch]
         taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
-        version = version_of(self._schedule, turn.step, self.versions.current)
+        version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
         work = partial(
             self._work[part].forward,
             turn.micro_batch,
-            batch.inputs if stage.inputs else (),
+            self._cut.inputs_of(part, batch.inputs),
             taken,
             version,
             partial(batch.seeded, part),
@@ -168,21 +182,23 @@ class StageProgram:
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
-        gradients = [await self._gradient(turn, name) for name in stage.gives]
+        gradients = [await self._gradient(name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
-            like = self._like(turn, name)
-            if _has_gradient(like):
-                answer = torch.zeros_like(like) if gradient is None else gradient
+            if self._values[name].requires_grad:
+                answer = (
+                    self._like(turn, name).new_zeros(self._like(turn, name).shape) if gradient is None else gradient
+                )
                 await self._mail.put(port, self._values[name], part, "backward", answer)
         if whole:
+            self._has_gradient = True
             self._end(turn)
 
-    async def _gradient(self, turn: Turn, name: str) -> Tensor | None:
+    async def _gradient(self, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
-        for target in self._values[name].targets if _has_gradient(self._like(turn, name)) else ():
+        for target in self._back(name):
             gradient = await self._mail.take(name, target, "backward")
             total = gradient if total is None else total + gradient
         return total
@@ -191,9 +207,10 @@ class StageProgram:
         if turn.action.part == 0:  # the last of this stage's parts on the way back
             del self._batches[turn.micro_batch]
 
+    def _back(self, name: str) -> tuple[int, ...]:
+        """The parts that send back the gradient of a tensor."""
+        value = self._values[name]
+        return value.targets if value.requires_grad else ()
+
     def _flops(self, turn: Turn) -> float:
         return self._batches[turn.micro_batch].flops / (self._schedule.stages * self._schedule.parts)
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
