@@ -16,7 +16,7 @@ from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import ChaosLauncher
-from polytempo.chaos.network import LinkCut, Death, Fault, FaultPlan
+from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.saves import ScenarioSaves
 from polytempo.chaos.scenario_rules import draw_rule, undivided
 from polytempo.chaos.storm import Participants, StormLimits, storm

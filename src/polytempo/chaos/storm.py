@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from polytempo.chaos.network import ANY_NODE, LinkCut, Death, Fault, FaultPlan, ProcessPause, Weather
+from polytempo.chaos.network import ANY_NODE, Death, Fault, FaultPlan, LinkCut, ProcessPause, Weather
 
 
 class Participants(NamedTuple):

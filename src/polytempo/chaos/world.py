@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.chaos.network import LinkCut, Death, Fault, FaultPlan, FaultyNetwork, ProcessPause
+from polytempo.chaos.network import Death, Fault, FaultPlan, FaultyNetwork, LinkCut, ProcessPause
 from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Message, Outbox
 

@@ -16,7 +16,7 @@ from polytempo.partition.balance import SegmentBytes, prefix
 from polytempo.partition.profile import Fact, storage
 from polytempo.partition.split import positions
 from polytempo.partition.trace import Traced
-from polytempo.partition.values import parts
+from polytempo.partition.values import holds_tensor, parts
 
 _TRAINED = 2
 """A parameter and its gradient."""
@@ -208,10 +208,13 @@ def _parameters(
 def _traffic(
     facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None], unit: list[int], units: int
 ) -> tuple[Tensor, Tensor]:
-    """Bytes that each segment receives from earlier ones: forward alone, and with the gradients that it sends back."""
+    """Bytes that each segment receives from earlier ones: forward alone, and with the gradients that it sends back.
+
+    Numbers do not count: most stages that need a size have a tensor to read it from.
+    """
     forward, both = SegmentBytes(units), SegmentBytes(units)
     for node, at in place.items():
-        if at is None or node.op == "output":
+        if at is None or node.op == "output" or not holds_tensor(facts[node].value):
             continue
         there = [unit[place_of] for user in node.users if (place_of := place[user]) is not None]
         if all(each == unit[at] for each in there):

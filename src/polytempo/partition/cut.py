@@ -1,161 +1,129 @@
-"""`cut`: a model into stages, by hand, by balance or by the smallest traffic."""
+"""A model cut into stages: what each stage computes, and the tensors that pass between them.
+
+stage 0 ──h──▶ stage 1 ──g──▶ stage 2        values: h (source 0, targets 1 and 2), g (source 1, target 2)
+   └───────────h────────────────▲            h goes from stage 0 to stage 2 directly; stage 1 does not pass it on
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
-from polytempo.partition.balance import prefix, slowest_least, total_least
-from polytempo.partition.chain import Chain, chain_of, has_parameters
-from polytempo.partition.names import Names
-from polytempo.partition.profile import counted, measured
-from polytempo.partition.split import split
-from polytempo.partition.stage import Cut, Stage, StageCost, Value
-from polytempo.partition.trace import inputs_of, trace
-
-By = Literal["operations", "time", "memory", "traffic"]
-_CHOICES = ("operations", "time", "memory", "traffic")
+Layout = tuple[tuple[int, ...], torch.dtype]
+"""What a receiver allocates: a shape and a dtype."""
 
 
-def cut(
-    model: nn.Module,
-    stages: int | None = None,
-    *,
-    sample: Any,
-    by: By | Sequence[str] = "operations",
-    memory_bytes: float | None = None,
-    state_per_parameter: float = 2.0,
-    tied: Literal["shared", "together"] = "shared",
-    measure: bool = False,
-) -> Cut:
-    """Cut `model` into `stages`, each a module of its own with the model's parameters.
+@dataclass(frozen=True)
+class Value:
+    """A tensor that crosses a cut: one stage computes it, others use it."""
 
-        cut = pt.partition.cut(model, 4, sample=x)                       # the slowest stage has the fewest operations
-        cut = pt.partition.cut(model, sample=x, by=["blocks.1", "scores"])  # three stages, by hand
+    name: str
+    source: int
+    """The stage that computes it."""
+    targets: tuple[int, ...]
+    """The stages that use it, ascending. It is sent once to each of them, directly."""
+    requires_grad: bool = True
+    """Whether targets send a gradient back. False: the tensor is no floating-point one, or nothing trained is behind
+    it. A target that has no gradient for it sends zeros."""
 
-    `sample` is what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not
-    matter, but sizes do: operations, bytes and times are those of the sample.
 
-    `by` says what is minimized; among equal cuts the least traffic, or the least slowest stage:
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage costs for the inputs that the model was cut with."""
 
-    | by | minimized | the same on all ranks |
-    |---|---|---|
-    | `"operations"` | the most operations of a stage, counted (`profile.counted`) | yes |
-    | `"memory"` | the most memory of a stage, counted | yes |
-    | `"traffic"` | bytes of all values and of the gradients that come back | yes |
-    | `"time"` | the longest time of a stage, measured here on one thread | no: give `begins` to the others |
-    | names | nothing: each layer or operation named begins a stage | yes |
+    layers: tuple[str, ...]
+    """Places of the modules with parameters, and of operations between modules."""
+    parameters: int
+    """How many numbers the stage trains or holds."""
+    parameter_bytes: int
+    saved_bytes: int
+    """Tensors kept from forward to backward, with what the stage receives."""
+    operations: float
+    """Floating-point operations of forward and backward; see `profile.counted`."""
+    seconds: float | None
+    """Measured time of forward and backward on one thread; None where it was not measured."""
+    bytes_in: int
+    """Values that it receives."""
+    bytes_out: int
+    """Values that it sends, one to three targets counted three times."""
 
-    `memory_bytes` bounds parameters, gradients, the optimizer's state (`state_per_parameter` numbers each; Adam has 2)
-    and kept tensors of a stage. Every chosen stage has a parameter. `tied="together"` keeps uses of one parameter in
-    one stage. `measure` measures times, whatever `by` is, for `costs`.
 
-    The cut is the best for chains; for other graphs the best of those whose stages are contiguous in the order in which
-    the model computes them. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
-    backward passes where times are measured.
+@dataclass(frozen=True)
+class Stage:
+    """One part of the model. `module(*inputs, *takes)` answers `gives`, then in the last stage the model's output.
 
-    Errors: ValueError for more stages than parts, for what cannot be traced or cut, for names that are not there.
+    Parameters and buffers have the names that they have in the whole model, and are the same tensors: the union of
+    the `state_dict`s of all stages is the whole model's.
     """
-    _check(stages, by)
-    inputs = inputs_of(model, sample)
-    traced = trace(model, inputs)
-    facts = counted(model, traced, inputs)
-    chain = chain_of(model, traced, facts, keep_tied=tied == "together", state_per_parameter=state_per_parameter)
-    names = Names(chain)
-    seconds = None
-    if measure or by == "time":
-        times = measured(model, traced, inputs)
-        seconds = prefix(_of_units(chain, times))
-    if isinstance(by, str):
-        assert stages is not None
-        ends = _chosen(chain, stages, by, seconds, memory_bytes, dict(traced.whole))
-    else:
-        ends = names.ends(by, stages)
-    made, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
-    return Cut(
-        stages=tuple(made),
-        values=tuple(sizes),
-        shared=_shared(model, made),
-        inputs=inputs.names,
-        begins=tuple(names.begin(chain.begins[end]) for end in ends[1:-1]),
-        costs=tuple(_costs(chain, names, ends, seconds, sizes)),
-    )
+
+    index: int
+    module: nn.Module
+    inputs: tuple[str, ...]
+    """Inputs of the model that it is given first, by the names of `forward`'s parameters."""
+    takes: tuple[str, ...]
+    """Values of other stages that it is given next, in this order."""
+    gives: tuple[str, ...]
+    """Values that it answers, in this order."""
+    is_last: bool
+    """The last stage's answer has the model's own output, of any structure, as its last item."""
 
 
-def _check(stages: int | None, by: By | Sequence[str]) -> None:
-    if isinstance(by, str) and by not in _CHOICES:
-        raise ValueError(f"by={by!r}: must be one of {', '.join(_CHOICES)}, or a list of names that begin stages")
-    if isinstance(by, str) and stages is None:
-        raise ValueError(f"by={by!r} needs the number of stages; or give the names of the layers that begin them")
-    if stages is not None and stages < 1:
-        raise ValueError(f"stages={stages}: must be at least 1")
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages."""
+
+    stages: tuple[Stage, ...]
+    values: tuple[Value, ...]
+    """In the order in which the model computes them."""
+    shared: Mapping[str, Mapping[int, str]]
+    """Parameters that several stages use (tied weights): by the whole model's name, the name that each of these stages
+    has for it. Their gradients are to be summed."""
+    inputs: tuple[str, ...]
+    """The model's inputs, in the order of the sample."""
+    begins: tuple[str, ...]
+    """Where each stage but the first begins: `cut(…, by=begins)` makes the same cut."""
+    costs: tuple[StageCost, ...] = ()
+
+    def inputs_of(self, stage: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of the model's inputs that the stage's module is given first."""
+        given = dict(zip(self.inputs, inputs, strict=True))
+        return tuple(given[name] for name in self.stages[stage].inputs)
+
+    def layouts(self, *inputs: Any) -> dict[str, Layout]:
+        """Shape and dtype of every value for these inputs of the model. No tensor is computed: fake ones are used.
+
+        Cost: the time of the model's operations without their arithmetic (some milliseconds), no memory.
+        """
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"the model was cut for the inputs {', '.join(self.inputs)}; got {len(inputs)} of them")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        given = [fake(value, mode) for value in inputs]
+        known: dict[str, Tensor] = {}
+        with torch.no_grad(), mode, torch.random.fork_rng(devices=[]):
+            for stage in self.stages:
+                state = fake_state(stage.module, mode)
+                taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))
+                answer = functional_call(stage.module, state, taken)
+                known |= dict(zip(stage.gives, answer, strict=False))
+        return {name: (tuple(value.shape), value.dtype) for name, value in known.items()}
 
 
-def _of_units(chain: Chain, times: Mapping[fx.Node, float]) -> list[float]:
-    """Seconds of each unit."""
-    found = [0.0] * chain.units
-    for node, place in chain.positions.items():
-        if place is not None and node.op != "output":
-            found[bisect_right(chain.begins, place) - 1] += times[node]
-    return found
+def fake(value: Any, mode: FakeTensorMode) -> Any:
+    """The same structure with fake tensors."""
+    return torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, value)
 
 
-def _chosen(
-    chain: Chain, stages: int, by: str, seconds: Tensor | None, memory_bytes: float | None, whole: Mapping[str, str]
-) -> tuple[int, ...]:
-    """Units at which the stages end. ValueError where there is no such cut."""
-    allowed = has_parameters(chain)
-    most = sum(bool(allowed[unit, unit + 1]) for unit in range(chain.units))
-    if stages > most:
-        kept = "".join(f"; {name} stays whole: {reason}" for name, reason in whole.items())
-        raise ValueError(
-            f"stages={stages}, and the model has only {most} parts with parameters that can be cut apart{kept}"
-        )
-    slowest = chain.operations if seconds is None or by != "time" else seconds
-    fits = allowed if memory_bytes is None else allowed & (chain.memory <= memory_bytes)
-    if by == "traffic":
-        ends = total_least(chain.traffic, slowest, fits, stages)
-    else:
-        ends = slowest_least(chain.memory if by == "memory" else slowest, chain.traffic, fits, stages)
-    if ends is None:
-        least = slowest_least(chain.memory, chain.traffic, allowed, stages)
-        assert least is not None
-        needed = max(float(chain.memory[a, b]) for a, b in pairwise(least))
-        raise ValueError(
-            f"memory_bytes={memory_bytes:,.0f}: no cut into {stages} stages fits; the smallest largest stage needs "
-            f"{needed:,.0f} bytes"
-        )
-    return ends
-
-
-def _shared(model: nn.Module, stages: Sequence[Stage]) -> dict[str, dict[int, str]]:
-    """Parameters that several stages have: the stages, and the name that each has for it."""
-    found: dict[str, dict[int, str]] = {}
-    own = [{id(each): name for name, each in stage.module.named_parameters()} for stage in stages]
-    for name, each in model.named_parameters():
-        there = {index: names[id(each)] for index, names in enumerate(own) if id(each) in names}
-        if len(there) > 1:
-            found[name] = there
-    return found
-
-
-def _costs(
-    chain: Chain, names: Names, ends: Sequence[int], seconds: Tensor | None, sizes: Mapping[Value, int]
-) -> Iterator[StageCost]:
-    """What each stage costs. `sizes`: bytes of each value."""
-    positions = [*chain.begins, len(chain.nodes)]
-    for stage, (a, b) in enumerate(pairwise(ends)):
-        yield StageCost(
-            layers=names.layers(positions[a], positions[b]),
-            parameters=int(chain.numbers[a, b]),
-            parameter_bytes=int(chain.parameter_bytes[a, b]),
-            saved_bytes=int(chain.saved_bytes[a, b]),
-            operations=float(chain.operations[a, b]),
-            seconds=None if seconds is None else float(seconds[a, b]),
-            bytes_in=sum(size for value, size in sizes.items() if stage in value.targets),
-            bytes_out=sum(size * len(value.targets) for value, size in sizes.items() if stage == value.source),
-        )
+def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """Parameters and buffers as fake tensors; one that has several names is one fake tensor."""
+    made: dict[int, Tensor] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: made.setdefault(id(each), mode.from_tensor(each)) for name, each in tensors}

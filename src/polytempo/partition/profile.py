@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from math import prod
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from polytempo.partition.stage import fake, fake_state
+from polytempo.partition.cut import fake, fake_state
 from polytempo.partition.trace import Inputs, Traced
 
 OPERATIONS_PER_BYTE = 2.0
@@ -64,7 +65,7 @@ def measured(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, 
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for _ in range(_REPEATS + 1):
-                state = dict(model.named_parameters(remove_duplicate=False))
+                state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
                 buffers = {id(each): each.clone() for each in model.buffers()}
                 state |= {n: buffers[id(each)] for n, each in model.named_buffers(remove_duplicate=False)}
                 walk = _Timing(model, traced.graph, state | traced.constants)
@@ -194,7 +195,7 @@ def _attention_flops() -> dict[Any, Any]:
     def count(products: int, first: int) -> Any:
         def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
             (*batch, length, width), key = shapes[first : first + 2]
-            return products * 2 * torch.Size(batch).numel() * length * key[-2] * width
+            return products * 2 * prod(batch) * int(length) * int(key[-2]) * int(width)
 
         return flops
 

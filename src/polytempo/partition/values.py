@@ -54,7 +54,7 @@ def _parts(value: Any, path: Path, node: fx.Node) -> Iterator[Part]:
     elif not isinstance(value, _CONSTANTS):
         raise ValueError(
             f"{node.name} is a {type(value).__name__}, and a later stage uses it; tensors, numbers, and tuples, lists "
-            "and dicts of them can pass from stage to stage; cut elsewhere, or let the model compute it where it is used"
+            "and dicts of them can pass from stage to stage"
         )
 
 

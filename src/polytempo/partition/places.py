@@ -1,17 +1,18 @@
-"""Names of the places where a graph can be cut: modules, or operations between them."""
+"""Places of the places where a graph can be cut: modules, or operations between them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 
 from torch import fx
 
 from polytempo.partition.chain import Chain
 
 
-class Names:
+class Places:
     """The positions of a chain by name: "blocks.1" is where the first operation of that module stands."""
 
     def __init__(self, chain: Chain) -> None:
@@ -35,7 +36,7 @@ class Names:
                 f"stages={stages}, and {len(begins)} names begin stages behind the first: {len(begins) + 1} stages"
             )
         found = [0, *(self._unit(name) for name in begins), self._chain.units]
-        for number, (one, other) in enumerate(zip(found, found[1:], strict=False)):
+        for number, (one, other) in enumerate(pairwise(found)):
             if one >= other:
                 before = "the model" if number == 0 else begins[number - 1]
                 after = begins[number] if number < len(begins) else "the end"
