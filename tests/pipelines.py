@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.core import Port
-from polytempo.partition.cut import cut
+from polytempo.partition.cut import Cut
+from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import (
     Schedule,
     ddg,
@@ -22,7 +23,6 @@ from polytempo.partition.schedules import (
     pipelined_backprop,
     zero_bubble,
 )
-from polytempo.partition.stage import Cut
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 

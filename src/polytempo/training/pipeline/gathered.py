@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle
-from polytempo.partition.stage import Cut
+from polytempo.partition.cut import Cut
 from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
 from polytempo.training.tensor_groups import by_kind

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from polytempo.partition.cut import Cut, Layout
 from polytempo.partition.schedules.action import Schedule
-from polytempo.partition.stage import Cut, Layout
 from polytempo.training.pipeline.stage_program import MicroBatch
 from polytempo.training.randomness import seed_step
 
@@ -45,10 +45,11 @@ class MicroBatches:
         [samples] = lengths
         count = min(self._count, samples)
         pieces = [leaf.tensor_split(count) if _is_cut(leaf) else [leaf] * count for leaf in leaves]
-        return [
-            self._micro_batch(*tree_unflatten([piece[number] for piece in pieces], structure), step, number, samples)
-            for number in range(count)
-        ]
+        found = []
+        for number in range(count):
+            own_inputs, own_target = tree_unflatten([piece[number] for piece in pieces], structure)
+            found.append(self._micro_batch(own_inputs, own_target, step, number, samples))
+        return found
 
     def _micro_batch(self, inputs: tuple[Any, ...], target: Any, step: int, number: int, samples: int) -> MicroBatch:
         own = next(len(leaf) for leaf in tree_flatten((inputs, target))[0] if _is_cut(leaf))

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
-from polytempo.partition.cut import By, cut
+from polytempo.partition.cut import Cut
+from polytempo.partition.cutting import By, cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts, steps_late
-from polytempo.partition.stage import Cut
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree
 from polytempo.training.clipping import clip_grad_norm_

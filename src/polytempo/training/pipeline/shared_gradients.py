@@ -7,9 +7,9 @@ from torch import nn
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts
-from polytempo.partition.stage import Cut
 
 _CHANNEL = 900
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polytempo.core import Port
 from polytempo.core.op import Work
+from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts
-from polytempo.partition.stage import Cut, Value
 
 Way = Literal["forward", "backward"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from polytempo.partition.stage import Stage
+from polytempo.partition.cut import Stage
 
 
 class StageModel(nn.Module):

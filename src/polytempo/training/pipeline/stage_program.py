@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.partition.cut import Cut, Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import version_of
-from polytempo.partition.stage import Cut, Layout, Stage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
@@ -187,9 +187,8 @@ class StageProgram:
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
             if self._values[name].requires_grad:
-                answer = (
-                    self._like(turn, name).new_zeros(self._like(turn, name).shape) if gradient is None else gradient
-                )
+                like = self._like(turn, name)
+                answer = like.new_zeros(like.shape) if gradient is None else gradient
                 await self._mail.put(port, self._values[name], part, "backward", answer)
         if whole:
             self._has_gradient = True
