@@ -195,7 +195,7 @@ def _attention_flops() -> dict[Any, Any]:
     def count(products: int, first: int) -> Any:
         def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
             (*batch, length, width), key = shapes[first : first + 2]
-            return products * 2 * prod(batch) * int(length) * int(key[-2]) * int(width)
+            return int(products * 2 * prod(batch) * length * key[-2] * width)
 
         return flops
 
