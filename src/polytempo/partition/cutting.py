@@ -18,6 +18,8 @@ from polytempo.partition.split import split
 from polytempo.partition.trace import inputs_of, trace
 
 By = Literal["operations", "time", "memory", "traffic"]
+_WITHIN = 1.5
+"""How many times the operations of the balanced cut a stage may have for less traffic."""
 _CHOICES = ("operations", "time", "memory", "traffic")
 
 
@@ -27,7 +29,7 @@ def cut(
     *,
     sample: Any,
     by: By | Sequence[str] = "operations",
-    within: float = 1.5,
+    within: float | None = None,
     memory_bytes: float | None = None,
     state_per_parameter: float = 2.0,
     tied: Literal["shared", "together"] = "shared",
@@ -41,7 +43,7 @@ def cut(
     `sample` is what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not
     matter, but sizes do: operations, bytes and times are those of the sample.
 
-    `by` says what is minimized; among equal cuts the least traffic, or the least slowest stage:
+    `by` says what is minimized; among equal cuts the least traffic is taken:
 
     | by | minimized | the same on all ranks |
     |---|---|---|
@@ -51,10 +53,11 @@ def cut(
     | `"time"` | the longest time of a stage, measured here on one thread | no: give `begins` to the others |
     | names | nothing: each layer or operation named begins a stage | yes |
 
-    With `by="traffic"` the slowest stage has at most `within` times the operations of the slowest one of the balanced
-    cut; `math.inf` lifts that bound. `memory_bytes` bounds parameters, gradients, the optimizer's state (`state_per_parameter` numbers each; Adam has 2)
-    and kept tensors of a stage. Every chosen stage has a parameter. `tied="together"` keeps uses of one parameter in
-    one stage. `measure` measures times, whatever `by` is, for `costs`.
+    `within` lets the chosen stages have so many times the least possible maximum, and among these cuts the one with the
+    least traffic is taken: 1 if `by` is a cost, 1.5 times the operations of the balanced cut if it is the traffic
+    (`math.inf`: whatever the balance). `memory_bytes` bounds parameters, gradients, the optimizer's state
+    (`state_per_parameter` numbers each; Adam has 2) and kept tensors of a stage. Every chosen stage has a parameter.
+    `tied="together"` keeps uses of one parameter in one stage. `measure` measures times, whatever `by` is, for `costs`.
 
     The cut is the best for chains; for other graphs the best of those whose stages are contiguous in the order in which
     the model computes them. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
@@ -62,7 +65,7 @@ def cut(
 
     Errors: ValueError for more stages than parts, for what cannot be traced or cut, for names that are not there.
     """
-    _check(stages, by)
+    _check(stages, by, within)
     inputs = inputs_of(model, sample)
     traced = trace(model, inputs)
     facts = counted(model, traced, inputs)
@@ -88,13 +91,15 @@ def cut(
     )
 
 
-def _check(stages: int | None, by: By | Sequence[str]) -> None:
+def _check(stages: int | None, by: By | Sequence[str], within: float | None) -> None:
     if isinstance(by, str) and by not in _CHOICES:
         raise ValueError(f"by={by!r}: must be one of {', '.join(_CHOICES)}, or a list of names that begin stages")
     if isinstance(by, str) and stages is None:
         raise ValueError(f"by={by!r} needs the number of stages; or give the names of the layers that begin them")
     if stages is not None and stages < 1:
         raise ValueError(f"stages={stages}: must be at least 1")
+    if within is not None and not within >= 1:
+        raise ValueError(f"within={within:g}: must be at least 1, times the least possible maximum")
 
 
 def _of_units(chain: Chain, times: Mapping[fx.Node, float]) -> list[float]:
@@ -118,27 +123,29 @@ def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
 
 
 def _chosen(
-    chain: Chain, stages: int, by: str, seconds: Tensor | None, *, within: float, memory_bytes: float | None
+    chain: Chain, stages: int, by: str, seconds: Tensor | None, *, within: float | None, memory_bytes: float | None
 ) -> tuple[int, ...]:
     """Units at which the stages end. ValueError where there is no such cut."""
-    slowest = seconds if by == "time" and seconds is not None else chain.operations
+    cost = chain.memory if by == "memory" else seconds if by == "time" and seconds is not None else chain.operations
     allowed = has_parameters(chain)
     if memory_bytes is not None:
         allowed &= chain.memory <= memory_bytes
-    ends = slowest_least(chain.memory if by == "memory" else slowest, chain.traffic, allowed, stages)
+    ends = slowest_least(cost, chain.traffic, allowed, stages)
     if ends is None:
         least = slowest_least(chain.memory, chain.traffic, has_parameters(chain), stages)
         assert least is not None, "there are as many parts"
-        needed = max(float(chain.memory[a, b]) for a, b in pairwise(least))
         raise ValueError(
             f"memory_bytes={memory_bytes:,.0f}: no cut into {stages} stages fits, for the least that the largest stage "
-            f"can have is {needed:,.0f} bytes; take more stages or smaller micro-batches"
+            f"can have is {_most(chain.memory, least):,.0f} bytes; take more stages or smaller micro-batches"
         )
-    if by == "traffic":
-        bound = within * max(float(slowest[a, b]) for a, b in pairwise(ends))
-        ends = total_least(chain.traffic, slowest, allowed & (slowest <= bound), stages)
-        assert ends is not None, "the balanced cut is one of them"
-    return ends
+    bound = (within or (_WITHIN if by == "traffic" else 1.0)) * _most(cost, ends)
+    found = total_least(chain.traffic, cost, allowed & (cost <= bound), stages)
+    assert found is not None, "the balanced cut is one of them"
+    return found
+
+
+def _most(cost: Tensor, ends: Sequence[int]) -> float:
+    return max(float(cost[a, b]) for a, b in pairwise(ends))
 
 
 def _shared(model: nn.Module, stages: Sequence[Stage]) -> dict[str, dict[int, str]]:

@@ -8,7 +8,8 @@ that it writes: forward once, backward twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from polytempo.partition.cut import fake, fake_state
@@ -109,19 +110,35 @@ class _Walk(fx.Interpreter):
         own = {name.removeprefix(begin): each for name, each in self.state.items() if name.startswith(begin)}
         return functional_call(self.submodules[target], own, args, kwargs)
 
-    def used(self, n: fx.Node) -> list[Tensor]:
-        """Tensors whose gradient the node's backward computes: of its arguments and of its parameters."""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        own = [each for name, each in self.state.items() if n.op == "call_module" and name.startswith(f"{n.target}.")]
-        return [each for each in _tensors((args, kwargs, own)) if each.requires_grad]
+    def alone(self, n: fx.Node) -> _Alone:
+        """The node's call apart from what computed its arguments, so that its backward ends at them."""
+        leaves: list[Tensor] = []
 
-    def backward(self, value: Any, used: Iterable[Tensor]) -> None:
-        """Compute these gradients from ones, and drop them."""
+        def copied(each: Tensor) -> Tensor:
+            leaves.append(each.detach().requires_grad_(each.requires_grad))
+            return leaves[-1].clone()  # a leaf itself must not be changed in place
+
+        args, kwargs = tree_map_only(Tensor, copied, self.fetch_args_kwargs_from_env(n))
+        leaves += [
+            each for name, each in self.state.items() if n.op == "call_module" and name.startswith(f"{n.target}.")
+        ]
+        return _Alone(
+            partial(getattr(self, n.op), n.target, args, kwargs), [each for each in leaves if each.requires_grad]
+        )
+
+
+class _Alone(NamedTuple):
+    """A node's forward, and the leaves of its backward."""
+
+    forward: Callable[[], Any]
+    leaves: list[Tensor]
+
+    def backward(self, value: Any) -> None:
+        """Compute the leaves' gradients from ones, and drop them."""
         outputs = [each for each in _tensors(value) if each.grad_fn is not None]
-        inputs = [each for each in used if not any(each is output for output in outputs)]
-        if outputs and inputs:
+        if outputs and self.leaves:
             ones = [torch.ones_like(each) for each in outputs]
-            torch.autograd.grad(outputs, inputs, ones, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(outputs, self.leaves, ones, allow_unused=True)
 
 
 class _Counting(_Walk):
@@ -145,19 +162,19 @@ class _Counting(_Walk):
         args = _tensors(self.fetch_args_kwargs_from_env(n))
         versions = [each._version for each in args]
         before = self.counter.get_total_flops()
-        used = self.used(n)
+        alone = self.alone(n) if _computes(n) else None
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value = super().run_node(n)
         changed = {storage(each) for each, version in zip(args, versions, strict=True) if each._version != version}
-        if n.op in ("call_module", "call_function", "call_method") and not is_pick(n):
-            self.backward(value, used)
+        forward = self.counter.get_total_flops() - before
+        if alone is not None:
+            alone.backward(alone.forward())
+        operations = self.counter.get_total_flops() - before - (forward if alone is not None else 0)
         new = {storage(each): each for each in _tensors(value)} if n.op != "get_attr" else {}
         known = {storage(each) for each in args}
         written = sum(each.numel() * each.element_size() for key, each in new.items() if key not in known)
-        operations = self.counter.get_total_flops() - before + OPERATIONS_PER_BYTE * _WRITTEN * written
-        self.facts[n] = Fact(
-            value, operations if n.op not in ("placeholder", "output") else 0.0, saved, frozenset(changed)
-        )
+        operations += OPERATIONS_PER_BYTE * _WRITTEN * written if n.op != "placeholder" else 0
+        self.facts[n] = Fact(value, operations, saved, frozenset(changed))
         return value
 
 
@@ -168,13 +185,19 @@ class _Timing(_Walk):
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
-        used = self.used(n)
+        if not _computes(n):
+            self.seconds[n] = 0.0
+            return super().run_node(n)
+        alone = self.alone(n)
         begin = time.perf_counter()
-        value = super().run_node(n)
-        if n.op in ("call_module", "call_function", "call_method") and not is_pick(n):
-            self.backward(value, used)
+        value = alone.forward()
+        alone.backward(value)
         self.seconds[n] = time.perf_counter() - begin
-        return value
+        return tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad), value)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op in ("call_module", "call_function", "call_method") and not is_pick(node)
 
 
 def is_pick(node: fx.Node) -> bool:
@@ -195,7 +218,7 @@ def _attention_flops() -> dict[Any, Any]:
     def count(products: int, first: int) -> Any:
         def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
             (*batch, length, width), key = shapes[first : first + 2]
-            return products * 2 * prod(batch) * int(length) * int(key[-2]) * int(width)
+            return int(products * 2 * prod(batch) * length * key[-2] * width)
 
         return flops
 

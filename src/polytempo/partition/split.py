@@ -38,7 +38,8 @@ def positions(graph: fx.Graph, facts: Mapping[fx.Node, Fact]) -> dict[fx.Node, i
 
 
 def _is_part(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
-    return is_pick(node) and not isinstance(facts[node.args[0]].value, Tensor)
+    whole = node.args[0] if node.args else None
+    return is_pick(node) and isinstance(whole, fx.Node) and not isinstance(facts[whole].value, Tensor)
 
 
 def _is_size(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:

@@ -175,6 +175,8 @@ for _name in _IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
     def __init__(self, inputs: Inputs, whole: set[str]) -> None:
         super().__init__()
         self._inputs, self._whole = inputs, whole
