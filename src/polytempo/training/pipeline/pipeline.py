@@ -52,7 +52,7 @@ def pipeline(
             model,
             lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             nn.functional.cross_entropy,
-            pt.schedules.one_f_one_b(stages=2, micro_batches=8),
+            pt.partition.schedules.one_f_one_b(stages=2, micro_batches=8),
             sample=x,
         )
         for x, y in loader:

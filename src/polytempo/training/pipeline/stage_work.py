@@ -94,8 +94,9 @@ class StageWork:
 
     def weight_gradients(self, number: int) -> None:
         """The second half of a backward pass: add the weights' gradients to `.grad`."""
-        for later in self._under_way[number].later:
-            later()
+        with torch.no_grad():
+            for later in self._under_way[number].later:
+                later()
         self._done(number)
 
     @property
