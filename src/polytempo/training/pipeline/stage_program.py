@@ -52,9 +52,9 @@ class StageProgram:
         self._parts = {part.index: part for part in own}
         parameters = [p for part in own for p in part.module.parameters()]
         self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current")
-        splits = any(action.kind == "weight" for action in schedule.actions(stage))
+        splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
-            part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits)
+            part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
             for part in own
         }
         self._values = {value.name: value for value in cut.values}

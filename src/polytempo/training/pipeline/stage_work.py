@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polytempo.training.pipeline.deferred_weights import Later, deferred
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once
 
 Head = Callable[[Any], Tensor]
 """From the model's own output to the loss that is descended; only the last part has one."""
@@ -31,21 +31,21 @@ class _UnderWay:
     head: Head | None
     seeded: Callable[[], None]
     loss: Tensor | None = None
-    later: list[Later] = field(default_factory=list)
+    later: list[Gradient] = field(default_factory=list)
 
 
 class StageWork:
     """Forward and backward passes of one part, of several micro-batches at a time, in any order.
 
     `recomputes`: a forward pass keeps its inputs only. `splits`: a backward pass leaves the weights' gradients to
-    `weight_gradients`.
+    `weight_gradients`. `sums`: gradients of several micro-batches make one update.
     """
 
     def __init__(
-        self, module: nn.Module, versions: ParameterVersions, *, recomputes: bool = False, splits: bool = False
+        self, module: nn.Module, versions: ParameterVersions, *, recomputes: bool = False, splits: bool, sums: bool
     ) -> None:
         self.module, self._versions = module, versions
-        self._recomputes, self._splits = recomputes, splits
+        self._recomputes, self._splits, self._sums = recomputes, splits, sums
         self._under_way: dict[int, _UnderWay] = {}
 
     def forward(
@@ -109,7 +109,8 @@ class StageWork:
 
     def _computed(self, kept: _UnderWay) -> tuple[list[Tensor], Tensor | None]:
         kept.seeded()
-        with deferred(self.module, kept.later) if self._splits else ExitStack():
+        take = kept.later.append if self._splits else at_once
+        with apart(self.module, take) if self._splits or self._sums else nullcontext():
             answer = list(self.module(*kept.inputs, *kept.taken))
             loss = None if kept.head is None else kept.head(answer.pop())
         return answer, loss
