@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ from polytempo.partition.schedules import (
     zero_bubble,
 )
 from polytempo.partition.schedules.facts import facts
-from polytempo.partition.schedules.timeline import StageTimes, played
+from polytempo.partition.schedules.timetable import StageTimes, played
 
 
 def written(schedule: Schedule, stage: int) -> str:
@@ -72,9 +73,9 @@ EVERY: dict[str, Callable[[int], Schedule]] = {
 def test_each_micro_batch_goes_once_forward_and_once_back_in_every_part(name: str, stages: int) -> None:
     schedule = EVERY[name](stages)
     steps = 4 * stages
-    timeline = played(schedule, steps)  # which raises where stages wait for each other for ever
+    timetable = played(schedule, steps)  # which raises where stages wait for each other for ever
     for stage in range(stages):
-        turns = [entry.turn for entry in timeline.of(stage)]
+        turns = [entry.turn for entry in timetable.of(stage)]
         for kinds in (("forward",), ("backward", "input")):
             done = [(t.micro_batch, t.action.part) for t in turns if t.action.kind in kinds]
             assert len(done) == len(set(done))
@@ -206,3 +207,15 @@ def test_a_schedule_that_cannot_run_says_where_it_stands() -> None:
 
     with pytest.raises(ValueError, match=r"waits for ever; the next action of each stage is .*B0"):
         played(Schedule("backwards", 2, 1, order), 1)
+
+
+def test_the_page_draws_what_happens() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    drawn = [text.splitlines() for text in re.findall(r"```text\n(.*?)\n```", page, re.S)]
+    played_ones = [
+        played(gpipe(2, 4, recompute=False), 1),
+        played(one_f_one_b(2, 4), 1),
+        played(zero_bubble(2, 4), 1),
+        played(ddg(3), 5, StageTimes(1.0, 1.0)),
+    ]
+    assert drawn == [[f"stage {k}   {line}" for k, line in enumerate(each.drawn())] for each in played_ones]

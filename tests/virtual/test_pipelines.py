@@ -12,7 +12,7 @@ import polytempo as pt
 from pipelines import DELAYED, SAMPLES, WAITING, batches, perceptron, plainly_trained, trained, two_versions
 from polytempo.partition.schedules import Schedule, ddg, features_replay, pipedream, pipelined_backprop
 from polytempo.partition.schedules.facts import facts
-from polytempo.partition.schedules.timeline import StageTimes, played
+from polytempo.partition.schedules.timetable import StageTimes, played
 
 EVERY = WAITING | DELAYED | {"pipedream_2bw": two_versions}
 every = pytest.mark.parametrize("name", EVERY)
@@ -115,12 +115,12 @@ def test_each_tensor_crosses_a_cut_once_forward_and_once_back(name: str) -> None
 
 
 @every
-def test_the_virtual_world_takes_the_time_of_the_timeline(name: str) -> None:
+def test_the_virtual_world_takes_the_time_of_the_timetable(name: str) -> None:
     """Equal stages on a network that costs nothing: the same steps as the schedule, played with the same times."""
     schedule, steps = EVERY[name](4), 12
     cluster = pt.cluster.ethernet(gbit_per_s=1e9, latency_us=0.0)
     flops = 1e9
     ours = trained(schedule, steps=steps, flops=flops, cluster=cluster)
     forward_s = flops * SAMPLES / schedule.micro_batches / 3 / (4 * schedule.parts) / cluster.flops_per_s
-    timeline = played(schedule, steps, StageTimes(forward_s, 2 * forward_s, forward_s))
-    assert ours.seconds == pytest.approx(timeline.seconds, rel=1e-6)
+    timetable = played(schedule, steps, StageTimes(forward_s, 2 * forward_s, forward_s))
+    assert ours.seconds == pytest.approx(timetable.seconds, rel=1e-6)

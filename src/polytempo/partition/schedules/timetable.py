@@ -43,7 +43,7 @@ class StageTimes:
                 return self.learn_s
 
 
-class Entry(NamedTuple):
+class TimetableEntry(NamedTuple):
     """One turn of one stage, and when it was."""
 
     stage: int
@@ -53,10 +53,10 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timetable:
     """What every stage did in so many steps."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TimetableEntry, ...]
     stages: int
     steps: int
 
@@ -77,7 +77,7 @@ class Timeline:
         busy_s = sum(e.end_s - e.start_s for e in self.entries if e.turn.step == self.steps - 1)
         return 1 - busy_s / (self.stages * self.step_s)
 
-    def of(self, stage: int) -> list[Entry]:
+    def of(self, stage: int) -> list[TimetableEntry]:
         """What `stage` did, in its order."""
         return [entry for entry in self.entries if entry.stage == stage]
 
@@ -98,8 +98,8 @@ class Timeline:
 
 def played(
     schedule: Schedule, steps: int, times: StageTimes | Sequence[StageTimes] = StageTimes(), *, link_s: float = 0.0
-) -> Timeline:
-    """The timeline of so many steps. `times`: of all stages, or of each one.
+) -> Timetable:
+    """The timetable of so many steps. `times`: of all stages, or of each one.
 
     `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage.
 
@@ -119,15 +119,15 @@ class _Play:
         self._passed_s: dict[Passed, float] = {}
         self._ended_s: dict[int, float] = {}
         """When the last stage so far has ended each step."""
-        self._entries: list[Entry] = []
+        self._entries: list[TimetableEntry] = []
 
-    def to_the_end(self) -> Timeline:
+    def to_the_end(self) -> Timetable:
         while any(self._left):
             if not sum([self._advanced(stage) for stage in range(self._schedule.stages)]):
                 waiting = {stage: str(left[-1]) for stage, left in enumerate(self._left) if left}
                 raise ValueError(f"{self._schedule} waits for ever; the next action of each stage is {waiting}")
         self._entries.sort(key=lambda entry: (entry.stage, entry.start_s))
-        return Timeline(tuple(self._entries), self._schedule.stages, self._steps)
+        return Timetable(tuple(self._entries), self._schedule.stages, self._steps)
 
     def _advanced(self, stage: int) -> int:
         """Let `stage` do what it can; how many actions that were."""
@@ -137,7 +137,7 @@ class _Play:
             seconds = self._times[stage].of(turn.action.kind, recomputes=self._schedule.recomputes)
             self._free_s[stage] = begin_s + seconds
             self._ended_s[turn.step] = max(self._ended_s.get(turn.step, 0.0), self._free_s[stage])
-            self._entries.append(Entry(stage, turn, begin_s, self._free_s[stage]))
+            self._entries.append(TimetableEntry(stage, turn, begin_s, self._free_s[stage]))
             if (passed := makes(self._schedule, stage, turn)) is not None:
                 self._passed_s[passed] = self._free_s[stage]
         return before - len(self._left[stage])
