@@ -21,7 +21,6 @@ from polytempo.partition.schedules import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
-    synthetic_gradients,
     zero_bubble,
 )
 from polytempo.partition.schedules.facts import facts
@@ -43,7 +42,6 @@ TABLES = [
     (pipelined_backprop(3), ["F0 B-4 U", "F0 B-2 U", "F0 B0 U"]),
     (pipedream(2), ["F0 B-1 U", "F0 B0 U"]),
     (pipedream_2bw(3, 3), ["F0 B-2 F1 B-1 U F2 B0", "F0 B-1 U F1 B0 F2 B1", "F0 B0 F1 B1 F2 B2 U"]),
-    (synthetic_gradients(2), ["F0 B0 U L-1", "F0 B0 U"]),
 ]
 
 
@@ -64,7 +62,6 @@ EVERY: dict[str, Callable[[int], Schedule]] = {
     "pipelined_backprop": pipelined_backprop,
     "pipedream": pipedream,
     "pipedream_2bw": lambda stages: pipedream_2bw(stages, 2 * stages),
-    "synthetic_gradients": synthetic_gradients,
 }
 
 
@@ -103,7 +100,6 @@ def test_bubbles_are_those_of_the_papers(stages: int) -> None:
         features_replay(k): 0.0,
         pipelined_backprop(k): 0.0,
         pipedream_2bw(k, m): 0.0,
-        synthetic_gradients(k): 0.0,
     }
     for schedule, bubble in expected.items():
         each = StageTimes(f / schedule.parts, b / schedule.parts, w / schedule.parts)
@@ -145,7 +141,6 @@ FACTS = [  # stage by stage: micro-batches held, delay, versions
     (pipelined_backprop(3), [(5, 4, 1), (3, 2, 1), (1, 0, 1)]),
     (pipedream(3, vertical_sync=True), [(3, 2, 3), (2, 2, 3), (1, 2, 3)]),
     (pipedream_2bw(3, 6), [(3, 1, 2), (2, 1, 2), (1, 1, 2)]),
-    (synthetic_gradients(3), [(1, 0, 1)] * 3),
 ]
 
 

@@ -7,7 +7,6 @@ from polytempo.partition.schedules.delayed import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
-    synthetic_gradients,
 )
 from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
 
@@ -22,6 +21,5 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "pipelined_backprop",
-    "synthetic_gradients",
     "zero_bubble",
 ]

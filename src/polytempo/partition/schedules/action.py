@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]
-"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters.
-`learn` trains a stage's estimate of its output's gradient by the true one."""
+Kind = Literal["forward", "backward", "input", "weight", "update"]
+"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters."""
 Weights = Literal["stashed", "current", "vertical", "previous"]
 """With which parameters a backward pass computes that comes after later updates; see `Schedule`."""
 
@@ -28,7 +27,7 @@ class Action(NamedTuple):
         return f"{LETTERS[self.kind]}{self.micro_batch}" + ("" if self.part == 0 else f".{self.part}")
 
 
-LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W", "learn": "L"}
+LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 
 Order = Callable[[int, int, int], tuple[Action, ...]]
 """(stage, stages, micro-batches) to the actions of one step of this stage, in their order."""
@@ -63,8 +62,6 @@ class Schedule:
     recomputes: bool = False
     lockstep: bool = False
     """Whether all stages end a step before one of them begins the next."""
-    learns_gradients: bool = False
-    """Whether a stage estimates the gradient of its output instead of waiting for it."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""

@@ -95,22 +95,6 @@ def _two_versions(stage: int, stages: int, micro_batches: int) -> tuple[Action, 
     return tuple(actions)
 
 
-def synthetic_gradients(stages: int) -> Schedule:
-    """Decoupled neural interfaces: a stage updates by an estimate of its output's gradient, at once.
-
-    The true gradient comes a step later and trains the estimator: d(k) = 0 for every stage. Memory: one batch, and
-    the batch before for the estimator. Source: M. Jaderberg et al., "Decoupled neural interfaces using synthetic
-    gradients", 2017.
-    """
-    return Schedule("synthetic_gradients", stages, 1, _estimated, learns_gradients=True)
-
-
-def _estimated(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    del micro_batches
-    learn = (Action("learn", -1),) if stage < stages - 1 else ()
-    return Action("forward"), Action("backward"), _UPDATE, *learn
-
-
 def _older_by(steps: int) -> Order:
     """Forward, backward and update, with so many steps of delay more at each stage further from the top."""
 

@@ -26,7 +26,7 @@ class SharedGradients:
             stages = tuple(sorted({part % schedule.stages for part in users}))
             if len(stages) == 1:
                 continue
-            if any(facts(schedule, each).delay for each in stages) or schedule.learns_gradients:
+            if any(facts(schedule, each).delay for each in stages):
                 raise ValueError(
                     f"parameter {name} is shared by stages {stages}, and with {schedule} each of them updates it by "
                     'the gradient of another batch; keep its uses together (cut with tied="together"), or use a '

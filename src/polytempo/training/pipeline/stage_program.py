@@ -156,8 +156,6 @@ class StageProgram:
                 self._has_gradient = False
                 self.versions.update_begins()
                 await self._update()
-            case "learn":
-                raise ValueError("estimated gradients need estimators")
         return None
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
