@@ -40,7 +40,7 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
             sample=sample,
             by=asked.by,
             state_per_parameter=state,
-            measure=True,  # type: ignore[arg-type]
+            measure=True,
         )
     memory = [cost.memory_bytes(state) for cost in found.costs]
     if as_json:
