@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Thread
 
 import pytest
 import torch
@@ -78,6 +79,35 @@ def test_a_sample_that_does_not_fit_is_named() -> None:
         cut(linear(), 2, sample=(X, X))
     with pytest.raises(ValueError, match="cut for the inputs input; got 2"):
         cut(linear(), 2, sample=X).layouts(X, X)
+
+
+def checks(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    assert 0 < x.shape[1] <= 4, f"{x.shape[1]} columns"
+    assert not x.is_complex()
+    if x.shape[1] != 4 or x.dim() == 1:
+        raise ValueError("expected four columns")
+    return layers[2](layers[1](layers[0](x)))
+
+
+def test_checks_are_taken_as_passed() -> None:
+    model = Lambda(checks)
+    assert torch.equal(chained(cut(model, 3, sample=X), (X,)), model(X))
+
+
+def test_another_thread_computes_while_one_traces() -> None:
+    """Tracing replaces `nn.Module.__call__` for all threads."""
+    other = linear()
+    answers: list[Tensor] = []
+
+    def meanwhile(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        thread = Thread(target=lambda: answers.append(other(X) + torch.rand(2, 4) * other[0].weight.sum()))
+        thread.start()
+        thread.join()
+        return layers[2](layers[0](x))
+
+    cut(Lambda(meanwhile), 2, sample=X)
+    assert len(answers) == 2, "one for training, one for evaluation"
+    assert all(type(each) is Tensor for each in answers)
 
 
 def changes(layers: nn.ModuleList, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ What differs from `torch.fx.symbolic_trace`:
 - `x += y` and `x[i] = y` stay operations in place, and `torch.arange(x.shape[1])` and its like are recorded.
 - The model is traced in training and in evaluation. Where only a flag differs, as in
   `dropout(x, training=self.training)`, the graph reads the flag when it runs.
+- Checks, which are `assert …` and `if …: raise …`, are taken as passed: the sample passes them.
 - Parameters of `forward` that the sample does not give keep their defaults.
 """
 
@@ -29,6 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+
+from polytempo.partition.checks import passing_outcome
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -210,6 +213,10 @@ class _Tracer(fx.Tracer):
         except Exception:
             self.failed = self.failed or self.path_of_module(m)
             raise
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        passed = passing_outcome(inspect.currentframe())
+        return bool(super().to_bool(obj)) if passed is None else passed
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
