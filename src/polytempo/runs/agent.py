@@ -43,6 +43,7 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
+    Piece,
     PreemptAll,
     StartProcess,
     StopProcess,
@@ -51,6 +52,7 @@ from polytempo.engines.remote.messages import (
 )
 from polytempo.engines.remote.network import address_towards, interface_of, refused
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.own_loop.shard_copy import hold_shard_of, is_loop
 from polytempo.runs.program import perform
 from polytempo.runs.served.host_mail import HostMemory, host_memory
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE
@@ -85,7 +87,22 @@ def serve_head(ticket: AgentTicket) -> None:
                     "reaches that address and port, and that the run is still there"
                 )
         if isinstance(first, Welcome):
-            _Agent(channel, first, home, notes, parent).run()
+            data = _pieces(channel, first.pieces, parent)
+            _Agent(channel, first, data, home, notes, parent).run()
+
+
+def _pieces(channel: Channel, number: int, parent: int) -> bytes:
+    """The bytes that follow a `Welcome`. PolytempoError where they stop."""
+    found: list[bytes] = []
+    while len(found) < number:
+        message = channel.take(_TICK_S)
+        if isinstance(message, Piece):
+            found.append(message.data)
+        elif channel.parted_s > PATIENCE_S or os.getppid() != parent:
+            raise PolytempoError(
+                f"the head of the run at {channel.address} has gone after {len(found)} of {number} parts"
+            )
+    return b"".join(found)
 
 
 @contextlib.contextmanager
@@ -102,8 +119,8 @@ def _hello(ticket: AgentTicket) -> Hello:
 
 
 class _Agent:
-    def __init__(self, channel: Channel, welcome: Welcome, home: Path, notes: int, parent: int) -> None:
-        self._channel, self._parent, self._spec = channel, parent, welcome.spec
+    def __init__(self, channel: Channel, welcome: Welcome, data: bytes, home: Path, notes: int, parent: int) -> None:
+        self._channel, self._parent, self._spec, self._data = channel, parent, welcome.spec, data
         self._orders: dict[int, StartProcess] = {}
         self._logs: dict[int, _Log] = {}
         self._processes: dict[int, EngineProcess] = {}
@@ -173,7 +190,7 @@ class _Agent:
 
     def _leave(self) -> None:
         """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
-        grace_s = float(json.loads(self._spec)["options"].get("grace_s", 30.0))
+        grace_s = float(json.loads(self._spec).get("options", {}).get("grace_s", 30.0))
         self._leaves_until_s = time.monotonic() + grace_s
         _on_sigterm(end_politely)
         self._engine.preempt()
@@ -197,6 +214,9 @@ class _Agent:
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
+        text = json.loads(self._spec)
+        if is_loop(text):
+            return hold_shard_of(text, self._data, role, setting, self._address)
         return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)
 
     def _tell(self) -> None:

@@ -60,11 +60,19 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
     number: int
     spec: str
-    """`RunSpec.to_json()`"""
+    """`RunSpec.to_json()`, or what a loop of one's own says of itself."""
     most: int
     """`Launch.most`"""
     threads: int
     """Of each process."""
+    pieces: int = 0
+    """So many `Piece` messages follow."""
+
+
+class Piece(Struct, tag="piece", frozen=True):
+    """A part of the bytes that belong to the run's text; in order."""
+
+    data: bytes
 
 
 class StartProcess(Struct, tag="start", frozen=True):
@@ -100,4 +108,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+ToAgent = Welcome | Piece | StartProcess | StopProcess | AskWhere | PreemptAll | Close

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
@@ -26,6 +27,7 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
+    Piece,
     PreemptAll,
     StartProcess,
     StopProcess,
@@ -35,8 +37,9 @@ from polytempo.engines.remote.messages import (
 from polytempo.engines.remote.starter import AgentStarter, StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.spec.placement import on_hosts
+from polytempo.spec.topology import Topology
 from polytempo.wire.channel import ChannelServer
-from polytempo.wire.keys import make_keys
+from polytempo.wire.keys import Keys, make_keys
 
 _SILENT_S = 1.0
 """After so long without a beat, an agent's processes count as stopped: they are not known to live."""
@@ -44,11 +47,22 @@ _LOST_S = 10.0
 """After so long, they count as ended."""
 _MOST_FAILED = 3
 """After so many agents in a row that ended without a word, processes do not wait for another one."""
+PIECE_BYTES = 32 << 20
+"""Of a run's bytes, so many travel in one message."""
 _LOOK_S = 0.1
 _CLOSE_S = 8.0
 _LINGER_S = 1.0
 
 Channel = ChannelServer[FromAgent, ToAgent]
+
+
+class TravellingRun(NamedTuple):
+    """What agents get of a run."""
+
+    text: str
+    topology: Topology
+    data: bytes = b""
+    """Bytes that belong to the text, such as a model's weights."""
 
 
 class RemoteEngine:
@@ -62,11 +76,10 @@ class RemoteEngine:
         ticket: AgentTicket,
         logs: Path,
         slots: int | None,
+        run: TravellingRun,
     ) -> None:
-        assert launch.spec is not None
         self._launch, self._starter, self._channel, self._ticket = launch, starter, channel, ticket
-        self._logs, self._slots, self._spec = logs, slots, launch.spec.to_json()
-        self._topology = launch.spec.topology()
+        self._logs, self._slots, self._run, self._topology = logs, slots, run, run.topology
         self._started: dict[int, StartedAgent] = {}
         self._agents: list[Agent] = []
         self._hosts: list[str] = []
@@ -116,7 +129,13 @@ class RemoteEngine:
             self._started[agent.number] = agent
 
     def _welcome(self, agent: Agent) -> None:
-        self._channel.send(agent.peer, Welcome(agent.number, self._spec, self._launch.most, self._threads))
+        data = self._run.data
+        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+        self._channel.send(
+            agent.peer, Welcome(agent.number, self._run.text, self._launch.most, self._threads, len(pieces))
+        )
+        for piece in pieces:
+            self._channel.send(agent.peer, Piece(piece))
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         taken = {agent.number for agent in self._agents}
@@ -360,25 +379,30 @@ def opened_remote(
     address: str,
     slots: int | None = None,
     wait_s: float = 120.0,
+    run: TravellingRun | None = None,
+    keys: Keys | None = None,
 ) -> Iterator[RemoteEngine]:
     """The engine of a run, over agents that `starter` starts; it is closed, and they are ended, at the end.
 
     `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes;
-    None: as many as there are. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
-    host's; PolytempoError where agents are not there within `wait_s`.
+    None: as many as there are. `run`: what agents get, where it is not `launch.spec`; `keys`: the channel's, where agents
+    have them already. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this host's;
+    PolytempoError where agents are not there within `wait_s`.
     """
-    if launch.spec is None:
+    if run is None and launch.spec is None:
         raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
-    launch.spec.to_json()
+    if run is None:
+        assert launch.spec is not None
+        run = TravellingRun(launch.spec.to_json(), launch.spec.topology())
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
     with janitor.swept(home):
         logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
         made(logs)
-        keys = make_keys()
+        keys = keys or make_keys()
         where = f"[{address}]" if ":" in address else address
         channel: Channel = ChannelServer(f"tcp://{where}:*", keys, FromAgent)  # type: ignore[arg-type] # a union of types
         try:
-            engine = RemoteEngine(launch, starter, channel, AgentTicket(channel.address, keys), logs, slots)
+            engine = RemoteEngine(launch, starter, channel, AgentTicket(channel.address, keys), logs, slots, run)
             try:
                 engine.gather(num_agents, wait_s)
                 yield engine
