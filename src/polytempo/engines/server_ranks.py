@@ -36,7 +36,7 @@ _WAIT_S = 3600.0
 """How long one wait for the next ticket may last; then comes another."""
 _LEAVE_S = 10.0
 """How long rank 0, where no run was begun, waits at its end until all servers have read that none will be."""
-_NO_MORE, _SPENT = b"-", b"spent"
+_NO_MORE, _SPENT = "-", "spent"
 
 
 def check_servers(servers: int, size: int) -> None:
@@ -104,7 +104,7 @@ def spend(servers: ServerRanks) -> None:
 def dismiss(servers: ServerRanks) -> None:
     """There is no run to come: the servers end."""
     with suppress(DistNetworkError, DistStoreError):  # the store has ended before, and they with it
-        if _put(servers.store, _NO_MORE.decode()) == 0:
+        if _put(servers.store, _NO_MORE) == 0:
             servers.store.wait([f"left/{rank}" for rank in servers.ranks], timedelta(seconds=_LEAVE_S))
 
 
@@ -129,7 +129,7 @@ def serve(servers: ServerRanks, rank: int) -> NoReturn:
     number = max(0, servers.store.add("tickets", 0) - 1)  # started again, it joins the run that goes on
     while (text := _next(servers.store, number)) != _NO_MORE:
         number += 1
-        agent = HeldAgent(secret_in(text.decode()).to_json())
+        agent = HeldAgent(secret_in(text).to_json())
         try:
             agent.wait()
         except BaseException:
@@ -143,11 +143,11 @@ def serve(servers: ServerRanks, rank: int) -> NoReturn:
     sys.exit(0)
 
 
-def _next(store: Store, number: int) -> bytes:
+def _next(store: Store, number: int) -> str:
     while True:
         try:
             store.wait([f"ticket/{number}"], timedelta(seconds=_WAIT_S))
-            return store.get(f"ticket/{number}")
+            return store.get(f"ticket/{number}").decode()
         except DistStoreError:
             continue  # the workers do something else, for as long as they like
         except DistNetworkError as error:
@@ -158,7 +158,7 @@ def _next(store: Store, number: int) -> bytes:
 
 def secret_in(text: str) -> AgentTicket:
     """The ticket that `text` is, or names the file of, or makes, an address, with the keys in `POLYTEMPO_KEYS`."""
-    if text == _SPENT.decode():
+    if text == _SPENT:
         raise PolytempoError(
             "this server has been started again, and the ticket of a run over several hosts travels once; set "
             f"{KEYS} to a file of keys on all ranks, so that a server can come back"

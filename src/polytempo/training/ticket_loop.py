@@ -69,7 +69,7 @@ class Dealt(NamedTuple):
 
 
 class TicketLoop:
-    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had, with this one."""
+    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
@@ -27,17 +26,15 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
-    Piece,
     PreemptAll,
     StartProcess,
     StopProcess,
     ToAgent,
-    Welcome,
 )
 from polytempo.engines.remote.starter import AgentStarter, StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.spec.placement import on_hosts
-from polytempo.spec.topology import Topology
 from polytempo.wire.channel import ChannelServer
 from polytempo.wire.keys import Keys, make_keys
 
@@ -47,22 +44,11 @@ _LOST_S = 10.0
 """After so long, they count as ended."""
 _MOST_FAILED = 3
 """After so many agents in a row that ended without a word, processes do not wait for another one."""
-PIECE_BYTES = 32 << 20
-"""Of a run's bytes, so many travel in one message."""
 _LOOK_S = 0.1
 _CLOSE_S = 8.0
 _LINGER_S = 1.0
 
 Channel = ChannelServer[FromAgent, ToAgent]
-
-
-class TravellingRun(NamedTuple):
-    """What agents get of a run."""
-
-    text: str
-    topology: Topology
-    data: bytes = b""
-    """Bytes that belong to the text, such as a model's weights."""
 
 
 class RemoteEngine:
@@ -129,13 +115,8 @@ class RemoteEngine:
             self._started[agent.number] = agent
 
     def _welcome(self, agent: Agent) -> None:
-        data = self._run.data
-        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
-        self._channel.send(
-            agent.peer, Welcome(agent.number, self._run.text, self._launch.most, self._threads, len(pieces))
-        )
-        for piece in pieces:
-            self._channel.send(agent.peer, Piece(piece))
+        for message in self._run.messages(agent.number, self._launch.most, self._threads):
+            self._channel.send(agent.peer, message)
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         taken = {agent.number for agent in self._agents}
@@ -385,15 +366,11 @@ def opened_remote(
     """The engine of a run, over agents that `starter` starts; it is closed, and they are ended, at the end.
 
     `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes;
-    None: as many as there are. `run`: what agents get, where it is not `launch.spec`; `keys`: the channel's, where agents
-    have them already. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this host's;
-    PolytempoError where agents are not there within `wait_s`.
+    None: as many as there are. `run`: what agents get, where it is not `launch.spec`; `keys`: the channel's, where
+    agents have them already. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
+    host's; PolytempoError where agents are not there within `wait_s`.
     """
-    if run is None and launch.spec is None:
-        raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
-    if run is None:
-        assert launch.spec is not None
-        run = TravellingRun(launch.spec.to_json(), launch.spec.topology())
+    run = run or TravellingRun.of(launch)
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
     with janitor.swept(home):
         logs = (home / "logs" if launch.logs is None else launch.logs).absolute()

@@ -76,7 +76,8 @@ def attach(
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
     the same everywhere. A strategy with a parameter server (`downpour`, …) starts its processes beside rank 0, or has
     shards on the processes that `pt.init(servers=…)` has set aside, and `pt.shard` deals the batches (see
-    `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
+    `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter a step. Memory: one flat copy of
+    the gradients, where `.grad` points.
     """
     strategy = sync_sgd() if strategy is None else strategy
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)

@@ -26,7 +26,8 @@ from polytempo.engines import janitor
 from polytempo.engines.engine import Engine, Launch, Role
 from polytempo.engines.init import host_digest
 from polytempo.engines.local_engine import Local
-from polytempo.engines.remote.remote_engine import TravellingRun, opened_remote
+from polytempo.engines.remote.remote_engine import opened_remote
+from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.runs.events import RunEvents
 from polytempo.runs.own_loop.rank_agents import RankAgents
 from polytempo.runs.own_loop.shard_copy import hold_shard
