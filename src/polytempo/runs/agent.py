@@ -74,10 +74,12 @@ _FAREWELL_S = 2.0
 Channel = ChannelClient[ToAgent, FromAgent]
 
 
-def serve_head(ticket: AgentTicket) -> None:
-    """Be an agent until the run is over. PolytempoError where the head cannot be reached."""
+def serve_head(ticket: AgentTicket, parent: int) -> None:
+    """Be an agent until the run is over, or `parent` is this process's no more.
+
+    PolytempoError where the head cannot be reached, or `parent` has ended before.
+    """
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    parent = os.getppid()
     with janitor.swept(home) as notes, _connected(ticket) as channel:
         channel.send(_hello(ticket))
         while (first := channel.take(_TICK_S)) is None:
