@@ -31,12 +31,12 @@ def publish(store: Store, facts: Mapping[str, Any]) -> None:
 
 
 def running(store: Store, rank: int) -> dict[str, Any]:
-    """The facts of the loop that goes on. PolytempoError where there is none."""
+    """The facts of the loop that goes on. PolytempoError where there is none, or this is rank 0, which has held it."""
     text = store.get(_KEY).decode() if store.check([_KEY]) else ""
-    if not text:
+    if not text or rank == 0:
         raise PolytempoError(
-            f"rank {rank} has been started again, and the others do not train with a parameter server, or did not yet "
-            "when its former process ended; start all ranks anew"
+            f"rank {rank} has been started again alone, and only a rank other than 0 whose world trains with a "
+            "parameter server already can come back; start all ranks anew"
         )
     found = json.loads(text)
     assert isinstance(found, dict)

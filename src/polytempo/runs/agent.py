@@ -43,8 +43,8 @@ from polytempo.engines.remote.messages import (
     FromAgent,
     Hello,
     LogLines,
-    Piece,
     PreemptAll,
+    RunData,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -98,7 +98,7 @@ def _pieces(channel: Channel, number: int, parent: int) -> bytes:
     found: list[bytes] = []
     while len(found) < number:
         message = channel.take(_TICK_S)
-        if isinstance(message, Piece):
+        if isinstance(message, RunData):
             found.append(message.data)
         elif channel.parted_s > PATIENCE_S or os.getppid() != parent:
             raise PolytempoError(

@@ -66,10 +66,10 @@ class Welcome(Struct, tag="welcome", frozen=True):
     threads: int
     """Of each process."""
     pieces: int = 0
-    """So many `Piece` messages follow."""
+    """So many `RunData` messages follow."""
 
 
-class Piece(Struct, tag="piece", frozen=True):
+class RunData(Struct, tag="data", frozen=True):
     """A part of the bytes that belong to the run's text; in order."""
 
     data: bytes
@@ -108,4 +108,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | Piece | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+ToAgent = Welcome | RunData | StartProcess | StopProcess | AskWhere | PreemptAll | Close

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from polytempo.engines.engine import Launch
-from polytempo.engines.remote.messages import Piece, ToAgent, Welcome
+from polytempo.engines.remote.messages import RunData, ToAgent, Welcome
 from polytempo.spec.topology import Topology
 
 PIECE_BYTES = 32 << 20
@@ -32,4 +32,4 @@ class TravellingRun(NamedTuple):
         starts = range(0, len(self.data), PIECE_BYTES)
         yield Welcome(number, self.text, most, threads, len(starts))
         for start in starts:
-            yield Piece(self.data[start : start + PIECE_BYTES])
+            yield RunData(self.data[start : start + PIECE_BYTES])

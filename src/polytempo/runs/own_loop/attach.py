@@ -74,17 +74,16 @@ def attach(
     `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
     and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
-    the same everywhere. A strategy with a parameter server (`downpour`, …) starts its processes beside rank 0, or has
-    shards on the processes that `pt.init(servers=…)` has set aside, and `pt.shard` deals the batches (see
-    `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter a step. Memory: one flat copy of
-    the gradients, where `.grad` points.
+    the same everywhere. A strategy with a parameter server (`downpour`, …) has it beside rank 0, or on the processes of
+    `pt.init(servers=…)`, and `pt.shard` deals the batches (`training.served_handle`); `.grad` is this rank's own there.
+    Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
     """
-    strategy = sync_sgd() if strategy is None else strategy
+    strategy, world = sync_sgd() if strategy is None else strategy, world or current()
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
-    if not isinstance(strategy, Strategy) or strategy.server is None:
-        _refuse(world or current(), strategy)
-        return attach_replica(model, optimizer, strategy, world=world, options=options)
-    return attach_served(model, optimizer, strategy, world=world or current(), options=options)
+    if isinstance(strategy, Strategy) and strategy.server is not None:
+        return attach_served(model, optimizer, strategy, world=world, options=options)
+    _refuse(world, strategy)
+    return attach_replica(model, optimizer, strategy, world=world, options=options)
 
 
 def attach_served(
