@@ -92,7 +92,7 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 TESTS ?= tests/engines
 
 test-engines: $(ENGINES)/.installed $(LIBRARY) ## engines on real Slurm, MPI, Ray, dask, Spark; one of them: TESTS=tests/engines/test_mpi.py (half an hour)
-	$(ENGINES)/bin/python -m pytest -q -p no:kmock $(TESTS)
+	PYTHONPATH=tests $(ENGINES)/bin/python -m pytest -q -p no:kmock $(TESTS)
 
 $(ENGINES)/.installed: pyproject.toml constraints.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
