@@ -82,7 +82,6 @@ def attach(
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
     if isinstance(strategy, Strategy) and strategy.server is not None:
         return attach_served(model, optimizer, strategy, world=world, options=options)
-    _refuse(world, strategy)
     return attach_replica(model, optimizer, strategy, world=world, options=options)
 
 
@@ -108,19 +107,6 @@ def attach_served(
     handle = ServedHandle(world, model, optimizer, strategy, LoopServerStart(world), allow_nan=options.allow_nan)
     set_handle(model, handle)
     return handle
-
-
-def _refuse(world: ProcessWorld, strategy: Strategy | object) -> None:
-    if world.life > 1:
-        raise ValueError(
-            f"rank {world.rank} has been started again while the others train on, and the ranks of {strategy} meet in "
-            "a process group, which no process can join again; start all of them anew"
-        )
-    if world.servers is not None:
-        raise ValueError(
-            f"{strategy} has no parameter server, and {len(world.servers.ranks)} of the launcher's processes serve; "
-            "leave out pt.init(servers=…), or use a strategy with a server, such as async_sgd()"
-        )
 
 
 def _check_servers(world: ProcessWorld, strategy: Strategy) -> None:
