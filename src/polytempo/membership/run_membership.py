@@ -56,7 +56,8 @@ class RunMembership:
         self._asked: set[int] = set()
         """Members that were asked to leave."""
         self._reports: dict[int, Report] = {}
-        self._interrupted = False
+        self._interrupted = self._broken = False
+        """Whether the members were asked to stop for newcomers, and because their group is broken."""
         self._since_s: float | None = None
         """Since when reports are collected."""
         self._lacking_since_s: float | None = None
@@ -164,8 +165,8 @@ class RunMembership:
         members = self._members()
         late = now_s - since_s > self._answer_s
         if silent := [life for life in members if life not in self._reports]:
-            stop: list[Order] = [] if self._interrupted else [Interrupt(view.generation)]
-            self._interrupted = True
+            stop: list[Order] = [] if self._broken else [Interrupt(view.generation, broken=True)]
+            self._interrupted = self._broken = True
             return [*stop, *(Kill(life) for life in silent if late)]
         if self._lacking_since_s is None:
             self._lacking_since_s = now_s
@@ -181,7 +182,7 @@ class RunMembership:
         if not stateful and (view.stateful or not reports):
             return self._fail("all workers that had the training's state were lost; go on from its last checkpoint")
         step = max((report.applied for report in stateful), default=self._step)
-        behind = [r for r in stateful if r.applied != step and not (r.applied == step - 1 and r.holds)]
+        behind = [r for r in stateful if r.applied != step and not (r.holds and r.applied + r.holds == step)]
         if behind:
             return self._fail(f"step {step} was applied, and these can neither have nor finish it: {behind}")
         stateful.sort(key=lambda report: report.applied != step)  # the first one knows all of the step
@@ -209,7 +210,7 @@ class RunMembership:
             self._places[life] = "member"
         generation = 1 if self.view is None else self.view.generation + 1
         self.view = GroupView(generation, tuple(members), stateful, step)
-        self._reports, self._interrupted = {}, False
+        self._reports, self._interrupted, self._broken = {}, False, False
         self._since_s = self._lacking_since_s = None
         return self.view
 

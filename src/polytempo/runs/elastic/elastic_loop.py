@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from polytempo.core import PeerLost, TimedOut
-from polytempo.data.sample_account import Counted
 from polytempo.engines.engine import Launch
 from polytempo.engines.local_engine import Local
 from polytempo.engines.rendezvous import Rendezvous
@@ -152,7 +151,7 @@ class _LoopWorker:
 
     def _arrive(self, world: ProcessWorld, view: GroupView) -> None:
         self._member.exchanged()
-        committed = world.drive(commit_point(world.port, self._board.wishes(), Counted()))
+        committed = world.drive(commit_point(world.port, self._board.wishes(), {}))
         self._state.keep()
         self._member.stepped()
         if not self._formed:

@@ -87,7 +87,7 @@ class _Worker:
         context, account = training.context, training.account
         assert context is not None
         assert account is not None
-        account.check(context.shard.epoch, context.shard.consumed)
+        account.check(context.shard.epoch, context.shard.consumed, context.shard.left)
         sent = world.trace.bytes_sent[world.rank] - getattr(context.observer, "off_bytes", 0)
         mine = {
             **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),

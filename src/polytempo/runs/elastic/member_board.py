@@ -77,7 +77,8 @@ class MemberBoard:
         self._written = self._read = 0
         self._looked_s = 0.0
         self._orders: list[GroupView | Dismiss | End] = []
-        self._interrupted = 0
+        self._interrupted = self._broken = 0
+        """The last generation that is to stop, and the last of which this member heard that it is broken."""
         self.leaving = False
         """Whether this member is to leave: set by a signal, too."""
         self.generation = 0
@@ -92,7 +93,7 @@ class MemberBoard:
         """Whether this member has heard that its group is to stop, or wants to leave."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._look()
-        return Wishes(stop=self.superseded, leave=self.leaving)
+        return Wishes(self.superseded, self.leaving, self._broken >= self.generation)
 
     @property
     def superseded(self) -> bool:
@@ -122,6 +123,7 @@ class MemberBoard:
             order = _message(text)
             if isinstance(order, Interrupt):
                 self._interrupted = max(self._interrupted, order.generation)
+                self._broken = max(self._broken, order.generation if order.broken else 0)
             elif isinstance(order, Leave):
                 self.leaving = True
             else:
