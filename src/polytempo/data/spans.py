@@ -1,4 +1,4 @@
-"""`PlaceSpan`: some places of an epoch's order, one behind the other. Lists of them say what was used, and what is left.
+"""`PlaceSpan`: some places of an epoch's order, one behind the other. Lists say what was used, and what is left.
 
 epoch 4     0 ┄┄┄┄ 30 ━━━━ 34 ┄┄┄┄ 38 ━━━━ 42 ┄┄┄┄ 96        [PlaceSpan(4, 30, 34), PlaceSpan(4, 38, 42)]
 """
