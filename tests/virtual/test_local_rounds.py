@@ -32,7 +32,7 @@ class OneByOne(Dataset[int]):
 
 
 class Storm:
-    """Rounds of 1 to 6 ranks, some of which break off, until all epochs are over. `used`: how often each sample counted.
+    """Rounds of 1 to 6 ranks, some of which break off, until all epochs are over. `used`: how often a sample counted.
 
     `forgets`: the places of lost ranks are not dealt again, which must be found.
     """

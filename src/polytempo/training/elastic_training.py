@@ -362,6 +362,8 @@ class ElasticTraining:
         assert self.context is not None
         found, self._meets = self._meets, None
         if found is None:
+            if not self._uncounted and port.size == 1:
+                return  # it has agreed with itself before the step
             if not self._uncounted:
                 raise mixed(self.context.replica.strategy)
             self._count()
