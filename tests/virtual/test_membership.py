@@ -64,7 +64,7 @@ def test_a_step_that_no_survivor_has_applied_is_undone() -> None:
 def test_no_view_comes_before_the_end_of_a_lost_member_is_known() -> None:
     """A member that is only slow must not train on beside the others."""
     machine = begun()
-    assert machine.receive(1.0, report(0, 7)) == [Interrupt(1)]
+    assert machine.receive(1.0, report(0, 7)) == [Interrupt(1, broken=True)]
     assert machine.receive(1.0, report(1, 7)) == []
     assert machine.tick(12.0) == [Kill(2)]
     assert machine.ended(12.1, 2) == [GroupView(2, (0, 1), 2, 7)]

@@ -50,6 +50,8 @@ class Interrupt(NamedTuple):
     """The members of this generation stop at their next common border of steps, because others want to join."""
 
     generation: int
+    broken: bool = False
+    """Whether a member is lost, or has left: the group cannot go on, nor can it still be formed."""
 
 
 class Leave(NamedTuple):

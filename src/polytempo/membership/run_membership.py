@@ -56,7 +56,8 @@ class RunMembership:
         self._asked: set[int] = set()
         """Members that were asked to leave."""
         self._reports: dict[int, Report] = {}
-        self._interrupted = False
+        self._interrupted = self._broken = False
+        """Whether the members of the view were told to stop; and that their group cannot go on."""
         self._since_s: float | None = None
         """Since when reports are collected."""
         self._lacking_since_s: float | None = None
@@ -164,9 +165,7 @@ class RunMembership:
         members = self._members()
         late = now_s - since_s > self._answer_s
         if silent := [life for life in members if life not in self._reports]:
-            stop: list[Order] = [] if self._interrupted else [Interrupt(view.generation)]
-            self._interrupted = True
-            return [*stop, *(Kill(life) for life in silent if late)]
+            return [*self._stop(view, members), *(Kill(life) for life in silent if late)]
         if self._lacking_since_s is None:
             self._lacking_since_s = now_s
         reports = [self._reports[life] for life in members]
@@ -174,6 +173,13 @@ class RunMembership:
             self.over = True
             return [End()]
         return self._next(view, reports, late=now_s - self._lacking_since_s > self._answer_s)
+
+    def _stop(self, view: GroupView, members: list[int]) -> list[Order]:
+        """Let the other members stop; those that wait for one that will not come, at once."""
+        broken = len(members) < len(view.members) or any(not each.finished for each in self._reports.values())
+        known = (self._interrupted, self._broken)
+        self._interrupted, self._broken = True, self._broken or broken
+        return [] if (self._interrupted, self._broken) == known else [Interrupt(view.generation, self._broken)]
 
     def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         """The view after `view`, all of whose living members have reported."""
@@ -209,7 +215,7 @@ class RunMembership:
             self._places[life] = "member"
         generation = 1 if self.view is None else self.view.generation + 1
         self.view = GroupView(generation, tuple(members), stateful, step)
-        self._reports, self._interrupted = {}, False
+        self._reports, self._interrupted, self._broken = {}, False, False
         self._since_s = self._lacking_since_s = None
         return self.view
 
