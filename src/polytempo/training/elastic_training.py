@@ -76,7 +76,7 @@ class ElasticTraining:
         """The model's buffers as they were before the step in hand."""
         self._inherited: Saved | None = None
         """Residuals of members that have left politely, which this one has taken over."""
-        self._stop = self._some_leave = self._leaves = False
+        self._stop = self._some_leave = self._leaves = self._save = False
         self.on_step: Callable[[], None] | None = None
         """Called once, after the next step that is applied in a group."""
         self._handle: Handle | None = None
@@ -119,7 +119,7 @@ class ElasticTraining:
         self._place = self.context.shard.state_dict()
         if committed is not None:
             assert self.account is not None
-            self._stop, self._some_leave = committed.stop, committed.leaving > 0
+            self._stop, self._some_leave, self._save = committed.stop, committed.leaving > 0, committed.save
             self.account.add(self.context.shard.epoch, committed.counted)
             if self.on_step is not None:
                 self.on_step()
@@ -138,7 +138,7 @@ class ElasticTraining:
         port, spec = world.port, self.spec
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
-        self._stop = self._some_leave = False
+        self._stop = self._some_leave = self._save = False
         handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
         self._handle = handle
@@ -151,6 +151,7 @@ class ElasticTraining:
             observer=CollectiveObserver(world, self._evaluation),
             scheduler=self._scheduler,
             unchecked=self._unchecked,
+            leaves=lambda step: self._save,
             record=self._record,
         )
         if view.stateful:

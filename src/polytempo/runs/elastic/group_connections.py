@@ -2,8 +2,8 @@
 
 launcher: a member is lost ──▶ board ──▶ a thread of each other member ── shutdown(2) ──▶ its main thread, inside gloo
 
-gloo notices the end of a connection and its deadline, nothing else. A process that is killed ends its connections; a host
-that is stopped, or whose cable is cut, does not.
+gloo notices the end of a connection and its deadline, nothing else. A process that is killed ends its connections; a
+host that is stopped, or whose cable is cut, does not.
 """
 
 from __future__ import annotations

@@ -36,9 +36,14 @@ class Formed(NamedTuple):
     generation: int
 
 
+class SaveAndEnd(NamedTuple):
+    """The run has to leave: its members save the same step, and end."""
+
+
 Said = Ready | Report | Row | Formed
+Told = GroupView | Interrupt | Leave | Dismiss | End | SaveAndEnd
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End)
+    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End, SaveAndEnd)
 }
 
 
@@ -54,7 +59,7 @@ class LauncherBoard:
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
 
-    def tell(self, life: int, order: GroupView | Interrupt | Leave | Dismiss | End) -> None:
+    def tell(self, life: int, order: Told) -> None:
         """Leave a message for a member."""
         number = self._written.get(life, 0)
         self._rendezvous.set(f"down/{life}/{number}", _text(order))
@@ -80,6 +85,7 @@ class MemberBoard:
         self._orders: list[GroupView | Dismiss | End] = []
         self._interrupted = self._broken = 0
         self._looking = threading.Lock()
+        self._saves = False
         self.leaving = False
         """Whether this member is to leave: set by a signal, too."""
         self.generation = 0
@@ -94,7 +100,7 @@ class MemberBoard:
         """Whether this member has heard that its group is to stop, or wants to leave."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self.look()
-        return Wishes(stop=self.superseded, leave=self.leaving)
+        return Wishes(stop=self.superseded, leave=self.leaving, save=self._saves)
 
     @property
     def superseded(self) -> bool:
@@ -135,12 +141,14 @@ class MemberBoard:
                 self._read += 1
                 self._take(_message(text))
 
-    def _take(self, order: GroupView | Interrupt | Leave | Dismiss | End) -> None:
+    def _take(self, order: Told) -> None:
         if isinstance(order, Interrupt):
             self._interrupted = max(self._interrupted, order.generation)
             self._broken = max(self._broken, order.generation * order.broken)
         elif isinstance(order, Leave):
             self.leaving = True
+        elif isinstance(order, SaveAndEnd):
+            self._saves = True
         else:
             self._orders.append(order)
 
