@@ -4,8 +4,8 @@
 
 Run it as root in the first of four network namespaces; the processes of each host get a PID namespace of their own, so
 no memory is shared between hosts. The launcher and one host share the first namespace. In each run workers are killed,
-stopped and sent away, one host is stopped for 5 s, the cable of another is cut for 5 s, one host gets SIGTERM and leaves,
-and at last one is killed. Recovery is the time from the fault until the others have made a step without what it befell.
+stopped and sent away, one host is stopped for 5 s, the cable of another is cut for 5 s, one host gets SIGTERM and
+leaves, and at last one is killed. Recovery is the time from the fault until the others have made a step without what it befell.
 """
 
 from __future__ import annotations

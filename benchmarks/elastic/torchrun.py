@@ -3,7 +3,7 @@
     python benchmarks/elastic/torchrun.py --kills 20 --every 15       # a checkpoint each epoch
     python benchmarks/elastic/torchrun.py --kills 20 --every 1        # after each step
 
-Four workers train digits by DistributedDataParallel over gloo, global batch 96, a step lasts 10 ms at least. Workers get
+Four workers train digits by DistributedDataParallel over gloo, global batch 96, a step lasts 10 ms at least. They get
 SIGKILL at random moments. *Goes on*: from the signal to the next step of any number; *caught up*: until a step is made
 that had not been made before. The steps between are done again: lost work.
 """
