@@ -1,4 +1,4 @@
-"""Workers that average their models now and then are killed, sent away and taken in: all samples count, and it learns."""
+"""Workers that average their models are killed, sent away and taken in: all samples count, and the model learns."""
 
 from __future__ import annotations
 

@@ -79,6 +79,23 @@ def test_newcomers_come_in_at_a_border_of_steps_behind_those_that_have_the_state
     assert machine.receive(2.0, report(0, 9)) == [GroupView(2, (0, 1, 2, 3), 3, 9)]
 
 
+def test_a_group_is_called_broken_only_when_a_member_is_gone() -> None:
+    """Newcomers do not end the forming of a group; a loss does, also after them."""
+    machine = begun(restarts=5)
+    machine.want(1.0, 4)
+    assert machine.receive(2.0, Ready(3)) == [Interrupt(1)]
+    assert machine.ended(3.0, 2) == [Begin(4), Interrupt(1, broken=True)]
+    assert machine.tick(3.1) == []
+
+
+def test_a_run_that_is_to_end_keeps_those_that_want_to_leave_and_begins_none() -> None:
+    machine = begun(minimum=3, restarts=5)
+    machine.save_and_end()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 5, leaving=True))
+    assert machine.receive(1.0, report(1, 5, leaving=True)) == [GroupView(2, (0, 1), 2, 5)]
+
+
 def test_a_lost_process_is_replaced_as_often_as_was_said() -> None:
     machine = begun(restarts=1)
     assert machine.ended(1.0, 2)[0] == Begin(3)

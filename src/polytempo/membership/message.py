@@ -52,8 +52,7 @@ class Interrupt(NamedTuple):
 
     generation: int
     broken: bool = False
-    """A member is lost or has left the group, so there is no common border any more: they stop after the step in hand.
-    """
+    """Whether a member is lost, or has left: the group cannot go on, nor can it still be formed."""
 
 
 class Leave(NamedTuple):

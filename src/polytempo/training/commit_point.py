@@ -1,11 +1,11 @@
 """`CommitPoint`: between a step's exchange and its application, the ranks make sure that all have the whole answer.
 
-    exchange ──▶ all-reduce of four numbers ──▶ optimizer.step(), or parameters are replaced by what was exchanged
-                 [who wants to stop, who leaves, samples, their marks]
+    exchange ──▶ all-reduce of five numbers ──▶ optimizer.step(), or parameters become what was exchanged
+                 [who wants to stop, who leaves, who was told to save, samples, their marks]
 
 A rank that comes back from the all-reduce knows that all have issued it, and so hold the answer. It costs a message of
-32 bytes, and 16 for each epoch but one of which there are samples. The same message tells all ranks alike whether they
-stop after this step, and adds up the samples.
+40 bytes, and 16 more for each further epoch of which there are samples. The same message tells all ranks alike whether
+they stop after this step, and adds up the samples.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class Wishes(NamedTuple):
 
     stop: bool = False
     leave: bool = False
+    save: bool = False
+    """The whole run is to be saved, and to end."""
     broken: bool = False
-    """Whether another rank of its group is lost, so that there will be no next commit point."""
+    """Another rank of the group is lost, so that there will be no next commit point."""
 
 
 class Committed(NamedTuple):
@@ -37,6 +39,8 @@ class Committed(NamedTuple):
     """How many of them leave then."""
     counted: dict[int, Counted]
     """The samples of the step, or of the steps since the last commit point, over all ranks and by epoch."""
+    save: bool = False
+    """Whether they save this step, and end."""
 
 
 async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -> Committed:
@@ -45,7 +49,7 @@ async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -
     Raises what an all-reduce raises where a rank is lost.
     """
     stop, epochs = wishes.stop or wishes.leave, sorted(own)
-    numbers = [stop, wishes.leave, *(number for epoch in epochs for number in own[epoch])]
-    stops, leaving, *sums = (await port.all_reduce(torch.tensor(numbers, dtype=torch.int64))).tolist()
+    numbers = [stop, wishes.leave, wishes.save, *(number for epoch in epochs for number in own[epoch])]
+    stops, leaving, saving, *sums = (await port.all_reduce(torch.tensor(numbers, dtype=torch.int64))).tolist()
     counted = {epoch: Counted() + Counted(*sums[2 * i : 2 * i + 2]) for i, epoch in enumerate(epochs)}
-    return Committed(stops > 0, leaving, counted)
+    return Committed(stops > 0, leaving, counted, saving > 0)

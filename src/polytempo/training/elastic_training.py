@@ -85,7 +85,7 @@ class ElasticTraining:
         """The model's buffers as they were before the step in hand."""
         self._inherited: Saved | None = None
         """Residuals of members that have left politely, which this one has taken over."""
-        self._stop = self._some_leave = self._leaves = False
+        self._stop = self._some_leave = self._leaves = self._save = False
         self.on_step: Callable[[], None] | None = None
         """Called once, after the next step that is applied in a group."""
         self._handle: Handle | None = None
@@ -148,7 +148,7 @@ class ElasticTraining:
         self._place, self._round = self._next_place, LocalRound()
         if committed is not None:
             assert self.account is not None
-            self._stop, self._some_leave = committed.stop, committed.leaving > 0
+            self._stop, self._some_leave, self._save = committed.stop, committed.leaving > 0, committed.save
             self.account.add(committed.counted)
             self._goes_on()
 
@@ -171,7 +171,7 @@ class ElasticTraining:
         self._begun = False
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
-        self._stop = self._some_leave = False
+        self._stop = self._some_leave = self._save = False
         handle = self._attached(world, view)
         check_elastic(handle.replica.strategy)
         self._handle = handle
@@ -184,6 +184,7 @@ class ElasticTraining:
             observer=CollectiveObserver(world, self._evaluation),
             scheduler=self._scheduler,
             unchecked=self._unchecked,
+            leaves=lambda step: self._save,
             record=self._record,
         )
         if handle.replica.parameters is not None:

@@ -121,7 +121,7 @@ class _LoopWorker:
             self._enter(order)
             finished, result = False, None
             try:
-                with joined_group(self._rendezvous.store, order, board.life, board.check, self._timeout_s) as world:
+                with joined_group(self._rendezvous.store, order, board, self._timeout_s) as world:
                     result = self._take_part(world, order)
                     finished = True
             except (PeerLost, TimedOut, Stopped, Superseded) as error:

@@ -63,9 +63,7 @@ class _Worker:
         """Train in one group. Returns whether the training came to its end."""
         self._result = None
         try:
-            with joined_group(
-                self._rendezvous.store, view, self._board.life, self._board.check, self._spec.options.timeout_s
-            ) as world:
+            with joined_group(self._rendezvous.store, view, self._board, self._spec.options.timeout_s) as world:
                 self._training.begin(world, view)
                 if world.rank == 0:
                     self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
