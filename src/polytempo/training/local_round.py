@@ -23,6 +23,7 @@ from polytempo.data.sample_account import Counted, counted_by_epoch
 from polytempo.data.spans import PlaceSpan, between, joined, without
 from polytempo.training.agree import gather_json
 from polytempo.training.fingerprint import fingerprint
+from polytempo.training.replica import Replica
 
 Place = Mapping[str, Any]
 """A position in the data, as `DataShard.state_dict` has it."""
@@ -89,6 +90,15 @@ async def models_differ(port: Port, groups: Sequence[Mapping[str, Tensor]], rank
     """Whether the first `ranks` of the group have models with other bits. Cost: reads them, and a short text each."""
     told = await gather_json(port, [fingerprint(group.values()) for group in groups])
     return any(each != told[0] for each in told[:ranks])
+
+
+async def check_alike(port: Port, replica: Replica) -> None:
+    """ValueError where ranks' models differ, for a copy of this one is no state that others could go on from."""
+    if await models_differ(port, [replica.trainable], port.size):
+        raise ValueError(
+            f"commit() after step {replica.step}, where workers' models differ: {replica.strategy} brings them "
+            "together on some steps, or never; commit on those steps alone, or use pt.run"
+        )
 
 
 @torch.no_grad()

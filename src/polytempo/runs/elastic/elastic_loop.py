@@ -26,9 +26,11 @@ from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
-from polytempo.training.attached import detach_from
+from polytempo.training.attached import detach_from, handle_of
 from polytempo.training.commit_point import commit_point
 from polytempo.training.elastic_training import Stopped
+from polytempo.training.handle import Handle
+from polytempo.training.local_round import check_alike
 from polytempo.training.loop_state import ElasticState
 from polytempo.worlds import ProcessWorld
 
@@ -150,6 +152,9 @@ class _LoopWorker:
         return self._train(self._state)
 
     def _arrive(self, world: ProcessWorld, view: GroupView) -> None:
+        handle = handle_of(self._state.model)
+        if isinstance(handle, Handle) and not handle.replica.strategy.synchronized and world.size > 1:
+            world.drive(check_alike(world.port, handle.replica))
         self._member.exchanged()
         committed = world.drive(commit_point(world.port, self._board.wishes(), {}))
         self._state.keep()
