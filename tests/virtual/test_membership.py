@@ -49,6 +49,23 @@ def test_a_step_that_one_survivor_has_applied_is_finished_by_all() -> None:
     ]  # 1 knows all of step 8, so it comes first
 
 
+def test_a_round_of_steps_is_finished_as_one() -> None:
+    machine = begun()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 8)._replace(holds=4))
+    assert machine.receive(1.0, report(1, 12)) == [GroupView(2, (1, 0), 2, 12)]
+    member = ElasticMember(0)
+    member.taken_over(8)
+    member.exchanged(4)
+    assert member.enter(GroupView(2, (1, 0), 2, 12)) == "finish"
+    member.stepped()
+    assert (member.applied, member.holds) == (12, 0)
+    machine = begun()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 8)._replace(holds=3))  # of another round: this cannot be
+    assert isinstance(machine.receive(1.0, report(1, 12))[-1], Fail)
+
+
 def test_a_step_that_no_survivor_has_applied_is_undone() -> None:
     machine = begun()
     machine.ended(1.0, 2)
@@ -165,7 +182,7 @@ def test_bounds_that_no_run_can_keep_are_refused() -> None:
 def test_a_storm_loses_no_step_and_applies_none_by_halves() -> None:
     kinds = {"regrouped": 0, "finished": 0}
     for seed in range(SEEDS):
-        storm = Storm(seed)
+        storm = Storm(seed, steps=1 + seed % 3)
         try:
             storm.run()
         except (Broken, AssertionError) as error:
