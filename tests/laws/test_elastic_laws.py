@@ -18,6 +18,7 @@ from polytempo.synchronization import every
 from polytempo.training.elastic_strategies import check_elastic
 from polytempo.training.local_round import give_mean, keep_mean
 from polytempo.training.requirements import fitted
+from polytempo.training.residual_handover import handed_over, residuals_by_path
 from polytempo.worlds import VirtualWorld
 
 AGREE = [
@@ -204,3 +205,49 @@ def test_newcomers_get_the_mean_and_those_that_leave_leave_the_mean() -> None:
     VirtualWorld(HOST, 4).run(leaving)
     torch.testing.assert_close(torch.stack([now(rank) for rank in (0, 2, 3)]).mean(0), mean)
     torch.testing.assert_close(now(0) - now(2), at_first[0] - at_first[2])
+
+
+# ---------------------------------------------------------------------- residuals
+
+
+def residuals(rank: Rank) -> dict[str, Tensor]:
+    """What a rank has held back, by path."""
+    held = residuals_by_path(rank.replica.states())
+    return {path: tensor.double().clone() for path, tensor in held.items() if tensor is not None}
+
+
+HOLDING = [row for row in ROWS if residuals_by_path(Rank(row.make(), 0, 3, SETTING, False).replica.states())]
+
+
+@pytest.mark.parametrize("row", HOLDING, ids=label)
+def test_residuals_are_handed_on_with_their_sum_and_newcomers_begin_with_none(row: Row) -> None:
+    """Of 3 ranks one leaves politely; then a newcomer takes its place with the state of the first."""
+    ranks, _ = run(row.make(), 3, 6, SETTING)
+    before = [residuals(rank) for rank in ranks]
+    assert any(before)
+    taken: list[Any] = [None] * 3
+
+    async def leave(port: Port) -> None:
+        mine = residuals_by_path(ranks[port.rank].replica.states())
+        taken[port.rank] = await handed_over(port, mine, leaves=port.rank == 1)
+
+    VirtualWorld(HOST, 3).run(leave)
+    assert taken[1] is taken[2] is None
+    after = [Rank(row.make(), place, 3, SETTING, False) for place in range(3)]
+    for rank, old in zip(after, (0, 2, None), strict=True):
+        source = ranks[old or 0]
+        rank.model.load_state_dict(source.model.state_dict())
+        rank.optimizer.load_state_dict(source.optimizer.state_dict())
+        own = source.replica.state()
+        rank.replica.restore(own, [] if old is None else [own, taken[0]] if old == 0 else [own])
+    found = [residuals(rank) for rank in after]
+    assert not found[2]
+    for path in {path for each in before for path in each}:
+        total, held = (sum(each[path] for each in several if path in each) for several in (before, found))
+        torch.testing.assert_close(held, total, rtol=1e-12, atol=1e-12)
+
+    async def go_on(port: Port) -> None:
+        await after[port.rank].steps(port, 6, 12)
+
+    VirtualWorld(HOST, 3).run(go_on)
+    assert all(flat(rank.model).isfinite().all() for rank in after)
