@@ -194,6 +194,7 @@ class _Agent:
         """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
         grace_s = float(json.loads(self._spec).get("options", {}).get("grace_s", 30.0))
         self._leaves_until_s = time.monotonic() + grace_s
+        self._beat_at_s = 0.0  # the head should know at once
         _on_sigterm(end_politely)
         self._engine.preempt()
 
@@ -205,6 +206,9 @@ class _Agent:
 
     def _start(self, order: StartProcess) -> None:
         role = Role(**order.role)
+        if self._leaves_until_s is not None and role.kind == "member":  # it would take part for a moment at most
+            self._channel.send(Ended(role.life, -signal.SIGTERM))
+            return
         self._orders[role.life] = order
         if self._memory is None:  # before the first of them is forked
             self._memory = host_memory(json.loads(order.setting), self._number, self._home)
@@ -240,7 +244,7 @@ class _Agent:
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + BEAT_S
             stopped = tuple(life for life, process in self._processes.items() if process.stopped)
-            self._channel.send(AgentBeat(stopped))
+            self._channel.send(AgentBeat(stopped, self._leaves_until_s is not None))
 
 
 class _Log:

@@ -32,3 +32,5 @@ class Agent:
     lost: str | None = None
     """Why it is lost, in words."""
     left: bool = False
+    leaving: bool = False
+    """Whether its host was asked to leave."""

@@ -27,9 +27,10 @@ class Hello(Struct, tag="hello", frozen=True):
 
 
 class AgentBeat(Struct, tag="beat", frozen=True):
-    """An agent lives; `stopped` of its processes are held by a signal."""
+    """An agent lives; `stopped` of its processes are held by a signal. `leaving`: its host was asked to leave."""
 
     stopped: tuple[int, ...] = ()
+    leaving: bool = False
 
 
 class LogLines(Struct, tag="log", frozen=True):

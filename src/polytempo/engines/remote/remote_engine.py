@@ -209,7 +209,10 @@ class RemoteEngine:
         return True
 
     def _agent_for(self, role: Role, host: int) -> Agent | None:
-        """Of those that live and have room: one without a copy of the same shard, on `host`, with few processes."""
+        """Of those that live and have room: one that stays, without a copy of the same shard, on `host`, with few
+        processes.
+        """
+        now_s = time.monotonic()
         free = [
             agent
             for agent in self._agents
@@ -220,9 +223,10 @@ class RemoteEngine:
             others = [process.role for agent in agents for process in agent.processes.values()]
             return role.kind == "copy" and any((one.kind, one.shard) == ("copy", role.shard) for one in others)
 
-        def cost(agent: Agent) -> tuple[bool, bool, bool, int, int]:
+        def cost(agent: Agent) -> tuple[bool, bool, bool, bool, int, int]:
             on_host = twin_in([each for each in self._agents if each.host == agent.host])
-            return on_host, twin_in([agent]), agent.host != host, len(agent.processes), agent.number
+            unsure = agent.leaving or now_s - agent.heard_s > _SILENT_S
+            return unsure, on_host, twin_in([agent]), agent.host != host, len(agent.processes), agent.number
 
         return min(free, key=cost, default=None)
 
@@ -297,7 +301,8 @@ class RemoteEngine:
             return
         agent.heard_s = time.monotonic()
         match message:
-            case AgentBeat(stopped):
+            case AgentBeat(stopped, leaving):
+                agent.leaving = leaving
                 for life, process in agent.processes.items():
                     process.stopped = life in stopped
             case LogLines(life, text) if life in agent.processes:
