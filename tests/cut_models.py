@@ -107,7 +107,10 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm, self.opaque, self.top = nn.LSTM(5, 6, batch_first=True), Opaque(), nn.Linear(6, 3)
 
-    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor, double: bool = False) -> Tensor:
+        assert mask is None
+        if not double:
+            scale = scale * 2
         hidden, (last, _) = self.lstm(x)
         steps = hidden.size(1)
         y = self.opaque(last[0])
@@ -138,7 +141,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "tied": (lambda: Tied(by_name=False), _tokens),
     "tied by name": (lambda: Tied(by_name=True), _tokens),
     "inception": (Inception, lambda: (torch.randn(5, 6),)),
-    "recurrent": (Recurrent, lambda: {"x": torch.randn(4, 3, 5), "scale": torch.rand(1)}),
+    "recurrent": (Recurrent, lambda: {"x": torch.randn(4, 3, 5), "scale": torch.rand(1), "double": True}),
 }
 
 

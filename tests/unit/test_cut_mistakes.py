@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Thread
 
 import pytest
 import torch
@@ -80,6 +81,35 @@ def test_a_sample_that_does_not_fit_is_named() -> None:
         cut(linear(), 2, sample=X).layouts(X, X)
 
 
+def checks(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    assert 0 < x.shape[1] <= 4, f"{x.shape[1]} columns"
+    assert not x.is_complex()
+    if x.shape[1] != 4 or x.dim() == 1:
+        raise ValueError("expected four columns")
+    return layers[2](layers[1](layers[0](x)))
+
+
+def test_checks_are_taken_as_passed() -> None:
+    model = Lambda(checks)
+    assert torch.equal(chained(cut(model, 3, sample=X), (X,)), model(X))
+
+
+def test_another_thread_computes_while_one_traces() -> None:
+    """Tracing replaces `nn.Module.__call__` for all threads."""
+    other = linear()
+    answers: list[Tensor] = []
+
+    def meanwhile(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        thread = Thread(target=lambda: answers.append(other(X) + torch.rand(2, 4) * other[0].weight.sum()))
+        thread.start()
+        thread.join()
+        return layers[2](layers[0](x))
+
+    cut(Lambda(meanwhile), 2, sample=X)
+    assert len(answers) == 2, "one for training, one for evaluation"
+    assert all(type(each) is Tensor for each in answers)
+
+
 def changes(layers: nn.ModuleList, x: Tensor) -> Tensor:
     x = layers[0](x)
     view = x.view(-1, 2)
@@ -96,7 +126,7 @@ def test_a_tensor_and_what_changes_it_in_place_stay_together() -> None:
     with pytest.raises(ValueError, match=r"no stage can begin at layers\.1: iadd changes it in place"):
         cut(model, sample=X, by=["layers.1"])
     assert len(cut(cnn(), sample=torch.ones(2, 2, 6, 6), by=["3"]).stages) == 2
-    with pytest.raises(ValueError, match=r"no stage can begin at 2: _2 changes it in place, and 1 … 2 stay together"):
+    with pytest.raises(ValueError, match=r"no stage can begin at 2: 2 changes it in place, and 1 … 2 stay together"):
         cut(cnn(), sample=torch.ones(2, 2, 6, 6), by=["2"])
 
 
@@ -108,13 +138,13 @@ def repeats(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 def test_a_module_with_buffers_is_in_one_stage_and_others_are_shared() -> None:
     model = Lambda(repeats)
-    shared = cut(model, sample=X, by=["layers_0_1", "layers.2"]).shared
+    shared = cut(model, sample=X, by=["layers.0#2", "layers.2"]).shared
     assert shared == {
         f"layers.{k}.{name}": dict.fromkeys((0, 1), f"layers.{k}.{name}") for k in (0, 1) for name in ("weight", "bias")
     }
     model.layers[1] = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match=r"layers\.1 has buffers and is called there and before"):
-        cut(model, sample=X, by=["layers_0_1"])
+        cut(model, sample=X, by=["layers.0#2"])
 
 
 def drawn(layers: nn.ModuleList, x: Tensor) -> Tensor:

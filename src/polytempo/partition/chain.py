@@ -136,9 +136,9 @@ def _in_place(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None]
             known = [each for each in there if each is not None]
             if len(known) < len(there):  # an input or a buffer: every stage that uses it has one of its own
                 known = [at, *(each for alias in aliases[key] for each in users(alias, place))]
-                yield Joint(min(known), max(known), f"{node.name} changes in place what is used there and before")
+                yield Joint(min(known), max(known), f"{_label(node)} changes in place what is used there and before")
             else:
-                yield Joint(min(known), at, f"{node.name} changes it in place")
+                yield Joint(min(known), at, f"{_label(node)} changes it in place")
 
 
 def _unsendable(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None]) -> Iterator[Joint]:
@@ -166,6 +166,10 @@ def _called_again(model: nn.Module, graph: fx.Graph, place: Mapping[fx.Node, int
     for name, places in calls.items():
         if len(places) > 1:
             yield Joint(min(places), max(places), f"{name} has buffers and is called there and before")
+
+
+def _label(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
 
 
 def _storages(value: Any) -> set[int]:

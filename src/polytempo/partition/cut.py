@@ -51,7 +51,11 @@ class StageCost:
     bytes_in: int
     """Values that it receives."""
     bytes_out: int
-    """Values that it sends, one to three targets counted three times."""
+    """Values that it sends, each once per target."""
+
+    def memory_bytes(self, state_per_parameter: float) -> float:
+        """Parameters, gradients, the optimizer's state, and what is kept of one micro-batch."""
+        return self.parameter_bytes * (2 + state_per_parameter) + self.saved_bytes
 
 
 @dataclass(frozen=True)

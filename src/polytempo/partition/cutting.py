@@ -1,4 +1,13 @@
-"""`cut`: a model into stages, by hand, by balance or by the smallest traffic."""
+"""`cut`: a model into stages, by hand, by balance or by the smallest traffic.
+
+| by | minimized; among equal cuts the least traffic is taken | the same on all ranks |
+|---|---|---|
+| `"operations"` | the most operations of a stage, counted (`profile.counted`) | yes |
+| `"memory"` | the most memory of a stage, counted | yes |
+| `"traffic"` | bytes of all values and of the gradients that come back | yes |
+| `"time"` | the longest time of a stage, measured here on one thread | no: give `begins` to the others |
+| names | nothing: each layer or operation named begins a stage | yes |
+"""
 
 from __future__ import annotations
 
@@ -37,22 +46,13 @@ def cut(
 ) -> Cut:
     """Cut `model` into `stages`, each a module of its own with the model's parameters.
 
-        cut = pt.partition.cut(model, 4, sample=x)                       # the slowest stage has the fewest operations
-        cut = pt.partition.cut(model, sample=x, by=["blocks.1", "scores"])  # three stages, by hand
+        cut(model, 4, sample=x)                                # the slowest stage has the fewest operations
+        cut(model, sample=x, by=["blocks.1", "scores"])  # three stages, by hand
 
     `sample` is what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not
     matter, but sizes do: operations, bytes and times are those of the sample.
 
-    `by` says what is minimized; among equal cuts the least traffic is taken:
-
-    | by | minimized | the same on all ranks |
-    |---|---|---|
-    | `"operations"` | the most operations of a stage, counted (`profile.counted`) | yes |
-    | `"memory"` | the most memory of a stage, counted | yes |
-    | `"traffic"` | bytes of all values and of the gradients that come back | yes |
-    | `"time"` | the longest time of a stage, measured here on one thread | no: give `begins` to the others |
-    | names | nothing: each layer or operation named begins a stage | yes |
-
+    `by`: what is the least of the largest stage (the module's table), or the names of layers that begin stages.
     `within` lets the chosen stages have so many times the least possible maximum, and among these cuts the one with the
     least traffic is taken: 1 if `by` is a cost, 1.5 times the operations of the balanced cut if it is the traffic
     (`math.inf`: whatever the balance). `memory_bytes` bounds parameters, gradients, the optimizer's state

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 
@@ -21,13 +22,15 @@ class Places:
         for position, node in enumerate(chain.nodes):
             for name in _modules(node):
                 self._first.setdefault(name, position)
+        self._own = dict(zip(chain.nodes, labels(chain.nodes), strict=True))
         for position, node in enumerate(chain.nodes):
-            self._first.setdefault(node.name, position)
+            self._first.setdefault(self._own[node], position)
 
     def begin(self, position: int) -> str:
         """A name for what begins at the position: the outermost module, or the operation."""
         node = self._chain.nodes[position]
-        return next((name for name in (*_modules(node), node.name) if self._first[name] == position), node.name)
+        own = self._own[node]
+        return next((name for name in (*_modules(node), own) if self._first[name] == position), own)
 
     def ends(self, begins: Sequence[str], stages: int | None) -> tuple[int, ...]:
         """Where the stages end that begin at these names. ValueError for names that cannot begin one."""
@@ -70,8 +73,17 @@ class Places:
             for name in _modules(node)
         }
         for node in self._chain.nodes[first:end]:
-            found.setdefault(next((name for name in _modules(node) if name not in outside), node.name))
+            found.setdefault(next((name for name in _modules(node) if name not in outside), self._own[node]))
         return tuple(found)
+
+
+def labels(nodes: Iterable[fx.Node]) -> Iterator[str]:
+    """A name for each node: of a module's second call "blocks.1#2", of an operation that of the graph: "add_1"."""
+    calls: Counter[str] = Counter()
+    for node in nodes:
+        name = str(node.target) if node.op == "call_module" else node.name
+        calls[name] += 1
+        yield name if calls[name] == 1 else f"{name}#{calls[name]}"
 
 
 def _modules(node: fx.Node) -> list[str]:

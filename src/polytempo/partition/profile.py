@@ -50,8 +50,7 @@ def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, F
     counter = FlopCounterMode(display=False, custom_mapping=_attention_flops())
     with torch.random.fork_rng(devices=[]), mode, counter, torch.enable_grad():
         walk = _Counting(model, traced.graph, state, counter)
-        given = [fake(value, mode) for value in inputs.values]
-        _run(walk, given)
+        _run(walk, [fake(value, mode) for value in inputs.traced_values])
         return walk.facts
 
 
@@ -61,19 +60,20 @@ def measured(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, 
     The model's buffers, gradients and the generators of random numbers stay as they are.
     """
     threads = torch.get_num_threads()
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    given = [tree_map_only(Tensor, torch.clone, value) for value in inputs.traced_values]
     runs = []
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for _ in range(_REPEATS + 1):
-                state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-                buffers = {id(each): each.clone() for each in model.buffers()}
-                state |= {n: buffers[id(each)] for n, each in model.named_buffers(remove_duplicate=False)}
-                walk = _Timing(model, traced.graph, state | traced.constants)
-                _run(walk, [each.clone() if isinstance(each, Tensor) else each for each in inputs.values])
+                walk = _Timing(model, traced.graph, traced.constants)
+                _run(walk, given)
                 runs.append(walk.seconds)
     finally:
         torch.set_num_threads(threads)
+        for buffer, kept in before:
+            buffer.copy_(kept)
     return {node: median(run[node] for run in runs[1:]) for node in runs[0]}
 
 
@@ -105,10 +105,9 @@ class _Walk(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         return self.state[target] if target in self.state else super().fetch_attr(target)
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begin = f"{target}."
-        own = {name.removeprefix(begin): each for name, each in self.state.items() if name.startswith(begin)}
-        return functional_call(self.submodules[target], own, args, kwargs)
+    def parameters_of(self, target: str) -> list[Tensor]:
+        """Those of a submodule."""
+        return list(self.submodules[target].parameters())
 
     def alone(self, n: fx.Node) -> _Alone:
         """The node's call apart from what computed its arguments, so that its backward ends at them."""
@@ -119,12 +118,9 @@ class _Walk(fx.Interpreter):
             return leaves[-1].clone()  # a leaf itself must not be changed in place
 
         args, kwargs = tree_map_only(Tensor, copied, self.fetch_args_kwargs_from_env(n))
-        leaves += [
-            each for name, each in self.state.items() if n.op == "call_module" and name.startswith(f"{n.target}.")
-        ]
-        return _Alone(
-            partial(getattr(self, n.op), n.target, args, kwargs), [each for each in leaves if each.requires_grad]
-        )
+        leaves += self.parameters_of(str(n.target)) if n.op == "call_module" else []
+        forward = partial(getattr(self, n.op), n.target, args, kwargs)
+        return _Alone(forward, [each for each in leaves if each.requires_grad])
 
 
 class _Alone(NamedTuple):
@@ -150,6 +146,16 @@ class _Counting(_Walk):
         self.facts: dict[fx.Node, Fact] = {}
         self.own = {storage(each) for each in state.values()}
 
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return functional_call(self.submodules[target], self._state_of(target), args, kwargs)
+
+    def parameters_of(self, target: str) -> list[Tensor]:
+        return list(self._state_of(target).values())
+
+    def _state_of(self, target: str) -> dict[str, Tensor]:
+        begin = f"{target}."
+        return {name.removeprefix(begin): each for name, each in self.state.items() if name.startswith(begin)}
+
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
         saved: dict[int, int] = {}
@@ -169,18 +175,17 @@ class _Counting(_Walk):
         forward = self.counter.get_total_flops() - before
         if alone is not None:
             alone.backward(alone.forward())
-        operations = self.counter.get_total_flops() - before - (forward if alone is not None else 0)
-        new = {storage(each): each for each in _tensors(value)} if n.op != "get_attr" else {}
+        flops = self.counter.get_total_flops() - before - (forward if alone is not None else 0)
         known = {storage(each) for each in args}
-        written = sum(each.numel() * each.element_size() for key, each in new.items() if key not in known)
-        operations += OPERATIONS_PER_BYTE * _WRITTEN * written if n.op != "placeholder" else 0
-        self.facts[n] = Fact(value, operations, saved, frozenset(changed))
+        written = {key: each.nbytes for each in _tensors(value) if (key := storage(each)) not in known}
+        moved = 0 if n.op in ("placeholder", "get_attr") else _WRITTEN * sum(written.values())
+        self.facts[n] = Fact(value, flops + OPERATIONS_PER_BYTE * moved, saved, frozenset(changed))
         return value
 
 
 class _Timing(_Walk):
-    def __init__(self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor]) -> None:
-        super().__init__(model, graph, state)
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
+        super().__init__(model, graph, constants)
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:

@@ -44,7 +44,8 @@ def _is_part(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
 
 def _is_size(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
     """Whether the node computes sizes or the like, so that to compute it again is as good as to send it."""
-    return node.op in OPERATIONS[1:] and bool(node.users) and not holds_tensor(facts[node].value)
+    fact = facts[node]
+    return node.op in OPERATIONS[1:] and not fact.changed and not holds_tensor(fact.value)
 
 
 class _Division(NamedTuple):

@@ -10,6 +10,7 @@ What differs from `torch.fx.symbolic_trace`:
 - `x += y` and `x[i] = y` stay operations in place, and `torch.arange(x.shape[1])` and its like are recorded.
 - The model is traced in training and in evaluation. Where only a flag differs, as in
   `dropout(x, training=self.training)`, the graph reads the flag when it runs.
+- Checks, which are `assert …` and `if …: raise …`, are taken as passed: the sample passes them.
 - Parameters of `forward` that the sample does not give keep their defaults.
 """
 
@@ -30,11 +31,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from polytempo.partition.checks import passing_outcome
+
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _MADE = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")
 _DRAWN = ("normal", "rand", "randint", "randn", "randperm")
 _IN_PLACE = ("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+_FIXED = (bool, str, type(None))
 _REMEDY = (
     "move these lines into a submodule, which then stays whole; or build the model as an nn.Sequential of its parts, "
     "and cut that by their names"
@@ -49,6 +53,16 @@ class Inputs(NamedTuple):
     names: tuple[str, ...]
     values: tuple[Any, ...]
     by_keyword: bool = False
+
+    @property
+    def traced(self) -> tuple[str, ...]:
+        """Inputs of the graph. Flags, texts and None are none: they stay what they are in the sample."""
+        return tuple(n for n, value in zip(self.names, self.values, strict=True) if not isinstance(value, _FIXED))
+
+    @property
+    def traced_values(self) -> tuple[Any, ...]:
+        """The values of those."""
+        return tuple(value for value in self.values if not isinstance(value, _FIXED))
 
     def call(self, function: Callable[..., Any], *before: Any, values: Sequence[Any]) -> Any:
         """`function(*before, *values)`, or with the values as keywords."""
@@ -179,7 +193,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, inputs: Inputs, whole: set[str]) -> None:
         super().__init__()
-        self._inputs, self._whole = inputs, whole
+        self._inputs, self._whole, self._thread = inputs, whole, threading.get_ident()
         self.failed: str | None = None
         """The innermost submodule in which tracing failed."""
 
@@ -192,18 +206,38 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if threading.get_ident() != self._thread:  # another one computes meanwhile
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or self.path_of_module(m)
             raise
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        passed = passing_outcome(inspect.currentframe())
+        return bool(super().to_bool(obj)) if passed is None else passed
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def traces(self, given: Any, *, drawn: bool) -> bool:
+        """Whether a call that makes a tensor is recorded: it draws, or has a proxy among its arguments."""
+        found = [drawn]
+        fx.node.map_aggregate(given, lambda each: found.append(isinstance(each, fx.Proxy)))
+        return any(found) and threading.get_ident() == self._thread
+
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         if root_module := sys.modules.get(type(self.root).__module__):
             self._autowrap_search.append(root_module)  # `from math import sqrt` in the model's own file
-        values = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs.names]
+        values = [
+            value if isinstance(value, _FIXED) else self.create_proxy("placeholder", name, (), {})
+            for name, value in zip(self._inputs.names, self._inputs.values, strict=True)
+        ]
         return lambda root, *given: self._inputs.call(root_fn, root, values=given), [self.root, *values]
 
 
@@ -213,7 +247,7 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
 
     def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
-            if name in _DRAWN or _has_proxy((args, kwargs)):
+            if tracer.traces(given=(args, kwargs), drawn=name in _DRAWN):
                 return tracer.create_proxy("call_function", original, args, kwargs)
             return original(*args, **kwargs)
 
@@ -227,12 +261,6 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch, name, original)
-
-
-def _has_proxy(given: Any) -> bool:
-    found: list[bool] = []
-    fx.node.map_aggregate(given, lambda each: found.append(isinstance(each, fx.Proxy)))
-    return any(found)
 
 
 # ---------------------------------------------------------------------- training and evaluation

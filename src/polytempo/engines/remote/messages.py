@@ -27,9 +27,17 @@ class Hello(Struct, tag="hello", frozen=True):
 
 
 class AgentBeat(Struct, tag="beat", frozen=True):
-    """An agent lives; `stopped` of its processes are held by a signal."""
+    """An agent lives; `stopped` of its processes are held by a signal.
+
+    A connection that breaks loses what it carries, in both directions: an order whose process is not among `running`
+    is given again, and so is one to stop a process that is.
+    """
 
     stopped: tuple[int, ...] = ()
+    running: tuple[int, ...] = ()
+    """The lives of all its processes."""
+    leaving: bool = False
+    """Its host was asked to leave."""
 
 
 class LogLines(Struct, tag="log", frozen=True):
@@ -60,15 +68,23 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
     number: int
     spec: str
-    """`RunSpec.to_json()`"""
+    """`RunSpec.to_json()`, or what a loop of one's own says of itself."""
     most: int
     """`Launch.most`"""
     threads: int
     """Of each process."""
+    pieces: int = 0
+    """So many `RunData` messages follow."""
+
+
+class RunData(Struct, tag="data", frozen=True):
+    """A part of the bytes that belong to the run's text; in order."""
+
+    data: bytes
 
 
 class StartProcess(Struct, tag="start", frozen=True):
-    """Start a process."""
+    """Start a process, once; where it has been started and has ended, say again how."""
 
     role: dict[str, Any]
     """`Role._asdict()`"""
@@ -100,4 +116,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+ToAgent = Welcome | RunData | StartProcess | StopProcess | AskWhere | PreemptAll | Close
