@@ -174,7 +174,7 @@ def main() -> None:
     print(f"{given.model}: {given.rounds} rounds of {given.steps} steps, one thread a process")
     for name, seconds in measured.items():
         median_s = statistics.median(seconds)
-        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} ×")
+        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} x")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
     from polytempo.training.loop_state import ElasticState
-    from polytempo.training.served_handle import ServedHandle
     from polytempo.training.pipeline.pipeline import Pipeline, pipeline
+    from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from polytempo.cli.cut_schedules import predictions
 from polytempo.partition import schedules
 from polytempo.partition.schedules import (
     Action,
@@ -214,3 +215,14 @@ def test_the_page_draws_what_happens() -> None:
         played(ddg(3), 5, StageTimes(1.0, 1.0)),
     ]
     assert drawn == [[f"stage {k}   {line}" for k, line in enumerate(each.drawn())] for each in played_ones]
+
+
+def test_what_is_foreseen_of_a_cut_is_the_slowest_stage_and_the_bubble() -> None:
+    """Stages of 2, 1 and 1 s: four at most twice as fast as one; with a flush, less."""
+    found = {each.schedule: each for each in predictions([2.0, 1.0, 1.0], 8)}
+    assert found["ddg"].step_s == pytest.approx(2.0)
+    assert found["ddg"].speed_up == pytest.approx(2.0)
+    assert found["ddg"].delay == 2
+    assert found["features_replay"].step_s == pytest.approx(2.0 * 4 / 3)
+    assert 2.0 < found["one_f_one_b"].step_s < 2.25
+    assert found["zero_bubble"].step_s < found["one_f_one_b"].step_s < found["gpipe"].step_s
