@@ -101,6 +101,8 @@ def told(story: Story, spec: RunSpec, hurry: Path) -> Any:
         "post_local_sgd(switch_step=8, period=5)",
         "diloco(period=6, outer_momentum=0.5)",
         "gossip(period=2)",
+        "parameter_averaging(period=5)",
+        "adasum(of='updates')",
     ],
 )
 def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, tmp_path: Path) -> None:
