@@ -25,7 +25,7 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL.
 HOSTS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
-	elastic_rounds held_agent host_mail lost_launcher preemption probe remote_engine url_runs)
+	elastic_rounds held_agent host_mail loop_servers lost_launcher preemption probe remote_engine url_runs)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
@@ -92,7 +92,7 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 TESTS ?= tests/engines
 
 test-engines: $(ENGINES)/.installed $(LIBRARY) ## engines on real Slurm, MPI, Ray, dask, Spark; one of them: TESTS=tests/engines/test_mpi.py (half an hour)
-	$(ENGINES)/bin/python -m pytest -q -p no:kmock $(TESTS)
+	PYTHONPATH=tests $(ENGINES)/bin/python -m pytest -q -p no:kmock $(TESTS)
 
 $(ENGINES)/.installed: pyproject.toml constraints.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)

@@ -44,6 +44,7 @@ from polytempo.engines.remote.messages import (
     Hello,
     LogLines,
     PreemptAll,
+    RunData,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -51,6 +52,7 @@ from polytempo.engines.remote.messages import (
 )
 from polytempo.engines.remote.network import address_towards, interface_of, refused
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.own_loop.shard_copy import hold_shard_of, is_loop
 from polytempo.runs.program import perform
 from polytempo.runs.served.host_mail import HostMemory, host_memory
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE
@@ -72,10 +74,12 @@ _FAREWELL_S = 2.0
 Channel = ChannelClient[ToAgent, FromAgent]
 
 
-def serve_head(ticket: AgentTicket) -> None:
-    """Be an agent until the run is over. PolytempoError where the head cannot be reached."""
+def serve_head(ticket: AgentTicket, parent: int) -> None:
+    """Be an agent until the run is over, or `parent` is this process's no more.
+
+    PolytempoError where the head cannot be reached, or `parent` has ended before.
+    """
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    parent = os.getppid()
     with janitor.swept(home) as notes, _connected(ticket) as channel:
         channel.send(_hello(ticket))
         while (first := channel.take(_TICK_S)) is None:
@@ -85,7 +89,22 @@ def serve_head(ticket: AgentTicket) -> None:
                     "reaches that address and port, and that the run is still there"
                 )
         if isinstance(first, Welcome):
-            _Agent(channel, first, home, notes, parent).run()
+            data = _pieces(channel, first.pieces, parent)
+            _Agent(channel, first, data, home, notes, parent).run()
+
+
+def _pieces(channel: Channel, number: int, parent: int) -> bytes:
+    """The bytes that follow a `Welcome`. PolytempoError where they stop."""
+    found: list[bytes] = []
+    while len(found) < number:
+        message = channel.take(_TICK_S)
+        if isinstance(message, RunData):
+            found.append(message.data)
+        elif channel.parted_s > PATIENCE_S or os.getppid() != parent:
+            raise PolytempoError(
+                f"the head of the run at {channel.address} has gone after {len(found)} of {number} parts"
+            )
+    return b"".join(found)
 
 
 @contextlib.contextmanager
@@ -102,8 +121,8 @@ def _hello(ticket: AgentTicket) -> Hello:
 
 
 class _Agent:
-    def __init__(self, channel: Channel, welcome: Welcome, home: Path, notes: int, parent: int) -> None:
-        self._channel, self._parent, self._spec = channel, parent, welcome.spec
+    def __init__(self, channel: Channel, welcome: Welcome, data: bytes, home: Path, notes: int, parent: int) -> None:
+        self._channel, self._parent, self._spec, self._data = channel, parent, welcome.spec, data
         self._orders: dict[int, StartProcess] = {}
         self._logs: dict[int, _Log] = {}
         self._processes: dict[int, EngineProcess] = {}
@@ -173,7 +192,7 @@ class _Agent:
 
     def _leave(self) -> None:
         """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
-        grace_s = float(json.loads(self._spec)["options"].get("grace_s", 30.0))
+        grace_s = float(json.loads(self._spec).get("options", {}).get("grace_s", 30.0))
         self._leaves_until_s = time.monotonic() + grace_s
         self._beat_at_s = 0.0  # the head should know at once
         _on_sigterm(end_politely)
@@ -201,6 +220,9 @@ class _Agent:
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
+        text = json.loads(self._spec)
+        if is_loop(text):
+            return hold_shard_of(text, self._data, role, setting, self._address)
         return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)
 
     def _tell(self) -> None:

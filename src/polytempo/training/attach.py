@@ -65,7 +65,9 @@ def attach_replica(
 ) -> Handle:
     """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
-    handle = _handle(world or current(), model, optimizer, strategy, options)
+    world = world or current()
+    _check_meeting(world, strategy)
+    handle = _handle(world, model, optimizer, strategy, options)
     set_handle(model, handle)
     return handle
 
@@ -83,6 +85,20 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)
+
+
+def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
+    """Raise ValueError where this rank meets no others, or has set processes aside that would do nothing."""
+    if world.life > 1:
+        raise ValueError(
+            f"rank {world.rank} has been started again while the others train on, and the ranks of {strategy} meet in "
+            "a process group, which no process can join again; start all of them anew"
+        )
+    if world.servers is not None:
+        raise ValueError(
+            f"{strategy} has no parameter server, and {len(world.servers.ranks)} of the launcher's processes serve; "
+            "leave out pt.init(servers=…), or use a strategy with a server, such as async_sgd()"
+        )
 
 
 def attach_alike(

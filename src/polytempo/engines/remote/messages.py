@@ -61,11 +61,19 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
     number: int
     spec: str
-    """`RunSpec.to_json()`"""
+    """`RunSpec.to_json()`, or what a loop of one's own says of itself."""
     most: int
     """`Launch.most`"""
     threads: int
     """Of each process."""
+    pieces: int = 0
+    """So many `RunData` messages follow."""
+
+
+class RunData(Struct, tag="data", frozen=True):
+    """A part of the bytes that belong to the run's text; in order."""
+
+    data: bytes
 
 
 class StartProcess(Struct, tag="start", frozen=True):
@@ -101,4 +109,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+ToAgent = Welcome | RunData | StartProcess | StopProcess | AskWhere | PreemptAll | Close
