@@ -334,6 +334,8 @@ class ElasticTraining:
             before, committed = replica.step, None
             if self._agrees_before(replica, port):
                 committed = await self._commit_step(port)
+            elif self.context is not None and not self.context.shard.spans:
+                optimizer.zero_grad(set_to_none=False)  # a stand-in for samples that the others have
             self._uncounted = committed is None
             try:
                 optimizer.step()
