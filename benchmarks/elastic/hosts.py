@@ -5,7 +5,8 @@
 Run it as root in the first of four network namespaces; the processes of each host get a PID namespace of their own, so
 no memory is shared between hosts. The launcher and one host share the first namespace. In each run workers are killed,
 stopped and sent away, one host is stopped for 5 s, the cable of another is cut for 5 s, one host gets SIGTERM and
-leaves, and at last one is killed. Recovery is the time from the fault until the others have made a step without what it befell.
+leaves, and at last one is killed. Recovery is the time from the fault until the others have made a step without what it
+befell.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class HostStorm:
         plan.shuffle(self._plan)
         self._plan += [("SIGTERM of a host", hosts[2]), ("SIGKILL of a host", hosts[0])]
         self.seconds: list[tuple[str, float]] = []
+        self._agents: list[int] = []
         self._plot: Iterator[None] | None = None
 
     def watch(self, launcher: ElasticLauncher) -> None:
@@ -75,6 +77,7 @@ class HostStorm:
         next(self._plot, None)
 
     def _story(self, launcher: ElasticLauncher) -> Iterator[None]:
+        self._agents = agents()
         for what, host in self._plan:
             yield from self._calm(launcher, self._random.uniform(0.1, 0.5))
             begun_s = time.monotonic()
@@ -105,7 +108,7 @@ class HostStorm:
 
     def _harm_host(self, launcher: ElasticLauncher, what: str, host: int) -> tuple[Any, Any]:
         there = frozenset(life for life in launcher.processes if self._host(launcher, life) == host)
-        agent = agents()[host]
+        agent = self._agents[host]
         undo = None
         if what.startswith("cable"):
             self.cable(host, "down")
@@ -135,7 +138,7 @@ class HostStorm:
     def _pid(self, launcher: ElasticLauncher, life: int) -> int:
         """As this process sees it: its own PID namespace has another number for it."""
         inner = (self._folder / f"pid-{life}").read_text()
-        for pid in descendants(agents()[self._host(launcher, life)]):
+        for pid in descendants(self._agents[self._host(launcher, life)]):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             if next(line for line in lines if line.startswith("NSpid:")).split()[-1] == inner:
                 return pid
@@ -196,8 +199,8 @@ def main() -> None:
     parser.add_argument("--namespaces", nargs=4, required=True)
     parser.add_argument("--address", required=True, help="of the first one")
     parser.add_argument("--strategy", default="sync_sgd(route=invariant)")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--worker-faults", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--worker-faults", type=int, default=12)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()

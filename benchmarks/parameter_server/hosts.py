@@ -20,8 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ import torch.distributed as dist
 from ours import SGD, push_and_pull
 
 from polytempo.bench.tables import markdown
+from polytempo.collectives import hierarchical
+from polytempo.core import native
 from polytempo.core.rule import Service
+from polytempo.engines.init import init
 from polytempo.server.layout import Parameter, part, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import COORDINATOR, Members, View
@@ -144,17 +148,21 @@ def _filled(line: socket.socket, buffer: memoryview) -> bool:
 
 
 def all_reduce_turns(order: dict[str, Any]) -> None:
-    """A rank: as above, with `dist.all_reduce`."""
+    """A rank: as above, with `dist.all_reduce`, or along a route of ours."""
     os.environ |= order["environment"]
-    if order["backend"] != "gloo":
-        import polytempo.interop.backend  # noqa: F401 - registers "polytempo"
-    dist.init_process_group(order["backend"])
+    if order["contender"] == "gloo":
+        dist.init_process_group("gloo")
+        reduce: Callable[[torch.Tensor], Any] = dist.all_reduce
+    else:
+        route = native if order["contender"] == "native" else hierarchical()
+        world = init(backend="polytempo" if route is native else "gloo", quiet=True)
+        reduce = lambda buffer: world.drive(route(world.port, buffer))  # noqa: E731
     tensor = torch.ones(NUMEL)
     for _ in sys.stdin:
         tensor.fill_(1.0)
         dist.barrier()
         begun = time.perf_counter()
-        dist.all_reduce(tensor)
+        reduce(tensor)
         print(time.perf_counter() - begun, flush=True)
         assert float(tensor[0]) == dist.get_world_size()
 
@@ -213,6 +221,16 @@ def ended(processes: list[subprocess.Popen[str]]) -> Iterator[list[subprocess.Po
             process.wait()
 
 
+def used_s(pid: int) -> float:
+    """CPU seconds of a process and all its descendants, in user mode and in the kernel."""
+    seconds, pids = 0.0, [pid]
+    for each in pids:
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
+        seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        pids += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+    return seconds
+
+
 def turn(processes: Sequence[subprocess.Popen[str]]) -> float:
     """Seconds of the slowest of one call each."""
     for process in processes:
@@ -228,7 +246,8 @@ def turn(processes: Sequence[subprocess.Popen[str]]) -> float:
 
 def push_pull(hosts: Hosts, rounds: int) -> None:
     """A worker, and one shard on another host or one on each of two; in turns with two plain sockets."""
-    keys, seconds = make_keys().to_plain(), dict[str, tuple[subprocess.Popen[str], list[float]]]()
+    keys, seconds = make_keys().to_plain(), dict[str, tuple[list[subprocess.Popen[str]], list[float]]]()
+    cpu_s: dict[str, list[float]] = {}
     contenders = (("one shard", "push_pull_turns", "hold", 1), ("two shards", "push_pull_turns", "hold", 2))
     with ended([]) as started:
         for number, (what, first, others, shards) in enumerate(
@@ -239,41 +258,54 @@ def push_pull(hosts: Hosts, rounds: int) -> None:
             order = {"addresses": addresses, "keys": keys, "workers": 1, "shards": shards}
             for node in range(1 + shards):
                 started.append(hosts.start(others if node else first, node, {**order, "node": node, "shard": node - 1}))
-            seconds[what] = started[-1 - shards], []
-            turn([seconds[what][0]])
+            seconds[what] = started[-1 - shards :], []
+            turn(seconds[what][0][:1])
+            cpu_s[what] = [-used_s(process.pid) for process in seconds[what][0]]
         for _ in range(rounds):
-            for process, found in seconds.values():
-                found.append(turn([process]))
+            for processes, found in seconds.values():
+                found.append(turn(processes[:1]))
+        for what, (processes, _) in seconds.items():
+            cpu_s[what] = [(so_far + used_s(p.pid)) / rounds for so_far, p in zip(cpu_s[what], processes, strict=True)]
     limit = statistics.median(seconds["plain sockets"][1])
     rows = []
     for what, (_, found) in seconds.items():
         median = statistics.median(found)
         rate = 2 * 4 * NUMEL / median
         share = f"{100 * rate / hosts.bytes_per_s:.0f} %"
-        rows.append((what, f"{median:.2f} s", f"{rate / 1e6:.0f} MB/s", share, f"{limit / median:.2f}"))
-    print(markdown((("100 MB there and back", "median", "payload", "of the link", "of plain sockets"), rows)))
+        used = " + ".join(f"{each:.2f}" for each in cpu_s[what])
+        rows.append((what, f"{median:.2f} s", f"{rate / 1e6:.0f} MB/s", share, f"{limit / median:.2f}", f"{used} s"))
+    names = (
+        "100 MB there and back",
+        "median",
+        "payload",
+        "of the link",
+        "of plain sockets",
+        "CPU time of each process",
+    )
+    print(markdown((names, rows)))
 
 
 def all_reduce(hosts: Hosts, rounds: int) -> None:
-    """Two ranks on each host, in blocks or dealt in turn: ours, hierarchical, against gloo's ring."""
+    """Two ranks on each host, in blocks or dealt in turn: our routes against gloo's ring."""
     rows, num_hosts = [], len(hosts.names)
     for place in ("in blocks", "in turn"):
         medians = {}
-        for number, backend in enumerate(("polytempo", "gloo")):
+        for number, contender in enumerate(("native", "hierarchical()", "gloo")):
             orders: list[list[dict[str, Any]]] = [[] for _ in hosts.names]
             for rank in range(RANKS_PER_HOST * num_hosts):
                 blocks = place == "in blocks"
                 host, local = divmod(rank, RANKS_PER_HOST) if blocks else (rank % num_hosts, rank // num_hosts)
                 environment = _environment(hosts, rank, local, MEETING_PORT + number)
-                orders[host].append({"backend": backend, "environment": environment})
+                orders[host].append({"contender": contender, "environment": environment})
             processes = [hosts.start("host_turns", host, {"ranks": ranks}) for host, ranks in enumerate(orders)]
             with ended(processes):
                 turn(processes)
-                medians[backend] = statistics.median(turn(processes) for _ in range(rounds))
+                medians[contender] = statistics.median(turn(processes) for _ in range(rounds))
+        seconds = [f"{median:.2f} s" for median in medians.values()]
         limit_s = 2 * (num_hosts - 1) / num_hosts * 4 * NUMEL / hosts.bytes_per_s
-        ours, gloo = medians["polytempo"], medians["gloo"]
-        rows.append((f"ranks {place}", f"{ours:.2f} s", f"{gloo:.2f} s", f"{gloo / ours:.2f}", f"{limit_s:.2f} s"))
-    print(markdown((("100 MB, two ranks a host", "ours", "gloo", "gloo / ours", "limit of the links"), rows)))
+        rows.append((f"ranks {place}", *seconds, f"{medians['gloo'] / medians['native']:.2f}", f"{limit_s:.2f} s"))
+    names = ("100 MB, two ranks a host", "native", "hierarchical()", "gloo", "gloo / native", "limit of the links")
+    print(markdown((names, rows)))
 
 
 def _environment(hosts: Hosts, rank: int, local: int, port: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
+from polytempo.interop.backend import across_hosts
 from polytempo.native import library
 from process.test_backend import TABLE, WITHOUT_GLOO, attempted
 
@@ -74,6 +75,27 @@ def wrong(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", [*TABLE, *WITHOUT_GLOO])
 def test_a_collective_over_hosts_has_gloos_values(name: str, wrong: list[dict[str, str]]) -> None:
     assert [rank[name] for rank in wrong] == ["", "", ""]
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
+def test_a_large_tensor_crosses_in_pieces(op: dist.ReduceOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across_hosts, "_PIECE_BYTES", 40)
+
+    def work(rank_info: RankInfo) -> Result:
+        local = dist.group.WORLD.group.local  # type: ignore[union-attr]
+        reduce, sizes = local.all_reduce, list[int]()
+        local.all_reduce = lambda tensor, *args, **more: (sizes.append(tensor.numel()), reduce(tensor, *args, **more))
+        tensor, least = torch.arange(57.0).view(3, 19) + rank_info.rank, torch.arange(31).short() * rank_info.rank
+        dist.all_reduce(tensor, op)
+        dist.reduce(least, 1)
+        return [tensor.tolist(), least.tolist(), sizes]
+
+    count = 1 if op == dist.ReduceOp.AVG else 3
+    expected = (count * (torch.arange(57.0).view(3, 19) + 1)).tolist()
+    found = run("AAB", work)
+    assert [rank[0] for rank in found] == 3 * [expected]
+    assert found[1][1] == (3 * torch.arange(31)).tolist()
+    assert [rank[2] for rank in found] == 3 * [[10, 10, 10, 10, 10, 7, 20, 11]]
 
 
 @pytest.mark.parametrize("backend", ["polytempo", "cpu:polytempo,cuda:nccl"])

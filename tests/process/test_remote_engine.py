@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ def test_the_four_calls(tmp_path: Path) -> None:
         assert (failing.exit_code, failing.result) == (1, None)
         assert failing.failure is not None, failing.log.read_text()
         assert "no such data" in failing.failure.message + failing.log.read_text()
+        failure, failing.exit_code, failing.collected = failing.failure, None, False
+        (agent,) = engine._agents
+        agent.processes[failing.role.life] = failing  # as if a broken connection had lost its end
+        assert awaited(engine) is failing
+        assert (failing.exit_code, failing.failure) == (1, failure)
         engine.stop(first)
         assert awaited(engine) is first
         assert first.exit_code == -signal.SIGKILL
@@ -117,7 +123,7 @@ class KillsAnAgent(Launcher):
         if isinstance(message, Ask) and message.worker == 1:
             KillsAnAgent.calls += 1
             if KillsAnAgent.calls == 3:
-                KillsAnAgent.listening = listening_addresses(os.getpid())
+                KillsAnAgent.listening = listening_addresses([os.getpid(), *children_of(os.getpid())])
                 process: Any = self._supervisor.process_on(1)
                 number = process.agent.number
                 os.kill(agent_pids(os.getpid())[number], signal.SIGKILL)
@@ -132,6 +138,37 @@ def test_a_run_goes_on_without_a_lost_agent_and_listens_at_its_address_alone(mon
     assert result.server is not None
     assert "worker-1" in {event["who"] for event in result.server["events"]}
     assert KillsAnAgent.listening == {"127.0.0.1"}
+
+
+class Looking:
+    """Agents whose launcher notes, whenever it looks after its processes, who listens where."""
+
+    def __init__(self) -> None:
+        self.head, self.others = set[str](), set[str]()
+
+    @contextmanager
+    def open(self, launch: Launch) -> Iterator[RemoteEngine]:
+        """See `EngineSetup`. The head is at an address of its own."""
+        setup = Ssh(("a", "b"), python=sys.executable, command=("env", "HOST={host}"), address="127.0.0.2")
+        with setup.open(launch) as engine:
+            poll = engine.poll
+
+            def looking(wait_s: float = 0.0) -> list[EngineProcess]:
+                self.head |= listening_addresses([os.getpid()])
+                self.others |= listening_addresses(children_of(os.getpid()))
+                return poll(wait_s)
+
+            engine.poll = looking  # type: ignore[method-assign]
+            yield engine
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd", "async_sgd(shards=2, replicas=1)"])
+def test_each_host_listens_at_its_own_address_alone(strategy: str) -> None:
+    looking = Looking()
+    pt.run(DIGITS, pt.parse_strategy(strategy), workers=2, epochs=2, threads=1, engine=looking)
+    assert looking.head == {"127.0.0.2"}
+    assert looking.others <= {"127.0.0.1"}  # the agents' address on the way to the head
+    assert looking.others or strategy == "sync_sgd"
 
 
 def test_a_killed_launcher_takes_its_agents_along(tmp_path: Path, private: Path) -> None:
@@ -168,11 +205,10 @@ def test_an_agent_without_a_ticket_says_so() -> None:
 
 def children_of(process: int) -> list[int]:
     """All descendants of a process."""
-    direct = [
-        int(child)
-        for task in Path(f"/proc/{process}/task").glob("*")
-        for child in (task / "children").read_text().split()
-    ]
+    direct = list[int]()
+    for task in Path(f"/proc/{process}/task").glob("*"):
+        with suppress(OSError):  # it may just have ended
+            direct += map(int, (task / "children").read_text().split())
     return [*direct, *(each for child in direct for each in children_of(child))]
 
 
@@ -187,10 +223,10 @@ def agent_pids(launcher: int) -> dict[int, int]:
     return dict(enumerate(sorted(found)))
 
 
-def listening_addresses(launcher: int) -> set[str]:
-    """Where a launcher and all its descendants listen with TCP."""
+def listening_addresses(processes: Sequence[int]) -> set[str]:
+    """Where processes listen with TCP."""
     sockets = set[str]()
-    for process in [launcher, *children_of(launcher)]:
+    for process in processes:
         for descriptor in Path(f"/proc/{process}/fd").glob("*"):
             try:
                 target = os.readlink(descriptor)

@@ -106,6 +106,12 @@ def test_mail_arrives_in_order_with_its_sender(box: Open, private: Path, way: st
     comes_to_refuse(a, 0)
 
 
+def test_a_line_over_tcp_is_watched_by_tcp_alone(box: Open) -> None:
+    router = box(0).arrivals  # with ZeroMQ's heartbeats a peer that ends with mail unread aborts this process
+    assert router.heartbeat_ivl == 0
+    assert (router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_maxrt) == (1, 10, 30_000)
+
+
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
     folder = tmp_path / "mail"

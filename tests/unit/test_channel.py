@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from polytempo.engines.remote.messages import AgentBeat, Bye, Close, FromAgent, 
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.channel import ChannelClient, ChannelServer
 from polytempo.wire.keys import Keys, make_keys
+from process.test_wire_zeromq import Tap
 
 LONG_S, SHORT_S = 30.0, 0.3
 KEYS, OTHERS = make_keys(), make_keys()
@@ -73,6 +76,38 @@ def test_no_keys_are_refused(server: Server) -> None:
     context.term()
 
 
+def test_a_replayed_connection_and_a_spliced_message_are_refused(server: Server) -> None:
+    with closing(Tap(int(server.address.rpartition(":")[2]))) as tap:
+        client: Client = ChannelClient(tap.address, KEYS, ToAgent)  # type: ignore[arg-type] # a union of types
+        client.send(AgentBeat((1,)))
+        assert server.take(LONG_S) is not None
+        before = len(tap.said[1])
+        client.send(AgentBeat((2,)))
+        assert server.take(LONG_S) is not None
+        whole, last = bytes(tap.said[1]), bytes(tap.said[1][before:])
+        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as replay:
+            replay.settimeout(LONG_S)
+            replay.sendall(whole)
+            while replay.recv(1 << 16):  # until the server hangs up
+                pass
+        tap.upstream.sendall(last)
+        for _ in range(1000):  # until the server has hung up on the client as well, and that connects anew
+            if len(tap.said) > 2:
+                break
+            assert server.take(0.03) is None
+        client.send(Bye())
+        while (heard := server.take(LONG_S)) is not None and heard[1] != Bye():
+            pytest.fail(f"{heard[1]} came by replay")
+        assert heard is not None
+        assert server.malformed == 0
+        client.close()
+
+
+def test_a_server_is_watched_by_tcp_alone(server: Server) -> None:
+    router = server._router  # with ZeroMQ's heartbeats a peer that ends with messages unread aborts this process
+    assert (router.heartbeat_ivl, router.tcp_keepalive, router.tcp_maxrt) == (0, 1, 10_000)
+
+
 def test_what_is_no_message_is_dropped_and_counted(server: Server) -> None:
     client: Client = connected(server)
     client.send({"type": "hello", "number": "not a number"})
@@ -98,6 +133,18 @@ def test_a_client_is_parted_where_the_server_is_gone() -> None:
         client.take(0.03)
     assert client.parted_s > 0
     client.close()
+
+
+def test_failed_attempts_at_a_connection_do_not_count_as_one() -> None:
+    """A head that is stopped still accepts: its kernel does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client: Client = ChannelClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", KEYS, ToAgent)  # type: ignore[arg-type]
+        accepted_s = []
+        for _ in range(3):
+            listener.accept()[0].close()
+            accepted_s.append(time.monotonic())
+        assert client.parted_s >= accepted_s[-1] - accepted_s[0]
+        client.close()
 
 
 def test_a_peer_that_is_gone_gets_nothing(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,18 @@ import pytest
 
 import polytempo as pt
 from polytempo.engines.engine import Launch, Role
-from polytempo.engines.remote.messages import Bye, Close, Hello, StartProcess, ToAgent, Welcome
+from polytempo.engines.remote.messages import (
+    AgentBeat,
+    Bye,
+    Close,
+    Ended,
+    FromAgent,
+    Hello,
+    StartProcess,
+    StopProcess,
+    ToAgent,
+    Welcome,
+)
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
@@ -26,6 +37,8 @@ class Pretended:
 
     def __init__(self, ticket: AgentTicket, number: int, host: str) -> None:
         self.started: list[str] = []
+        self.stopped: list[int] = []
+        self.closed = False
         self._line: ChannelClient[Any, Any] = ChannelClient(ticket.head, ticket.keys, ToAgent)  # type: ignore[arg-type]
         self._line.send(Hello(number, host, host, "127.0.0.1", 4))
 
@@ -34,9 +47,15 @@ class Pretended:
         while (message := self._line.take(LONG_S if len(self.started) < least else 0.0)) is not None:
             if isinstance(message, StartProcess):
                 self.started.append(str(Role(**message.role)))
+            elif isinstance(message, StopProcess):
+                self.stopped.append(message.life)
             else:
                 assert isinstance(message, Welcome | Close)
+                self.closed = self.closed or isinstance(message, Close)
         return self.started
+
+    def say(self, message: FromAgent) -> None:
+        self._line.send(message)
 
     def leave(self) -> None:
         self._line.send(Bye())
@@ -128,6 +147,47 @@ def test_one_that_waits_can_be_stopped() -> None:
         waiting = engine.start(Role("worker", 1, 1))
         engine.stop(waiting)
         assert engine.poll() == [waiting]
+
+
+def until(engine: RemoteEngine, agent: Pretended, condition: Callable[[], bool]) -> None:
+    """Let both listen until the condition holds."""
+    for _ in range(500):
+        engine.poll(0.02)
+        agent.read()
+        if condition():
+            return
+    pytest.fail("it never happened")
+
+
+def test_orders_that_a_broken_connection_has_lost_are_given_again() -> None:
+    starter = Starter("n1")
+    with opened(starter, 1) as engine:
+        (agent,) = starter.agents
+        process = engine.start(Role("worker", 0, 0))
+        assert agent.read(1) == ["worker-0"]
+        agent.say(AgentBeat(running=(0,)))
+        agent.say(AgentBeat())
+        until(engine, agent, lambda: len(agent.started) == 2)
+        agent.say(AgentBeat(running=(0, 7)))  # it was not heard that the head has given up life 7
+        until(engine, agent, lambda: agent.stopped == [7])
+        engine.stop(process)
+        until(engine, agent, lambda: agent.stopped == [7, 0])
+        agent.say(AgentBeat(running=(0,)))
+        until(engine, agent, lambda: agent.stopped == [7, 0, 0])
+        agent.say(Ended(0, -9))
+        assert engine.poll(LONG_S) == [process]
+        assert len(agent.started) == 2
+
+
+def test_an_agent_that_was_taken_for_lost_and_comes_back_is_ended() -> None:
+    starter = Starter("n1", "n2")
+    with opened(starter, 2) as engine:
+        agent = starter.agents[0]
+        agent.say(Bye())
+        until(engine, agent, lambda: agent.closed)
+        agent.closed = False  # as if that had been lost
+        agent.say(AgentBeat())
+        until(engine, agent, lambda: agent.closed)
 
 
 def test_without_room_and_without_another_agent_it_ends() -> None:

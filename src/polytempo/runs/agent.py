@@ -125,6 +125,8 @@ class _Agent:
         self._channel, self._parent, self._spec, self._data = channel, parent, welcome.spec, data
         self._orders: dict[int, StartProcess] = {}
         self._logs: dict[int, _Log] = {}
+        self._ended: dict[int, Ended] = {}
+        """What was said of processes that have ended; it may have been lost."""
         self._processes: dict[int, EngineProcess] = {}
         self._address = address_towards(channel.address)
         made(home / "logs")
@@ -179,7 +181,9 @@ class _Agent:
 
     def _obey(self, message: ToAgent) -> None:
         match message:
-            case StartProcess():
+            case StartProcess(role=role) if role["life"] in self._ended:
+                self._channel.send(self._ended[role["life"]])
+            case StartProcess(role=role) if role["life"] not in self._orders:
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
@@ -238,13 +242,15 @@ class _Agent:
             life, failure = process.role.life, process.failure
             plain = None if failure is None else (*failure[:3], None if failure[3] is None else dict(failure[3]))
             assert process.exit_code is not None
-            self._channel.send(Ended(life, process.exit_code, process.result, plain))
+            self._ended[life] = Ended(life, process.exit_code, process.result, plain)
+            self._channel.send(self._ended[life])
             del self._processes[life], self._logs[life]
         now_s = time.monotonic()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + BEAT_S
             stopped = tuple(life for life, process in self._processes.items() if process.stopped)
-            self._channel.send(AgentBeat(stopped, self._leaves_until_s is not None))
+            leaving = self._leaves_until_s is not None
+            self._channel.send(AgentBeat(stopped, tuple(self._processes), leaving))
 
 
 class _Log:

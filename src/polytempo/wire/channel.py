@@ -21,11 +21,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
+from polytempo.wire.silence import watch_by_tcp
 
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""
 HIGH_WATER = 10_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
+"""Of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 50, 1_000
 _PEER_BYTES = 16
@@ -44,6 +46,7 @@ class ChannelServer(Generic[In, Out]):
         self._context = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(takes)
         self._router = _socket(self._context, zmq.ROUTER, address)
+        watch_by_tcp(self._router, 1e-3 * _HEARTBEAT_TIMEOUT_MS)
         self._guard = ConnectionGuard(self._context, self._router, keys)
         self._router.curve_server = True
         self._router.curve_secretkey = keys.server_secret
@@ -104,6 +107,7 @@ class ChannelClient(Generic[In, Out]):
         self._context = zmq.Context()
         self._decoder = msgspec.msgpack.Decoder(takes)
         self._dealer = _socket(self._context, zmq.DEALER, address)
+        self._dealer.heartbeat_ivl, self._dealer.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         self._dealer.routing_id = b"a" + secrets.token_bytes(_PEER_BYTES - 1)  # ZeroMQ's own begin with a zero
         self._dealer.curve_serverkey = keys.server_public
         self._dealer.curve_publickey, self._dealer.curve_secretkey = keys.client_public, keys.client_secret
@@ -114,10 +118,13 @@ class ChannelClient(Generic[In, Out]):
 
     @property
     def parted_s(self) -> float:
-        """For how long there has been no connection; 0 while there is one."""
+        """For how long there has been no connection, whatever was attempted since; 0 while there is one."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self._parted_s = None if event == zmq.Event.HANDSHAKE_SUCCEEDED else time.monotonic()
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._parted_s = None
+            elif self._parted_s is None:
+                self._parted_s = time.monotonic()
         return 0.0 if self._parted_s is None else time.monotonic() - self._parted_s
 
     def send(self, message: Out) -> bool:
@@ -154,7 +161,6 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, addre
     socket.maxmsgsize = MOST_BYTES
     socket.ipv6 = "[" in address
     socket.handshake_ivl = _HANDSHAKE_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
     socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
     return socket
 

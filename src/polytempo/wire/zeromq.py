@@ -27,13 +27,14 @@ from polytempo.wire.frames import Frame, FrameLimits, Malformed, References, dec
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
 from polytempo.wire.memory import keep_memory
+from polytempo.wire.silence import watch_by_tcp
 
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
 """Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
 _PART_BYTES = 1 << 20
 """ZeroMQ encrypts a whole frame before it sends any of it."""
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 30_000
+_UNCONFIRMED_S = 30.0
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
 
@@ -242,5 +243,5 @@ class Mailbox:
         socket.ipv6 = "[" in address
         if not address.startswith("ipc:"):
             socket.handshake_ivl = _HANDSHAKE_MS
-            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+            watch_by_tcp(socket, _UNCONFIRMED_S)
         return socket

@@ -27,10 +27,17 @@ class Hello(Struct, tag="hello", frozen=True):
 
 
 class AgentBeat(Struct, tag="beat", frozen=True):
-    """An agent lives; `stopped` of its processes are held by a signal. `leaving`: its host was asked to leave."""
+    """An agent lives; `stopped` of its processes are held by a signal.
+
+    A connection that breaks loses what it carries, in both directions: an order whose process is not among `running`
+    is given again, and so is one to stop a process that is.
+    """
 
     stopped: tuple[int, ...] = ()
+    running: tuple[int, ...] = ()
+    """The lives of all its processes."""
     leaving: bool = False
+    """Its host was asked to leave."""
 
 
 class LogLines(Struct, tag="log", frozen=True):
@@ -77,7 +84,7 @@ class RunData(Struct, tag="data", frozen=True):
 
 
 class StartProcess(Struct, tag="start", frozen=True):
-    """Start a process."""
+    """Start a process, once; where it has been started and has ended, say again how."""
 
     role: dict[str, Any]
     """`Role._asdict()`"""

@@ -202,7 +202,7 @@ class RemoteEngine:
             local_size=len(workers) if mine else 1,
             host=agent.host,
         )
-        process.agent, process.host = agent, agent.hello.name
+        process.agent, process.host, process.order = agent, agent.hello.name, order
         agent.processes[role.life] = process
         if not self._channel.send(agent.peer, order):
             self._lose(agent, "does not read any more")
@@ -252,6 +252,7 @@ class RemoteEngine:
         if process is None:
             self._close()
         elif isinstance(process, RemoteProcess) and process.exit_code is None and process.agent is not None:
+            process.ending = True
             self._channel.send(process.agent.peer, StopProcess(process.role.life))
             if process.stopped and time.monotonic() - process.agent.heard_s > _SILENT_S:
                 self._end(process, f"was given up, for its agent on {process.agent.hello.name} is silent")
@@ -294,17 +295,17 @@ class RemoteEngine:
 
     def _hear(self, peer: bytes, message: FromAgent) -> None:
         if isinstance(message, Hello):
-            self._admit(peer, message)
-            return
+            return self._admit(peer, message)
         agent = next((agent for agent in self._agents if agent.peer == peer), None)
         if agent is None:
             return
         agent.heard_s = time.monotonic()
+        if agent.lost and isinstance(message, AgentBeat):
+            self._channel.send(peer, Close())  # it has not heard the first
         match message:
-            case AgentBeat(stopped, leaving):
-                agent.leaving = leaving
-                for life, process in agent.processes.items():
-                    process.stopped = life in stopped
+            case AgentBeat():
+                for order in agent.heard(message):
+                    self._channel.send(peer, order)
             case LogLines(life, text) if life in agent.processes:
                 with agent.processes[life].log.open("ab") as log:
                     log.write(text)

@@ -8,6 +8,7 @@ host B   2 ─┤                              3  each first rank gives the resu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,12 @@ _BOOL_OPS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
 """What an operation on truth values is on the bytes 0 and 1."""
 _WIRE_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """What gloo computes on instead of what it cannot. Sums of the wider integers wrap to those of the narrower."""
+
+
+_PIECE_BYTES, _MOST_UNDER_WAY = 4 << 20, 2
+"""Larger tensors are reduced in pieces, so many of which travel between hosts at a time."""
+
+Finish = Callable[[], None]
 
 
 class Hosts:
@@ -78,23 +85,43 @@ class Hosts:
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, root: int = -1, timeout_s: float, form: int | None = None
     ) -> None:
-        """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`."""
-        result = tensor if root in (-1, self.rank) else tensor.clone()
-        self.local.all_reduce(result, "sum" if op == "average" else op, root=0, timeout_s=timeout_s, form=form)
-        if result.numel():
-            self._between(lambda: self._reduce_between(result, op, timeout_s))
-        self._spread(result, 0, timeout_s)
+        """`tensor` becomes `op` over all ranks' tensors, on every rank or only on `root`.
 
-    def _reduce_between(self, tensor: Tensor, op: str, timeout_s: float) -> None:
+        Piece by piece: one is reduced within the host while another travels between hosts.
+        """
+        result = tensor if root in (-1, self.rank) else tensor.clone()
+        under_way: deque[tuple[Tensor, Finish]] = deque()
+        for piece in result.view(-1).split(_PIECE_BYTES // result.itemsize):
+            self.local.all_reduce(piece, "sum" if op == "average" else op, root=0, timeout_s=timeout_s, form=form)
+            under_way.append((piece, self._begin_between(piece, op, timeout_s)))
+            if len(under_way) > _MOST_UNDER_WAY:
+                self._finish(*under_way.popleft(), timeout_s)
+        for each in under_way:
+            self._finish(*each, timeout_s)
+
+    def _begin_between(self, tensor: Tensor, op: str, timeout_s: float) -> Finish:
+        """Begin to reduce among the hosts, if this is the rank that does so for its host; the answer waits for it."""
+        if self._leaders is None or not tensor.numel():
+            return _nothing
         options = AllreduceOptions()
         options.reduceOp = _GLOO_OPS[_BOOL_OPS.get(op, op) if tensor.dtype == torch.bool else op]
         options.timeout = timedelta(seconds=timeout_s)
         wire = tensor.to(_WIRE_DTYPES.get(tensor.dtype, tensor.dtype))
-        self._leaders.allreduce([wire], options).wait()
-        if wire is not tensor:
-            tensor.copy_(wire)
-        if op == "average":
-            tensor.div_(self.size)
+        work = self._leaders.allreduce([wire], options)
+
+        def finish() -> None:
+            work.wait()
+            if wire is not tensor:
+                tensor.copy_(wire)
+            if op == "average":
+                tensor.div_(self.size)
+
+        return finish
+
+    def _finish(self, tensor: Tensor, finish: Finish, timeout_s: float) -> None:
+        """Wait until the hosts have reduced `tensor`, and give it to all ranks of this one."""
+        self._between(finish)
+        self._spread(tensor, 0, timeout_s)
 
     def reduce_scatter(
         self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float, form: int | None = None
@@ -199,6 +226,10 @@ class HostsGroup(SharedMemoryGroup):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive from the rank that sends first."""
         return self.group.gloo.recv_anysource(list(tensors), tag)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
