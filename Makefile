@@ -24,8 +24,8 @@ ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
 COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL.
-HOSTS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_loop elastic_round held_agent host_mail \
-	lost_launcher preemption probe remote_engine url_runs)
+HOSTS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
+	elastic_rounds held_agent host_mail loop_servers lost_launcher preemption probe remote_engine url_runs)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)

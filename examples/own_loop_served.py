@@ -7,11 +7,15 @@ their own models, so what is evaluated is lent by `consensus`:
     python examples/own_loop_served.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop_served.py 'easgd(period=4)'
     torchrun --standalone --nproc-per-node 3 examples/own_loop_served.py 'ssp(bound=2, shards=2)'
+
+With `--servers N` so many of the launcher's processes hold the shards and do not train:
+
+    torchrun --standalone --nproc-per-node 4 examples/own_loop_served.py --servers 2
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from torch import nn
@@ -20,8 +24,13 @@ import polytempo as pt
 
 EPOCHS = 5
 
-strategy = pt.parse_strategy(sys.argv[1] if sys.argv[1:] else "downpour(shards=2, replicas=1, lr=0.02)")
-world = pt.init()
+parser = argparse.ArgumentParser()
+parser.add_argument("strategy", nargs="?", default="downpour(shards=2, replicas=1, lr=0.02)")
+parser.add_argument("--servers", type=int, default=0)
+arguments = parser.parse_args()
+
+strategy = pt.parse_strategy(arguments.strategy)
+world = pt.init(servers=arguments.servers)  # returns in workers alone
 torch.manual_seed(0)
 digits = pt.data.digits()
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -28,6 +28,8 @@ class InProcess:
     def __init__(self, world: ProcessWorld) -> None:
         assert world.size == 1
         self.mail = self
+        self.greeting: tuple[bytes, ...] = ()
+        self.epochs_behind = 0
         self.account: dict[str, Any] | None = None
         self._now_s = 0.0
         self._inbox: deque[tuple[int, Message]] = deque()

@@ -1,8 +1,9 @@
-"""Workers of a synchronous digits run are killed, stopped, sent away and taken in at random moments.
+"""Workers of a synchronous run are killed, stopped, sent away and taken in at random moments.
 
     python benchmarks/elastic/main.py                            # 100 events on sync_sgd(route=invariant)
     python benchmarks/elastic/main.py --strategy sync_sgd        # weights equal to rounding alone
     python benchmarks/elastic/main.py --strategy "int8_sgd()" --events 40
+    python benchmarks/elastic/main.py --job mnist --epochs 2 --batch 256
 
 A step lasts 10 ms at least while there are events to come, so that a run is long enough for them. Recovery is the time
 from the signal, or from the change of what is available, until the others have made a step without that worker, or with
@@ -18,7 +19,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,9 +101,11 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--job", default="digits")
+    parser.add_argument("--batch", type=int, default=96, help="samples of a step of all workers together")
     given = parser.parse_args()
-    job, strategy = pt.jobs.find("digits"), pt.parse_strategy(given.strategy)
-    options = RunOptions(epochs=given.epochs, global_batch_size=96, seed=3, restarts=10_000, threads=1)
+    job, strategy = pt.jobs.find(given.job), pt.parse_strategy(given.strategy)
+    options = RunOptions(epochs=given.epochs, global_batch_size=given.batch, seed=3, restarts=10_000, threads=1)
     calm = run_collective(RunSpec.of(job, strategy, WORKERS, options), pt.engines.local())
     print(f"calm: {calm.steps} steps, accuracy {calm.accuracy:.4f}, weights {calm.parameters_sha256}")
     seconds: list[tuple[str, float]] = []
@@ -124,13 +126,16 @@ def main() -> None:
             f"run {runs}: {len(storm.seconds)} events, {len(groups)} groups, accuracy {result.accuracy:.4f}, weights "
             f"{equal} to the calm run's, each sample of {given.epochs} epochs once"
         )
-    for kind in [*KINDS, "all"]:
+    table(seconds)
+
+
+def table(seconds: list[tuple[str, float]]) -> None:
+    """Print how long each kind of event took to recover from."""
+    for kind in [*dict.fromkeys(kind for kind, _ in seconds), "all"]:
         times = sorted(s for k, s in seconds if kind in (k, "all"))
-        if times:
-            p95 = times[min(len(times) - 1, int(0.95 * len(times)))]
-            median = statistics.median(times)
-            print(f"{kind:8} {len(times):4} median {median:.2f} s, p95 {p95:.2f} s, longest {times[-1]:.2f} s")
-    print(dict(Counter(kind for kind, _ in seconds)))
+        p95 = times[min(len(times) - 1, int(0.95 * len(times)))]
+        median = statistics.median(times)
+        print(f"{kind:20} {len(times):4} median {median:.2f} s, p95 {p95:.2f} s, longest {times[-1]:.2f} s")
 
 
 if __name__ == "__main__":

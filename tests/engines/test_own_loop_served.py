@@ -47,6 +47,41 @@ handle.detach()
 print(f"rank {world.rank}: {handle.account and handle.account['ledger']}")
 """
 
+SAVING_LOOP = """
+import os, signal, sys, torch
+from pathlib import Path
+import polytempo as pt
+from torch import nn
+
+folder, saves = Path(sys.argv[1]), sys.argv[2] == "saves"
+world = pt.init(quiet=True, timeout_s=60)
+torch.manual_seed(0)
+digits = pt.data.digits()
+model = nn.Linear(64, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+batches = pt.shard(digits.train, batch_size=32)
+if (folder / "saved").exists():
+    saved = torch.load(folder / "saved", weights_only=True)
+    model.load_state_dict(saved["model"])
+    batches.load_state_dict(saved["batches"])
+first = batches.epoch
+handle = pt.attach(model, optimizer, pt.strategies.async_sgd(shards=2))
+while batches.epoch < 4:
+    for images, labels in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        if batches.epoch == 2 and world.rank == 1 and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    if saves and world.rank == 0:
+        with handle.consensus():
+            torch.save({"model": model.state_dict(), "batches": batches.state_dict()}, folder / "saving")
+        (folder / "saving").replace(folder / "saved")
+handle.detach()
+print(f"rank {world.rank} from epoch {first}: {handle.account and handle.account['ledger']}")
+"""
+
 
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
@@ -87,6 +122,14 @@ def test_digits_are_learnt_as_well_as_by_run(strategy: str, workers: int, tmp_pa
     assert left(tmp_path) == []
 
 
+def test_processes_of_torchrun_serve(tmp_path: Path) -> None:
+    done = torchrun(4, tmp_path, str(EXAMPLE), "--servers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 worker(s)" in done.stdout
+    assert "2 ranks on 1 host, and 2 of the launcher's processes serve" in done.stderr
+    assert left(tmp_path) == []
+
+
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_ends_all_and_nothing_is_left(rank: int, how: str, tmp_path: Path) -> None:
@@ -94,6 +137,25 @@ def test_torchrun_ends_all_and_nothing_is_left(rank: int, how: str, tmp_path: Pa
     done = torchrun(2, tmp_path, str(tmp_path / "loop.py"), str(rank), how)
     assert done.returncode != 0
     assert ("the loop's own mistake" if how == "raise" else "SIGKILL") in done.stderr
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(("saves", "first"), [("saves", 2), ("does not save", 0)])
+def test_torchrun_starts_all_again_and_the_loop_goes_on_from_what_it_has_saved(
+    saves: str, first: int, tmp_path: Path
+) -> None:
+    (tmp_path / "loop.py").write_text(SAVING_LOOP)
+    done = torchrun(2, tmp_path, "--max-restarts", "1", str(tmp_path / "loop.py"), str(tmp_path), saves)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank 0 from epoch (\d): (.*)", done.stdout)
+    assert [int(epoch) for epoch, _ in found] == [first]  # the first start has not come to its end
+    (row,) = ast.literal_eval(found[0][1])
+    assert (row["last_epoch"] - row["first_epoch"] + 1, row["once"], row["twice"], row["never"]) == (
+        4 - first,
+        1437,
+        0,
+        0,
+    )
     assert left(tmp_path) == []
 
 

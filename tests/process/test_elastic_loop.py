@@ -93,6 +93,50 @@ def test_each_sample_counts_once_over_kills_and_joins(tmp_path: Path) -> None:
     assert hurry.exists()
 
 
+def averaged(strategy: str, commits_every: int, hurry: Path) -> Any:
+    """A loop of two workers with a strategy that averages; the first is killed within a round of steps."""
+    data = TensorDataset(torch.arange(SAMPLES), torch.ones(SAMPLES, 1))
+
+    def train(state: Any) -> int:
+        handle = pt.attach(state.model, state.optimizer, pt.parse_strategy(strategy))
+        batches = pt.shard(data, batch_size=2)
+        if state.position is not None:
+            batches.load_state_dict(state.position)
+        slow_s = 0.01
+        while batches.epoch < EPOCHS:
+            for which, x in batches:
+                if not hurry.exists():
+                    time.sleep(slow_s)
+                    slow_s = min(1.0, slow_s * 1.05)
+                state.optimizer.zero_grad()
+                (state.model(x) * which[:, None]).mean().backward()  # each worker's own way
+                state.optimizer.step()
+                if handle.step % commits_every == 0:
+                    state.position, state.commits = batches.state_dict(), state.commits + 1
+                    state.commit()
+        return int(state.commits)
+
+    def watch(launcher: ElasticLauncher) -> None:
+        if launcher.view is not None and launcher.is_training and launcher.view.generation == 1 and not killed:
+            process: Any = launcher.processes[launcher.view.members[0]]
+            os.kill(process.pid, signal.SIGKILL)
+            killed.append(process.pid)
+        elif launcher.is_training and launcher.view is not None and len(launcher.view.members) == 2 and killed:
+            hurry.touch()
+
+    killed: list[int] = []
+    model = nn.Linear(1, 1)
+    state = pt.ElasticState(model, torch.optim.SGD(model.parameters(), lr=1e-3), position=None, commits=0)
+    return pt.elastic(train, state, workers=2, watch=watch)
+
+
+def test_a_loop_that_averages_commits_where_models_are_alike(tmp_path: Path) -> None:
+    commits = averaged("diloco(period=3)", 3, tmp_path / "hurry")
+    assert commits > EPOCHS * SAMPLES // (2 * 2 * 3) - 3
+    with pytest.raises(WorkerDied, match=r"commit\(\) after step 1, where workers' models differ: local_sgd\(period=3"):
+        averaged("local_sgd(period=3)", 1, tmp_path / "hurry")
+
+
 def test_what_the_loop_raises_ends_it() -> None:
     def train(state: Any) -> None:
         raise KeyError("no such thing")

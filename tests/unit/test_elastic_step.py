@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import PeerLost, Port
-from polytempo.data.sample_account import Counted
 from polytempo.membership.message import GroupView
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -70,9 +69,9 @@ def trained(training: ElasticTraining) -> dict[str, Tensor]:
 def test_a_broken_step_is_finished_or_undone(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calm = trained(begun())
     training = begun()
-    committed: list[Counted] = []
+    committed: list[Any] = []
 
-    async def breaks(port: Port, wishes: Any, own: Counted) -> Committed:
+    async def breaks(port: Port, wishes: Any, own: Any) -> Committed:
         if training.member.applied == BROKEN and not committed:
             committed.append(own)
             raise PeerLost(0, BROKEN, "all_reduce", 1)
@@ -87,7 +86,41 @@ def test_a_broken_step_is_finished_or_undone(finished: bool, monkeypatch: pytest
     training.enter(view)
     assert training.account is not None
     if finished:  # another member has seen it committed, and its account comes with the view
-        training.account.add(1, committed[0])
+        training.account.add(committed[0])
     training.begin(ProcessWorld(0, [0]), view)
     again = trained(training)
+    assert all(torch.equal(again[name], tensor) for name, tensor in calm.items())
+
+
+def test_a_group_that_breaks_as_it_begins_leaves_the_training_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members have hooks of the new group already, and not yet their state in it."""
+    calm = trained(begun())
+    training = begun()
+    sent = elastic_training.broadcast_json
+    broken: list[int] = []
+
+    async def stops(port: Port, wishes: Any, own: Any) -> Committed:
+        if training.member.applied == BROKEN and not broken:
+            raise PeerLost(0, BROKEN, "all_reduce", 1)
+        return await commit_point(port, wishes, own)
+
+    async def breaks(port: Port, value: Any) -> Any:
+        if not broken:
+            broken.append(training.member.applied)
+            raise PeerLost(0, BROKEN, "broadcast", 1)
+        return await sent(port, value)
+
+    monkeypatch.setattr(elastic_training, "commit_point", stops)
+    monkeypatch.setattr(elastic_training, "broadcast_json", breaks)
+    with pytest.raises(PeerLost):
+        trained(training)
+    view = GroupView(2, (0,), 1, BROKEN)
+    training.enter(view)
+    with pytest.raises(PeerLost):
+        training.begin(ProcessWorld(0, [0]), view)
+    view = GroupView(3, (0,), 1, BROKEN)
+    training.enter(view)
+    training.begin(ProcessWorld(0, [0]), view)
+    again = trained(training)
+    assert broken == [BROKEN]
     assert all(torch.equal(again[name], tensor) for name, tensor in calm.items())

@@ -68,7 +68,7 @@ def test_the_job_of_two_pods() -> None:
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     {
                         "action": "Ignore",
-                        "onExitCodes": {"containerName": "agent", "operator": "In", "values": [143]},
+                        "onExitCodes": {"containerName": "agent", "operator": "In", "values": [75, 143]},
                     },
                 ]
             },

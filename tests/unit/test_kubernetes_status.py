@@ -55,6 +55,7 @@ ENDS = [
     (pod("Failed", failures=1, containerStatuses=ended(1)), None),
     (pod("Failed", failures=2, containerStatuses=ended(1)), "has failed 3 times; see `kubectl logs run-0-x`"),
     (pod("Failed", failures=2, containerStatuses=ended(143)), None),
+    (pod("Failed", failures=2, containerStatuses=ended(75)), None),
     (pod("Failed", failures=2, containerStatuses=ended(137), conditions=PREEMPTED), None),
     ({"metadata": {"name": "bare"}}, None),
 ]

@@ -12,7 +12,7 @@ SAMPLES = 103
 def test_parts_in_any_order_add_up_to_the_epoch() -> None:
     account = SampleAccount(SAMPLES)
     for places in (range(40, 103), range(7, 40), range(7)):
-        account.add(0, counted_of(places, SAMPLES))
+        account.add({0: counted_of(places, SAMPLES)})
     account.check(0, SAMPLES)
     account.check(1, 0)
 
@@ -28,7 +28,7 @@ def test_parts_in_any_order_add_up_to_the_epoch() -> None:
 def test_what_was_left_out_or_used_twice_is_said(used: list[range], complaint: str) -> None:
     account = SampleAccount(SAMPLES)
     for places in used:
-        account.add(0, counted_of(places, SAMPLES))
+        account.add({0: counted_of(places, SAMPLES)})
     with pytest.raises(SamplesLost, match=complaint):
         account.check(1, 0)
 
@@ -36,7 +36,7 @@ def test_what_was_left_out_or_used_twice_is_said(used: list[range], complaint: s
 def test_a_part_of_an_epoch_is_checked_up_to_where_it_stands() -> None:
     account = SampleAccount(SAMPLES)
     account.begin_at(2, 10)
-    account.add(2, counted_of(range(10, 20), SAMPLES))
+    account.add({2: counted_of(range(10, 20), SAMPLES)})
     account.check(2, 20)
     with pytest.raises(SamplesLost, match="epoch 2 should have used 30"):
         account.check(2, 30)

@@ -57,10 +57,12 @@ class Process:
 
 
 class Storm:
-    """`commit`: whether members have a commit point; without one the storm must find it."""
+    """`commit`: whether members have a commit point; without one the storm must find it. `steps`: of a round."""
 
-    def __init__(self, seed: int, machine: type[RunMembership] = RunMembership, *, commit: bool = True) -> None:
-        self.random, self.commit = random.Random(seed), commit
+    def __init__(
+        self, seed: int, machine: type[RunMembership] = RunMembership, *, commit: bool = True, steps: int = 1
+    ) -> None:
+        self.random, self.commit, self.steps = random.Random(seed), commit, steps
         self.calm = False
         wanted = self.random.randint(2, 4)
         self.machine = machine(self.random.randint(1, 2), 5, wanted, restarts=40, answer_s=30.0)
@@ -187,7 +189,7 @@ class Storm:
         if verdict == "finish":
             self._apply(process, process.view)
         process.view = view
-        if verdict != "take over" and len(process.log) != view.step:
+        if verdict != "take over" and len(process.log) * self.steps != view.step:
             raise Broken(f"{process.member.life} has {len(process.log)} steps at the beginning of {view}")
         if verdict == "take over" and view.stateful == 0:
             process.member.taken_over(view.step)
@@ -227,7 +229,7 @@ class Storm:
                 process.member.taken_over(view.step)
             self._next(process, False)
         elif process.place == "exchange":
-            process.member.exchanged()
+            process.member.exchanged(self.steps)
             process.place = "commit"
             if not self.commit:
                 self._apply(process, view)
@@ -248,7 +250,7 @@ class Storm:
         """The members of `view`, in which the step began, have dealt two samples each."""
         assert view is not None
         begin = process.log[-1][2] if process.log else 0
-        process.log.append((process.member.applied, begin, min(SAMPLES, begin + 2 * len(view.members))))
+        process.log.append((process.member.applied // self.steps, begin, min(SAMPLES, begin + 2 * len(view.members))))
         process.member.stepped()
 
     def _report(self, process: Process, *, finished: bool = False) -> None:

@@ -49,6 +49,23 @@ def test_a_step_that_one_survivor_has_applied_is_finished_by_all() -> None:
     ]  # 1 knows all of step 8, so it comes first
 
 
+def test_a_round_of_steps_is_finished_as_one() -> None:
+    machine = begun()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 8)._replace(holds=4))
+    assert machine.receive(1.0, report(1, 12)) == [GroupView(2, (1, 0), 2, 12)]
+    member = ElasticMember(0)
+    member.taken_over(8)
+    member.exchanged(4)
+    assert member.enter(GroupView(2, (1, 0), 2, 12)) == "finish"
+    member.stepped()
+    assert (member.applied, member.holds) == (12, 0)
+    machine = begun()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 8)._replace(holds=3))  # of another round: this cannot be
+    assert isinstance(machine.receive(1.0, report(1, 12))[-1], Fail)
+
+
 def test_a_step_that_no_survivor_has_applied_is_undone() -> None:
     machine = begun()
     machine.ended(1.0, 2)
@@ -64,7 +81,7 @@ def test_a_step_that_no_survivor_has_applied_is_undone() -> None:
 def test_no_view_comes_before_the_end_of_a_lost_member_is_known() -> None:
     """A member that is only slow must not train on beside the others."""
     machine = begun()
-    assert machine.receive(1.0, report(0, 7)) == [Interrupt(1)]
+    assert machine.receive(1.0, report(0, 7)) == [Interrupt(1, broken=True)]
     assert machine.receive(1.0, report(1, 7)) == []
     assert machine.tick(12.0) == [Kill(2)]
     assert machine.ended(12.1, 2) == [GroupView(2, (0, 1), 2, 7)]
@@ -77,6 +94,23 @@ def test_newcomers_come_in_at_a_border_of_steps_behind_those_that_have_the_state
     for life in (2, 1):
         machine.receive(2.0, report(life, 9))
     assert machine.receive(2.0, report(0, 9)) == [GroupView(2, (0, 1, 2, 3), 3, 9)]
+
+
+def test_a_group_is_called_broken_only_when_a_member_is_gone() -> None:
+    """Newcomers do not end the forming of a group; a loss does, also after them."""
+    machine = begun(restarts=5)
+    machine.want(1.0, 4)
+    assert machine.receive(2.0, Ready(3)) == [Interrupt(1)]
+    assert machine.ended(3.0, 2) == [Begin(4), Interrupt(1, broken=True)]
+    assert machine.tick(3.1) == []
+
+
+def test_a_run_that_is_to_end_keeps_those_that_want_to_leave_and_begins_none() -> None:
+    machine = begun(minimum=3, restarts=5)
+    machine.save_and_end()
+    machine.ended(1.0, 2)
+    machine.receive(1.0, report(0, 5, leaving=True))
+    assert machine.receive(1.0, report(1, 5, leaving=True)) == [GroupView(2, (0, 1), 2, 5)]
 
 
 def test_a_lost_process_is_replaced_as_often_as_was_said() -> None:
@@ -148,7 +182,7 @@ def test_bounds_that_no_run_can_keep_are_refused() -> None:
 def test_a_storm_loses_no_step_and_applies_none_by_halves() -> None:
     kinds = {"regrouped": 0, "finished": 0}
     for seed in range(SEEDS):
-        storm = Storm(seed)
+        storm = Storm(seed, steps=1 + seed % 3)
         try:
             storm.run()
         except (Broken, AssertionError) as error:

@@ -47,6 +47,7 @@ class Notice:
         self.given_s: float | None = None
         """When, on the monotonic clock."""
         self._before: dict[int, signal.Handlers | object] = {}
+        self._closed = threading.Event()
 
     @property
     def given(self) -> bool:
@@ -77,8 +78,7 @@ class Notice:
         os.kill(os.getpid(), number)
 
     def _end_late(self) -> None:
-        time.sleep(self.grace_s + _LATE_S)
-        if self._before:
+        if not self._closed.wait(self.grace_s + _LATE_S) and self._before:
             print(f"asked to leave, and not done within {self.grace_s:g} s: this process ends", file=sys.stderr)
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,6 +100,7 @@ class Notice:
 
     def close(self) -> None:
         """Let the signals do what they did before."""
+        self._closed.set()
         before, self._before = self._before, {}
         for number, handler in before.items():
             if signal.getsignal(number) in (self.take, signal.SIG_DFL):

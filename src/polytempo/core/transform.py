@@ -27,6 +27,10 @@ Beside = Callable[[Port, Bundle, State], Program[Bundle]]
 transform in `state` talks to, by the way that its own messages take."""
 
 
+AtOnce = Callable[[Port, Bundle, State, int], Applied]
+"""`await at_once(port, bundle, state, step)`: see `apply_at_once`."""
+
+
 class Transform(NamedTuple):
     """A pair of functions, after optax, whose second may communicate.
 
@@ -49,6 +53,7 @@ class Transform(NamedTuple):
     `cost`: what it sends, computes and remembers, worked out from shapes (`polytempo.explain`). None: it does not say.
     `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
     `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
+    `at_once`: of a transform that lets ranks meet after some steps alone, what lets them meet now. None: `apply` does.
     """
 
     init: Callable[[Bundle], State]
@@ -59,6 +64,14 @@ class Transform(NamedTuple):
     linear: bool = False
     cost: CostOf | None = None
     beside: Beside | None = None
+    at_once: AtOnce | None = None
+
+
+def apply_at_once(transform: Transform, port: Port, bundle: Bundle, state: State, step: int) -> Applied:
+    """`apply` of the last of the first `step` steps, in which ranks meet whether it is their turn or not."""
+    if transform.at_once is None:
+        return transform.apply(port, bundle, state)
+    return transform.at_once(port, bundle, state, step)
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:

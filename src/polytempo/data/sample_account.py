@@ -11,6 +11,7 @@ counted once; where one is missing and another is there twice it is so by chance
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.data.spans import PlaceSpan, between, without
 
 _MASK = 2**48 - 1
 """A sum of marks over up to 2**15 ranks fits into 63 bits."""
@@ -47,17 +49,18 @@ class SampleAccount:
         self.num_samples = num_samples
         self._epochs: dict[int, Counted] = {}
 
-    def add(self, epoch: int, counted: Counted) -> None:
-        """A step was applied."""
-        self._epochs[epoch] = self._epochs.get(epoch, Counted()) + counted
+    def add(self, counted: Mapping[int, Counted]) -> None:
+        """A step, or a round of steps, was applied: what it used of each epoch."""
+        for epoch, more in counted.items():
+            self._epochs[epoch] = self._epochs.get(epoch, Counted()) + more
 
-    def check(self, epoch: int, consumed: int) -> None:
+    def check(self, epoch: int, consumed: int, left: Sequence[PlaceSpan] = ()) -> None:
         """Raise `SamplesLost` unless the account has all earlier epochs, and the first `consumed` places of `epoch`,
-        exactly once.
+        exactly once; but for what is `left` of them.
         """
-        due = dict.fromkeys(range(epoch), self.num_samples) | ({epoch: consumed} if consumed else {})
+        due = _due(epoch, consumed, left, self.num_samples)
         for each in sorted(due.keys() | self._epochs.keys()):
-            expected = counted_of(range(due.get(each, 0)), self.num_samples)
+            expected = due.get(each, Counted())
             found = self._epochs.get(each, Counted())
             if found != expected:
                 raise SamplesLost(
@@ -73,11 +76,22 @@ class SampleAccount:
         """Go on from what `to_plain` returned."""
         self._epochs = {epoch: Counted(*counted) for epoch, *counted in plain}
 
-    def begin_at(self, epoch: int, consumed: int) -> None:
+    def begin_at(self, epoch: int, consumed: int, left: Sequence[PlaceSpan] = ()) -> None:
         """Take for granted what an earlier run has used."""
-        self._epochs = {each: counted_of(range(self.num_samples), self.num_samples) for each in range(epoch)}
-        if consumed:
-            self._epochs[epoch] = counted_of(range(consumed), self.num_samples)
+        self._epochs = _due(epoch, consumed, left, self.num_samples)
+
+
+def _due(epoch: int, consumed: int, left: Sequence[PlaceSpan], num_samples: int) -> dict[int, Counted]:
+    used = without(between((0, 0), (epoch, consumed), num_samples), left)
+    return counted_by_epoch(used, num_samples, {span.epoch for span in used})
+
+
+def counted_by_epoch(spans: Iterable[PlaceSpan], num_samples: int, epochs: Iterable[int]) -> dict[int, Counted]:
+    """What `spans` count of each of `epochs`, which are all that they are of."""
+    found = dict.fromkeys(epochs, Counted())
+    for span in spans:
+        found[span.epoch] += counted_of(range(span.start, span.stop), num_samples)
+    return found
 
 
 def counted_of(places: range, num_samples: int) -> Counted:

@@ -14,6 +14,7 @@ from polytempo.core.slice_tree import subtree
 from polytempo.data.batches import Batches
 from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
 from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
+from polytempo.data.spans import PlaceSpan, num_places, parted
 from polytempo.data.stream import from_stream
 
 
@@ -87,8 +88,10 @@ class DataShard:
         """Samples of this epoch that have been handed out, over all ranks."""
         self.local_samples = 0
         self.global_samples = 0
-        self.places = range(0)
-        """The places of the epoch's order that were handed out in the last step, and count."""
+        self.left: list[PlaceSpan] = []
+        """Places that are dealt before the rest of the epoch: they were dealt to a worker that was lost with them."""
+        self.spans: list[PlaceSpan] = []
+        """The places that were handed out in the last step, and count."""
 
     def _check(self) -> None:
         what = "workers" if self.slices is None else "slices"
@@ -122,15 +125,19 @@ class DataShard:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch; then the next epoch begins."""
         self._follow_sampler()
+        at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
+        again: list[PlaceSpan] = []
         for i, (step, batch) in enumerate(self._batches()):
-            begins = i % len(self.own) == 0
-            self.consumed += step.global_samples if begins else 0
+            if i % len(self.own) == 0:
+                begin, at, self.spans = at, at + step.global_samples, []
+                again, self.left = parted(self.left, step.global_samples)
+                self.consumed += 0 if again else step.global_samples
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
-            counted = range(step.start, step.start + step.local_samples)
-            if begins or not self.places:
-                self.places = counted
-            elif counted:
-                self.places = range(self.places.start, counted.stop)
+            if step.local_samples and again:
+                self.spans += parted(parted(again, step.start - begin)[1], step.local_samples)[0]
+            elif step.local_samples:
+                first = step.start + shift
+                self.spans.append(PlaceSpan(self.epoch, first, first + step.local_samples))
             yield batch
         self.epoch += 1
         self.consumed = 0
@@ -149,7 +156,7 @@ class DataShard:
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"the epoch is {epoch!r}; epochs are whole numbers, counted from 0")
         if epoch != self.epoch:
-            self.epoch, self.consumed = epoch, 0
+            self.epoch, self.consumed, self.left = epoch, 0, []
 
     def _follow_sampler(self) -> None:
         named = sampler_epoch(self._source)
@@ -183,11 +190,12 @@ class DataShard:
             shuffle=self.shuffle,
         )
 
-    def state_dict(self) -> dict[str, int | None]:
-        """The position, the same on all ranks; plain numbers."""
-        return {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "num_samples": self.num_samples}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on all ranks; plain numbers, and `left` as lists of them where there is something."""
+        place = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "num_samples": self.num_samples}
+        return place | ({"left": [list(span) for span in self.left]} if self.left else {})
 
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position, also one saved with another number of ranks.
 
         Raises ValueError where the state is not of this data and seed.
@@ -205,14 +213,19 @@ class DataShard:
                 f"the saved position is epoch={epoch}, consumed={consumed} of {end} samples; it is damaged"
             )
         self.epoch, self.consumed = epoch, consumed
+        self.left = [PlaceSpan(*span) for span in state.get("left", [])]
         self.local_samples = self.global_samples = 0
 
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
         if self.num_samples is None:
             return from_stream(self._source, self.consumed, self.size, self.rank)
         batches = global_batches(self.num_samples - self.consumed, self.global_batch_size, self._parts)
-        steps = list(own_picks(self.consumed, batches, self._parts, self.own))
-        order = self._order(self.num_samples)
+        order, begin = self._order(self.num_samples, self.epoch), self.consumed
+        if self.left:
+            batches = global_batches(num_places(self.left), self.global_batch_size, self._parts) + batches
+            again = [self._order(self.num_samples, span.epoch)[span.start : span.stop] for span in self.left]
+            order, begin = torch.cat([*again, order[self.consumed :]]), 0
+        steps = list(own_picks(begin, batches, self._parts, self.own))
         if self._tensors is not None:
             tensors, rows = self._tensors
             return from_tensors(tensors, order if rows is None else rows[order], steps)
@@ -222,8 +235,8 @@ class DataShard:
         self._chosen.batches = [order[step.start : step.stop].tolist() for step in steps]
         return zip(steps, self._loader, strict=True)
 
-    def _order(self, num_samples: int) -> Tensor:
-        return permutation(num_samples, self.seed, self.epoch) if self.shuffle else torch.arange(num_samples)
+    def _order(self, num_samples: int, epoch: int) -> Tensor:
+        return permutation(num_samples, self.seed, epoch) if self.shuffle else torch.arange(num_samples)
 
 
 def _count(dataset: Dataset[Any]) -> int | None:

@@ -108,7 +108,7 @@ class Engine(Protocol):
         """Where they meet."""
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
-        """Start the process of `role` on the topology's host `host`."""
+        """Start the process of `role` on the topology's host `host`; -1: on one with few processes."""
 
     def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
         """The processes that have ended since the last poll; waits for one at most for `wait_s`."""

@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from polytempo.core import Mesh, TimedOut, world_port
 from polytempo.engines.elastic_round import name_of_round
 from polytempo.engines.environment import RankPlace, recognise
+from polytempo.engines.returned_rank import count_life, running
+from polytempo.engines.server_ranks import check_servers, dismiss, meet, serve
 from polytempo.interop.autoload import register
 from polytempo.native.library import available
 from polytempo.worlds import ProcessWorld, current, set_current
@@ -35,6 +37,7 @@ let go of the last tensors within microseconds of answering, and until then Pyth
 def init(
     *,
     mesh: Mapping[str, int] | None = None,
+    servers: int = 0,
     timeout_s: float = 300.0,
     backend: str | None = None,
     quiet: bool = False,
@@ -51,24 +54,35 @@ def init(
     it; the parts talk to each other over `world.port.along("stage")`. Raises ValueError where the lengths do not
     multiply to the number of ranks, and where the world has another mesh already.
 
+    With `servers` so many of the launcher's processes do not train: there this call serves shards of the parameter
+    server that workers attach, and then ends the process (SystemExit). These are the last process of each host, from
+    the last host to the first; the world, `torch.distributed`'s ranks and `pt.shard` count the others alone. All
+    processes give the same number (`Mismatch`). ValueError where no process would train.
+
     `timeout_s` is the deadline of every wait for another rank. `backend` is torch.distributed's: by default
     "polytempo" (shared memory) for tensors on CPU where all ranks are on one host and it has the native core, else
     gloo, and NCCL for tensors on CUDA, where there is one.
     """
     world = current()
-    if world.size > 1:
+    if world.size > 1 or world.servers is not None:
         return _laid_out(world, mesh)
     place = recognise(os.environ)
     launcher = "" if place.launcher == "none" else place.launcher
     if dist.is_initialized():
         launcher = launcher or "an existing process group"
+        if servers:
+            raise ValueError(
+                f"servers={servers} of the launcher's processes stay out of the process group, and there is one "
+                "already; let pt.init() make it"
+            )
         atexit.register(time.sleep, _LAST_MOMENT_S)
-    elif place.size == 1:
+        world = ProcessWorld(dist.get_rank(), hosts_of_ranks())
+    elif place.size == 1 and not servers:
         _say(launcher, world, quiet)
         return _laid_out(world, mesh)
     else:
-        _join(place, timeout_s, backend)
-    world = ProcessWorld(dist.get_rank(), hosts_of_ranks())
+        check_servers(servers, place.size)
+        world = _join(place, timeout_s, backend, servers)
     set_current(world)
     if world.rank == 0:
         _say(launcher, world, quiet)
@@ -90,26 +104,42 @@ def _laid_out(world: ProcessWorld, mesh: Mapping[str, int] | None) -> ProcessWor
     return world
 
 
-def _join(place: RankPlace, timeout_s: float, backend: str | None) -> None:
+def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: int) -> ProcessWorld:
+    """Join the process group, or in a rank that comes back the run. In a process that serves it does not return."""
     if place.local_size == place.size:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    rank, size, servers = place.rank, place.size, None
     try:
-        dist.init_process_group(
-            backend or _backend(place),
-            store=_store(place, timeout, os.environ),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timeout,
-        )
+        store = _store(place, timeout, os.environ)
+        life = count_life(store, rank)
+        if num_servers:
+            servers = meet(store, rank, size, num_servers, host_digest(), life=life)
+            rank, size = servers.worker(rank), size - num_servers
+        if size > 1 and rank >= 0 and life == 1:
+            group_store = PrefixStore("workers", store) if num_servers else store
+            dist.init_process_group(
+                backend or _backend(place), store=group_store, rank=rank, world_size=size, timeout=timeout
+            )
     except RuntimeError as error:
         if re.search(r"timed? ?out|timeout", str(error), re.I):
             raise TimedOut(place.rank, 0, f"meeting all {place.size} ranks ({place})", timeout_s) from error
         raise
-    atexit.register(_leave)
+    if servers is not None and rank < 0:
+        serve(servers, place.rank)
+    if life > 1:
+        hosts = running(store, rank)["hosts"]
+    else:
+        atexit.register(_leave)
+        hosts = hosts_of_ranks() if dist.is_initialized() else [0]
+    world = ProcessWorld(rank, hosts)
+    world.store, world.life, world.servers = store, life, servers
+    if servers is not None and rank == 0:
+        atexit.register(dismiss, servers)
+    return world
 
 
 def _backend(place: RankPlace) -> str:
@@ -185,7 +215,7 @@ def _is_loopback(address: str) -> bool:
 
 def hosts_of_ranks() -> list[int]:
     """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
-    name = torch.frombuffer(bytearray(hashlib.sha256(host_identity().encode()).digest()), dtype=torch.uint8)
+    name = torch.frombuffer(bytearray.fromhex(host_digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())
 
     async def everyone() -> list[torch.Tensor]:
@@ -209,10 +239,16 @@ def host_identity() -> str:
     return "\n".join(parts)
 
 
+def host_digest() -> str:
+    """Equal for processes of one host, and for no others; it does not show the host's name."""
+    return hashlib.sha256(host_identity().encode()).hexdigest()
+
+
 def _say(launcher: str, world: ProcessWorld, quiet: bool) -> None:
     if not quiet:
         num_hosts = len(set(world.port.hosts))
         where = f"{world.size} ranks on {num_hosts} host{'s' * (num_hosts > 1)}" if world.size > 1 else "a world of one"
+        where += f", and {len(world.servers.ranks)} of the launcher's processes serve" if world.servers else ""
         print(f"polytempo: {launcher}{', ' * bool(launcher)}{where}", file=sys.stderr)
 
 

@@ -7,7 +7,8 @@
                              has committed
 
 The commit point is a collective after the exchange: a member that comes back from it knows that every member holds the
-whole answer. So if one member has applied a step, all others can; if none has, all drop it.
+whole answer. So if one member has applied a step, all others can; if none has, all drop it. Where members exchange
+parameters once in several steps, "step" is that round.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ class ElasticMember:
         self.life = life
         self.generation = 0
         self.applied = 0
-        self.holds = False
+        self.holds = 0
         self.stateful = False
 
-    def exchanged(self) -> None:
-        """The whole answer of the next step is here."""
-        self.holds = True
+    def exchanged(self, steps: int = 1) -> None:
+        """The whole answer of the next step is here, or of a round of so many steps."""
+        self.holds = steps
 
     def stepped(self) -> None:
         """The step has been applied: after the commit point, or because a view says so."""
-        self.applied += 1
-        self.holds = False
+        assert self.holds, self.applied
+        self.applied += self.holds
+        self.holds = 0
 
     def taken_over(self, step: int) -> None:
         """The training's state after `step` is here."""
-        self.stateful, self.applied, self.holds = True, step, False
+        self.stateful, self.applied, self.holds = True, step, 0
 
     def report(self, *, leaving: bool = False, finished: bool = False) -> Report:
         """What `RunMembership` has to know when the group of this generation has been left."""
@@ -56,8 +58,8 @@ class ElasticMember:
         if view.members.index(self.life) >= view.stateful:
             return "take over"
         if view.step == self.applied:
-            self.holds = False
+            self.holds = 0
             return "undo"
         assert self.holds, (self.applied, view)
-        assert view.step == self.applied + 1, (self.applied, view)
+        assert view.step == self.applied + self.holds, (self.applied, view)
         return "finish"

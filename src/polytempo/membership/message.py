@@ -24,8 +24,9 @@ class Report(NamedTuple):
     generation: int
     applied: int
     """Steps that this member has applied, over the whole run."""
-    holds: bool
-    """Whether it has the whole answer of the step after these, which is not applied yet."""
+    holds: int
+    """How many steps after these are in the whole answer that it has and has not applied yet: 1, those of a round, or 0
+    where it has none."""
     stateful: bool
     """Whether it has the training's state: it had it before this view, or has taken it over since."""
     leaving: bool = False
@@ -50,6 +51,8 @@ class Interrupt(NamedTuple):
     """The members of this generation stop at their next common border of steps, because others want to join."""
 
     generation: int
+    broken: bool = False
+    """Whether a member is lost, or has left: the group cannot go on, nor can it still be formed."""
 
 
 class Leave(NamedTuple):

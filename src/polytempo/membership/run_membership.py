@@ -56,7 +56,10 @@ class RunMembership:
         self._asked: set[int] = set()
         """Members that were asked to leave."""
         self._reports: dict[int, Report] = {}
-        self._interrupted = False
+        self._ending = False
+        """Whether the run is to be saved by those that are there, also by those that want to leave."""
+        self._interrupted = self._broken = False
+        """Whether the members of the view were told to stop; and that their group cannot go on."""
         self._since_s: float | None = None
         """Since when reports are collected."""
         self._lacking_since_s: float | None = None
@@ -92,6 +95,10 @@ class RunMembership:
         self._wanted = min(max(wanted, self._minimum), self._maximum)
         return self.tick(now_s)
 
+    def save_and_end(self) -> None:
+        """From now on no process is begun, and none leaves before the others."""
+        self._ending = True
+
     def tick(self, now_s: float) -> list[Order]:
         """Time passes: all that is to be done now."""
         if self.over:
@@ -121,6 +128,8 @@ class RunMembership:
 
     def _population(self) -> list[Order]:
         """Begin processes that are lacking, and ask those to leave that are too many, the last that came first."""
+        if self._ending:
+            return []
         going = self._asked | {life for life, report in self._reports.items() if report.leaving}
         staying = [life for life in self.alive if life not in going]
         orders: list[Order] = []
@@ -164,9 +173,7 @@ class RunMembership:
         members = self._members()
         late = now_s - since_s > self._answer_s
         if silent := [life for life in members if life not in self._reports]:
-            stop: list[Order] = [] if self._interrupted else [Interrupt(view.generation)]
-            self._interrupted = True
-            return [*stop, *(Kill(life) for life in silent if late)]
+            return [*self._stop(view, members), *(Kill(life) for life in silent if late)]
         if self._lacking_since_s is None:
             self._lacking_since_s = now_s
         reports = [self._reports[life] for life in members]
@@ -175,24 +182,32 @@ class RunMembership:
             return [End()]
         return self._next(view, reports, late=now_s - self._lacking_since_s > self._answer_s)
 
+    def _stop(self, view: GroupView, members: list[int]) -> list[Order]:
+        """Let the other members stop; those that wait for one that will not come, at once."""
+        broken = len(members) < len(view.members) or any(not each.finished for each in self._reports.values())
+        known = (self._interrupted, self._broken)
+        self._interrupted, self._broken = True, self._broken or broken
+        return [] if (self._interrupted, self._broken) == known else [Interrupt(view.generation, self._broken)]
+
     def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         """The view after `view`, all of whose living members have reported."""
         stateful = [report for report in reports if report.stateful]
         if not stateful and (view.stateful or not reports):
             return self._fail("all workers that had the training's state were lost; go on from its last checkpoint")
         step = max((report.applied for report in stateful), default=self._step)
-        behind = [r for r in stateful if r.applied != step and not (r.applied == step - 1 and r.holds)]
+        behind = [r for r in stateful if r.applied != step and not (r.holds and r.applied + r.holds == step)]
         if behind:
             return self._fail(f"step {step} was applied, and these can neither have nor finish it: {behind}")
         stateful.sort(key=lambda report: report.applied != step)  # the first one knows all of the step
-        staying = [r.life for r in stateful if not r.leaving]
+        staying = [r.life for r in stateful if not r.leaving or self._ending]
         if stateful and not staying:
             staying = [stateful[0].life]  # it stays until another one has its state
-        others = [r.life for r in reports if not r.stateful and not r.leaving]
+        others = [r.life for r in reports if not r.stateful and (not r.leaving or self._ending)]
         newcomers = [*others, *self._at("waiting")]
         chosen = [*staying, *newcomers][: self._maximum]
-        handed_over = not stateful or not all(r.leaving for r in stateful) or len(chosen) > 1
-        if len(chosen) < self._minimum or not handed_over:
+        handed_over = not stateful or not all(r.leaving for r in stateful) or len(chosen) > 1 or self._ending
+        enough = len(chosen) >= (1 if self._ending else self._minimum)
+        if not enough or not handed_over:
             few = f"{len(chosen)} workers are left, and at least {self._minimum} are needed"
             return self._fail(few) if late or self._hopeless(chosen) else []
         gone = [report.life for report in reports if report.life not in chosen]
@@ -209,7 +224,7 @@ class RunMembership:
             self._places[life] = "member"
         generation = 1 if self.view is None else self.view.generation + 1
         self.view = GroupView(generation, tuple(members), stateful, step)
-        self._reports, self._interrupted = {}, False
+        self._reports, self._interrupted, self._broken = {}, False, False
         self._since_s = self._lacking_since_s = None
         return self.view
 

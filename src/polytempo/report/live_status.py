@@ -50,6 +50,16 @@ class ProcessEvent(msgspec.Struct, frozen=True):
     then: str
 
 
+class GroupStatus(msgspec.Struct, frozen=True):
+    """The workers of an elastic run that train together now."""
+
+    generation: int
+    """How many groups there were so far."""
+    step: int
+    """After so many steps it began."""
+    workers: int
+
+
 class LiveStatus(msgspec.Struct, frozen=True):
     """A run at one moment. Times ending in `_s` are seconds; `began_s` and `written_s` since 1970."""
 
@@ -76,6 +86,8 @@ class LiveStatus(msgspec.Struct, frozen=True):
     num_events: int = 0
     events: tuple[ProcessEvent, ...] = ()
     """The last ones."""
+    group: GroupStatus | None = None
+    """Of an elastic run."""
 
     @property
     def staleness(self) -> float | None:

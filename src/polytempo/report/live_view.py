@@ -86,6 +86,9 @@ def _progress(status: LiveStatus) -> Text:
     if epoch is not None:
         of = f" of {status.epochs:g}" if status.epochs is not None else ""
         line += f", epoch {epoch:.2f}{of}"
+    if status.group is not None:
+        group = status.group
+        line += f"; group {group.generation}: {group.workers} workers since step {group.step:,}"
     if status.staleness is not None:
         line += f", staleness {status.staleness:.2f}"
     return Text(line)
@@ -122,7 +125,8 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
 
 def _faults(status: LiveStatus, events: Sequence[ProcessEvent]) -> Text:
     earlier = status.num_events - len(events)
-    text = Text(f"faults{f', the last {len(events)} of {status.num_events}' if earlier > 0 else ''}\n", "bold")
+    heading = "faults" if status.group is None else "lost, left and joined"
+    text = Text(f"{heading}{f', the last {len(events)} of {status.num_events}' if earlier > 0 else ''}\n", "bold")
     lines = [f"  {event.at_s:8.1f} s  {event.who} {event.how}; {event.then}" for event in events]
     return text.append("\n".join(lines), "default")
 

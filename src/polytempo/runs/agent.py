@@ -44,6 +44,7 @@ from polytempo.engines.remote.messages import (
     Hello,
     LogLines,
     PreemptAll,
+    RunData,
     StartProcess,
     StopProcess,
     ToAgent,
@@ -51,6 +52,7 @@ from polytempo.engines.remote.messages import (
 )
 from polytempo.engines.remote.network import address_towards, interface_of, refused
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.own_loop.shard_copy import hold_shard_of, is_loop
 from polytempo.runs.program import perform
 from polytempo.runs.served.host_mail import HostMemory, host_memory
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE
@@ -72,10 +74,12 @@ _FAREWELL_S = 2.0
 Channel = ChannelClient[ToAgent, FromAgent]
 
 
-def serve_head(ticket: AgentTicket) -> None:
-    """Be an agent until the run is over. PolytempoError where the head cannot be reached."""
+def serve_head(ticket: AgentTicket, parent: int) -> None:
+    """Be an agent until the run is over, or `parent` is this process's no more.
+
+    PolytempoError where the head cannot be reached, or `parent` has ended before.
+    """
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    parent = os.getppid()
     with janitor.swept(home) as notes, _connected(ticket) as channel:
         channel.send(_hello(ticket))
         while (first := channel.take(_TICK_S)) is None:
@@ -85,7 +89,22 @@ def serve_head(ticket: AgentTicket) -> None:
                     "reaches that address and port, and that the run is still there"
                 )
         if isinstance(first, Welcome):
-            _Agent(channel, first, home, notes, parent).run()
+            data = _pieces(channel, first.pieces, parent)
+            _Agent(channel, first, data, home, notes, parent).run()
+
+
+def _pieces(channel: Channel, number: int, parent: int) -> bytes:
+    """The bytes that follow a `Welcome`. PolytempoError where they stop."""
+    found: list[bytes] = []
+    while len(found) < number:
+        message = channel.take(_TICK_S)
+        if isinstance(message, RunData):
+            found.append(message.data)
+        elif channel.parted_s > PATIENCE_S or os.getppid() != parent:
+            raise PolytempoError(
+                f"the head of the run at {channel.address} has gone after {len(found)} of {number} parts"
+            )
+    return b"".join(found)
 
 
 @contextlib.contextmanager
@@ -102,8 +121,8 @@ def _hello(ticket: AgentTicket) -> Hello:
 
 
 class _Agent:
-    def __init__(self, channel: Channel, welcome: Welcome, home: Path, notes: int, parent: int) -> None:
-        self._channel, self._parent, self._spec = channel, parent, welcome.spec
+    def __init__(self, channel: Channel, welcome: Welcome, data: bytes, home: Path, notes: int, parent: int) -> None:
+        self._channel, self._parent, self._spec, self._data = channel, parent, welcome.spec, data
         self._orders: dict[int, StartProcess] = {}
         self._logs: dict[int, _Log] = {}
         self._ended: dict[int, Ended] = {}
@@ -162,7 +181,9 @@ class _Agent:
 
     def _obey(self, message: ToAgent) -> None:
         match message:
-            case StartProcess():
+            case StartProcess(role=role) if role["life"] in self._ended:
+                self._channel.send(self._ended[role["life"]])
+            case StartProcess(role=role) if role["life"] not in self._orders:
                 self._start(message)
             case StopProcess(life) if life in self._processes:
                 self._engine.stop(self._processes[life])
@@ -175,8 +196,9 @@ class _Agent:
 
     def _leave(self) -> None:
         """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
-        grace_s = float(json.loads(self._spec)["options"].get("grace_s", 30.0))
+        grace_s = float(json.loads(self._spec).get("options", {}).get("grace_s", 30.0))
         self._leaves_until_s = time.monotonic() + grace_s
+        self._beat_at_s = 0.0  # the head should know at once
         _on_sigterm(end_politely)
         self._engine.preempt()
 
@@ -188,9 +210,8 @@ class _Agent:
 
     def _start(self, order: StartProcess) -> None:
         role = Role(**order.role)
-        if role.life in self._ended:
-            self._channel.send(self._ended[role.life])
-        if role.life in self._orders:
+        if self._leaves_until_s is not None and role.kind == "member":  # it would take part for a moment at most
+            self._channel.send(Ended(role.life, -signal.SIGTERM))
             return
         self._orders[role.life] = order
         if self._memory is None:  # before the first of them is forked
@@ -203,6 +224,9 @@ class _Agent:
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
+        text = json.loads(self._spec)
+        if is_loop(text):
+            return hold_shard_of(text, self._data, role, setting, self._address)
         return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)
 
     def _tell(self) -> None:
@@ -225,7 +249,8 @@ class _Agent:
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + BEAT_S
             stopped = tuple(life for life, process in self._processes.items() if process.stopped)
-            self._channel.send(AgentBeat(stopped, tuple(self._processes)))
+            leaving = self._leaves_until_s is not None
+            self._channel.send(AgentBeat(stopped, tuple(self._processes), leaving))
 
 
 class _Log:

@@ -16,6 +16,7 @@ from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preem
 from polytempo.report.live_status import (
     MOST_EVENTS,
     VERSION,
+    GroupStatus,
     LiveStatus,
     ProcessState,
     ProcessStatus,
@@ -48,6 +49,8 @@ class LiveRun:
         self._out, self._spec, self._clock = out, spec, clock
         self.events: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         """The faults so far: who, how, at_s, then."""
+        self.group: Callable[[], Mapping[str, Any] | None] = lambda: None
+        """The present group of an elastic run: generation, step, members."""
         self._began_s = clock()
         self._next_s = 0.0
         self._here = socket.gethostname()
@@ -78,7 +81,11 @@ class LiveRun:
         return noted
 
     def started(self, process: EngineProcess) -> None:
-        """A process was started."""
+        """A process was started. Members of an elastic run that have ended make room for those that come."""
+        if process.role.kind == "member":
+            gone = [node for node, each in self._processes.items() if each.exit_code is not None]
+            for node in gone:
+                del self._processes[node]
         self._processes[process.role.node] = process
 
     def look(self) -> None:
@@ -88,7 +95,7 @@ class LiveRun:
 
     def status(self, state: RunState, why: str = "") -> LiveStatus:
         """The run as it is now."""
-        spec, events = self._spec, self.events()
+        spec, events, group = self._spec, self.events(), self.group()
         return LiveStatus(
             version=VERSION,
             job=spec.job.name,
@@ -108,6 +115,7 @@ class LiveRun:
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
             events=events_of(events[-MOST_EVENTS:]),
+            group=None if group is None else GroupStatus(group["generation"], group["step"], len(group["members"])),
         )
 
     def _status_of(self, process: EngineProcess) -> ProcessStatus:

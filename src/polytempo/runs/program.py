@@ -31,7 +31,7 @@ def perform(
     if role.kind == PROBE:
         return probe()
     if role.kind == "member":
-        return train_member(spec, role.life, setting["rendezvous"])
+        return train_member(with_launcher_files(spec, setting), role.life, setting["rendezvous"])
     spec = with_launcher_files(spec, setting)
     if role.kind == "rank":
         return train_rank(spec)

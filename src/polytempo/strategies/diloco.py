@@ -25,6 +25,10 @@ def diloco(
     amplified by the outer momentum, so a codec that sends a hundredth needs a smaller outer_lr. `route` is as in
     `local_sgd`.
 
+    In an elastic run a round ends at once where a worker is lost: the outer step is made of what the others have moved,
+    and the lost worker's samples since the last one are dealt again. Newcomers get the anchor and the outer momentum,
+    which all workers have alike, from a living one.
+
     Cost: the route's, once in H steps; memory for the anchor and the outer momentum, and for a codec's residual.
     The paper uses AdamW inside, with a learning rate that decays, and H = 500; its outer constants (0.7, 0.9) are the
     defaults here. A movement that repeats adds up to lr / (1 - μ) = 7 times itself, so an inner learning rate that was

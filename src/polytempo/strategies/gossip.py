@@ -15,6 +15,11 @@ def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
     Running statistics (batch norm) are mixed with the same neighbours by the same W. Optimizers stay local. No worker
     talks to others than its neighbours, but for an evaluation, which is of the mean of all models.
 
+    In an elastic run W is that of the present number of workers. Where one is lost the others mix at once, their mean
+    stays, and the lost worker's samples since it mixed last are dealt again. A newcomer gets the others' mean; when one
+    leaves, the others move alike, so that the mean stays. All make sure at each mixing that all have what they need,
+    by an all-reduce of 40 bytes.
+
     Cost: K bytes to each neighbour, one message long, whatever the number of workers; a second, small one for running
     statistics.
     Deviation: the mix follows the local step; the paper computes the gradient at the unmixed model meanwhile.

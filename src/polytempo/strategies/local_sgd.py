@@ -19,6 +19,9 @@ def local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec |
     `route`: how models are added up; `native` leaves that to the world. With a `codec`, `native` leaves it to the codec
     (in `compression.through` that is route=None), and its wire routes can be given, too, such as `all_gather`.
 
+    In an elastic run a round ends at once where a worker is lost: the others average what they have; the lost worker's
+    steps since the last average are lost, and their samples are dealt again. Newcomers get the average.
+
     Cost: 1/H of synchronous SGD's communication; with a codec memory for θ_last, and for the residual.
 
     Source: S. U. Stich, "Local SGD converges fast and communicates little", 2019; with a codec, D. Basu, D. Data,

@@ -19,6 +19,9 @@ def parameter_averaging(period: int = 10, optimizer_state: bool = True, route: R
     Each worker's step is its own optimizer's, with its weight decay and its schedule. With H = 1 and plain SGD or
     momentum this equals synchronous SGD; with an optimizer that divides by the gradient's size it does not.
 
+    In an elastic run a round ends at once where a worker is lost: see `local_sgd`. Newcomers get the averaged moments,
+    too.
+
     Cost: the route's, once in H steps, on the parameters (and one more buffer for each moment).
 
     Source: D. Povey, X. Zhang and S. Khudanpur, "Parallel training of DNNs with natural gradient and parameter

@@ -13,6 +13,8 @@ def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = nativ
     The paper switches at the first decay of the learning rate. From the switch on, momentum and other state are each
     worker's own.
 
+    In an elastic run the steps before the switch are those of `sync_sgd`, and the others those of `local_sgd`.
+
     Cost: synchronous SGD's until the switch, 1/H of it afterwards.
 
     Source: T. Lin, S. U. Stich, K. K. Patel and M. Jaggi, "Don't use large mini-batches, use local SGD", 2020.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from polytempo.core import Port, Strategy, identity
+from polytempo.core import Port, Strategy, identity, is_idle
 from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
@@ -31,6 +31,7 @@ from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
 from polytempo.training.ports import ports_of
 from polytempo.training.replica import Replica
+from polytempo.training.requirements import fitted
 from polytempo.training.trainable_parameters import sparse_tables, trainable
 from polytempo.worlds import ProcessWorld, current
 
@@ -45,6 +46,8 @@ class AttachOptions(NamedTuple):
     scaler: GradScaler | None = None
     on_drift: OnDrift = "stop"
     allow_nan: bool = True
+    grows: bool = False
+    """Whether a rank that is alone may have others later, so that it counts the steps of what it exchanges."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,7 +65,9 @@ def attach_replica(
 ) -> Handle:
     """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
-    handle = _handle(world or current(), model, optimizer, strategy, options)
+    world = world or current()
+    _check_meeting(world, strategy)
+    handle = _handle(world, model, optimizer, strategy, options)
     set_handle(model, handle)
     return handle
 
@@ -80,6 +85,20 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)
+
+
+def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
+    """Raise ValueError where this rank meets no others, or has set processes aside that would do nothing."""
+    if world.life > 1:
+        raise ValueError(
+            f"rank {world.rank} has been started again while the others train on, and the ranks of {strategy} meet in "
+            "a process group, which no process can join again; start all of them anew"
+        )
+    if world.servers is not None:
+        raise ValueError(
+            f"{strategy} has no parameter server, and {len(world.servers.ranks)} of the launcher's processes serve; "
+            "leave out pt.init(servers=…), or use a strategy with a server, such as async_sgd()"
+        )
 
 
 def attach_alike(
@@ -114,11 +133,12 @@ def _hooked(
     """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters."""
     ports = ports_of(world.port)
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
+    grows = options.grows and not is_idle(fitted(own, optimizer).parameters, 2)
     replica = Replica(
         model,
         optimizer,
         own,
-        ports.data.size,
+        max(2, ports.data.size) if grows else ports.data.size,
         bucket_bytes=options.bucket_bytes,
         buffer_rule=options.buffers,
         empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged

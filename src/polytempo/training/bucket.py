@@ -101,6 +101,11 @@ class Bucket:
         """The state after the step, if that uses the present exchange."""
         self._tentative = _Exchange(state, answered)
 
+    @property
+    def answered(self) -> bool:
+        """Whether the last exchange did something, and no step was made of it yet."""
+        return self._tentative is not None and self._tentative.answered
+
     def commit(self) -> bool:
         """An optimizer step was made of the last exchange. Returns whether that did something."""
         if self._tentative is None:

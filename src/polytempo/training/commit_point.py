@@ -1,14 +1,16 @@
 """`CommitPoint`: between a step's exchange and its application, the ranks make sure that all have the whole answer.
 
-    exchange ──▶ all-reduce of four numbers ──▶ optimizer.step()
-                 [who wants to stop, who leaves, samples, their marks]
+    exchange ──▶ all-reduce of five numbers ──▶ optimizer.step(), or parameters become what was exchanged
+                 [who wants to stop, who leaves, who was told to save, samples, their marks]
 
 A rank that comes back from the all-reduce knows that all have issued it, and so hold the answer. It costs a message of
-32 bytes a step. The same message tells all ranks alike whether they stop after this step, and adds up the samples.
+40 bytes, and 16 more for each further epoch of which there are samples. The same message tells all ranks alike whether
+they stop after this step, and adds up the samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,10 @@ class Wishes(NamedTuple):
 
     stop: bool = False
     leave: bool = False
+    save: bool = False
+    """The whole run is to be saved, and to end."""
+    broken: bool = False
+    """Another rank of the group is lost, so that there will be no next commit point."""
 
 
 class Committed(NamedTuple):
@@ -31,13 +37,19 @@ class Committed(NamedTuple):
     """Whether they stop before the next step."""
     leaving: int
     """How many of them leave then."""
-    counted: Counted
-    """The samples of the step, over all ranks."""
+    counted: dict[int, Counted]
+    """The samples of the step, or of the steps since the last commit point, over all ranks and by epoch."""
+    save: bool = False
+    """Whether they save this step, and end."""
 
 
-async def commit_point(port: Port, wishes: Wishes, own: Counted) -> Committed:
-    """Come to the commit point with this rank's samples. Raises what an all-reduce raises where a rank is lost."""
-    stop = wishes.stop or wishes.leave
-    mine = torch.tensor([stop, wishes.leave, own.samples, own.marks], dtype=torch.int64)
-    stops, leaving, samples, marks = (await port.all_reduce(mine)).tolist()
-    return Committed(stops > 0, leaving, Counted(samples, marks))
+async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -> Committed:
+    """Come to the commit point with this rank's samples by epoch; all ranks bring the same epochs.
+
+    Raises what an all-reduce raises where a rank is lost.
+    """
+    stop, epochs = wishes.stop or wishes.leave, sorted(own)
+    numbers = [stop, wishes.leave, wishes.save, *(number for epoch in epochs for number in own[epoch])]
+    stops, leaving, saving, *sums = (await port.all_reduce(torch.tensor(numbers, dtype=torch.int64))).tolist()
+    counted = {epoch: Counted() + Counted(*sums[2 * i : 2 * i + 2]) for i, epoch in enumerate(epochs)}
+    return Committed(stops > 0, leaving, counted, saving > 0)

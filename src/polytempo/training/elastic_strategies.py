@@ -1,4 +1,8 @@
-"""Which strategies an elastic run takes: those in which the ranks agree on each step before the optimizer makes it."""
+"""Which strategies an elastic run takes: those whose exchanges can be finished by all ranks, or undone by all.
+
+gradients     the exchange, the commit point, the optimizer's step                                 `ElasticTraining`
+parameters    steps of each rank's own, the exchange, the commit point, then parameters change     `LocalRound`
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ from typing import Any
 
 import torch
 
-from polytempo.core import Bundle, Strategy, is_idle
+from polytempo.core import Bundle, Strategy
 from polytempo.synchronization.delayed import DelayedState
+from polytempo.synchronization.every import PeriodState
 
 _REMEDY = "; use sync_sgd(), or a compressed strategy such as int8_sgd(), or leave min_workers and max_workers out"
 _SOME_RANKS = 2
@@ -24,18 +29,29 @@ def check_elastic(strategy: Strategy) -> None:
         raise ValueError(
             f"{strategy} shares one copy of the parameters, so that all ranks begin and end together{_REMEDY}"
         )
-    if not strategy.synchronized or not is_idle(strategy.parameters, _SOME_RANKS):
-        raise ValueError(
-            f"{strategy} exchanges parameters after the optimizer's step, which a rank that is lost meanwhile leaves "
-            f"half done{_REMEDY}"
-        )
-    if _is_delayed(strategy.gradients.init(Bundle({"w": torch.zeros(_SOME_RANKS)}))):
+    layout = Bundle({"w": torch.zeros(_SOME_RANKS)})
+    states = strategy.gradients.init(layout), strategy.parameters.init(layout)
+    if _has(DelayedState, states):
         raise ValueError(
             f"{strategy} has exchanges under way when a step ends, which a lost rank would break off{_REMEDY}"
         )
+    if strategy.parameters.at_once is None and _has(PeriodState, states[1]):
+        raise ValueError(
+            f"{strategy} exchanges parameters on some steps, by a transform that cannot do so on others, where a rank "
+            "is lost between them; put every(…), until(…) or after(…) around all of it"
+        )
 
 
-def _is_delayed(state: Any) -> bool:
+def mixed(strategy: Strategy) -> ValueError:
+    """The error where ranks exchange gradients in a step in which models differ, or meet by parameters too."""
+    return ValueError(
+        f"{strategy} exchanges gradients within a round of steps between exchanges of parameters, of which an elastic "
+        "run can undo or finish one alone; use one of both, one after the other as post_local_sgd does, or leave "
+        "min_workers and max_workers out"
+    )
+
+
+def _has(kind: type, state: Any) -> bool:
     if isinstance(state, dict):
-        return any(map(_is_delayed, state.values()))
-    return isinstance(state, DelayedState) or (isinstance(state, tuple) and any(map(_is_delayed, state)))
+        return any(_has(kind, value) for value in state.values())
+    return isinstance(state, kind) or (isinstance(state, tuple) and any(_has(kind, value) for value in state))

@@ -28,7 +28,8 @@ _SLOWLY_BYTES_PER_S = 100e6
 """A copy is not thought dead for touching its parameters at this rate."""
 _MOST_RESTARTS = 20
 """So many copies may take another one's place."""
-_FORMAT = "polytempo-loop-facts 1"
+LOOP_FORMAT = "polytempo-loop-facts 1"
+"""Its `format` tells this text from others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,10 @@ class LoopFacts:
     """The parameters' values one after the other, shape (numel,)."""
     running: Tensor | None
     """The running statistics of norms, float64; None where the model has none."""
+    first_epoch: int = 0
+    """The epoch of the data that the run begins with."""
+    servers: int = 0
+    """How many of the launcher's processes hold the shards; 0: those that rank 0 starts beside itself."""
 
     @property
     def workers(self) -> int:
@@ -99,7 +104,7 @@ class LoopFacts:
     def to_plain(self) -> dict[str, Any]:
         """As JSON takes it, but for the values of the two vectors (`blobs`)."""
         return {
-            "format": _FORMAT,
+            "format": LOOP_FORMAT,
             "strategy": self.strategy,
             "hosts": list(self.hosts),
             "parameters": [list(parameter) for parameter in self.parameters],
@@ -107,6 +112,8 @@ class LoopFacts:
             "allow_nan": self.allow_nan,
             "batches_per_epoch": self.batches_per_epoch,
             "timeout_s": self.timeout_s,
+            "first_epoch": self.first_epoch,
+            "servers": self.servers,
             "dtype": str(self.weights.dtype).removeprefix("torch."),
             "sizes": [len(blob) for blob in self.blobs],
         }
@@ -119,8 +126,8 @@ class LoopFacts:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], weights: bytes, running: bytes) -> LoopFacts:
         """What `to_plain` and `blobs` gave. ValueError for another text."""
-        if plain.get("format") != _FORMAT:
-            raise ValueError(f"these are no facts of a loop ({_FORMAT}): {str(plain)[:80]}")
+        if plain.get("format") != LOOP_FORMAT:
+            raise ValueError(f"these are no facts of a loop ({LOOP_FORMAT}): {str(plain)[:80]}")
         return cls(
             strategy=plain["strategy"],
             hosts=tuple(plain["hosts"]),
@@ -131,6 +138,8 @@ class LoopFacts:
             timeout_s=plain["timeout_s"],
             weights=_tensor_of(weights, getattr(torch, plain["dtype"])),
             running=_tensor_of(running, torch.float64) if running else None,
+            first_epoch=plain["first_epoch"],
+            servers=plain["servers"],
         )
 
 
@@ -143,6 +152,8 @@ def facts_of_loop(
     batches_per_epoch: int,
     timeout_s: float,
     allow_nan: bool,
+    first_epoch: int = 0,
+    servers: int = 0,
 ) -> LoopFacts:
     """The facts of a loop as it stands. Errors: ValueError for what a server cannot do."""
     assert strategy.server is not None
@@ -156,6 +167,8 @@ def facts_of_loop(
         timeout_s=timeout_s,
         weights=flat_of(model, optimizer).cpu(),
         running=Running(model).vector(),
+        first_epoch=first_epoch,
+        servers=servers,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,21 @@ from torch.optim import Optimizer
 
 from polytempo.aggregation.outer import anchors
 from polytempo.collectives import tree
-from polytempo.core import Bundle, Port, State, Strategy
-from polytempo.core.state import Saved, equal, renewed, restored, saved, settled
+from polytempo.core import Bundle, Port, Program, State, Strategy
+from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
+from polytempo.core.transform import apply_at_once
 from polytempo.training.buffers import AppliedTransform
 from polytempo.training.optimizer_state import moments
 from polytempo.training.tensor_groups import by_kind
 
 _CHANNEL = 1000
+
+
+class _Answer(NamedTuple):
+    """What an exchange made of a group: the state after it, and what the tensors become (None: they stay)."""
+
+    state: State
+    answer: Bundle | None
 
 
 class ParameterExchange:
@@ -34,13 +43,17 @@ class ParameterExchange:
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
         self._frozen: frozenset[str] = frozenset()
         """Parameters that were frozen when ranks met last."""
+        self.commit: Callable[[Port], Program[None]] | None = None
+        """Awaited between an exchange in which ranks met and `take`; where it raises, the exchange is undone."""
+        self._held: list[_Answer] = []
 
     def _layouts(self) -> list[Bundle]:
         detached = {name: parameter.detach() for name, parameter in self._trainable.items()}
         return [Bundle(group) for group in by_kind(detached).values()]
 
     @torch.no_grad()
-    def _groups(self) -> list[dict[str, Tensor]]:
+    def groups(self) -> list[dict[str, Tensor]]:
+        """What is exchanged, as it lies in the model and the optimizer, by dtype and device."""
         tensors = {name: parameter.detach() for name, parameter in self._trainable.items()}
         if self._strategy.carries_optimizer:
             tensors |= moments(self._trainable, self._optimizer)  # each joins the group of its dtype
@@ -48,19 +61,49 @@ class ParameterExchange:
 
     async def exchange(self, data: Port, weight: float | None) -> AppliedTransform | None:
         """Run the transform over the parameters as they are now; by what ranks met, if they did."""
-        met, states = None, list(self.states)
-        for i, group in enumerate(self._groups()):
-            bundle = Bundle(group, weight)
-            applied = AppliedTransform(self._strategy.parameters, states[min(i, len(states) - 1)])
-            answer, after = await applied.transform.apply(data.on_channel(_CHANNEL + i), bundle, applied.state)
-            if i < len(states):  # moments of another dtype than any parameter have no state of their own
-                self.states[i] = after
-            if answer is not None and answer is not bundle:
-                self._take(i, group, answer)
-                met = met or applied
-        if met is not None:
-            self._frozen = frozenset(name for name, p in self._trainable.items() if not p.requires_grad)
+        return await self._exchange(data, weight, None)
+
+    async def meet_at_once(self, data: Port, step: int) -> None:
+        """As `exchange` after `step`, in which ranks meet, whether it is a step in which they would or not."""
+        await self._exchange(data, None, step)
+
+    async def _exchange(self, data: Port, weight: float | None, at_step: int | None) -> AppliedTransform | None:
+        met, transform = None, self._strategy.parameters
+        found: list[_Answer] = []
+        for i, group in enumerate(self.groups()):
+            bundle, state = Bundle(group, weight), self.states[min(i, len(self.states) - 1)]
+            applied = AppliedTransform(transform, state)
+            if self.commit is not None:
+                state = duplicate(state)  # a rank that is lost undoes the exchange
+            port = data.on_channel(_CHANNEL + i)
+            if at_step is None:
+                answer, after = await transform.apply(port, bundle, state)
+            else:
+                answer, after = await apply_at_once(transform, port, bundle, state, at_step)
+            answered = answer is not None and answer is not bundle
+            met = applied if answered and met is None else met
+            found.append(_Answer(after, answer if answered else None))
+        self._held = found
+        if self.commit is not None and (met is not None or at_step is not None):
+            await self.commit(data)
+        self.take()
         return met
+
+    @property
+    def holds(self) -> bool:
+        """Whether the last exchange has an answer that was not taken."""
+        return bool(self._held)
+
+    def take(self) -> None:
+        """Put what the last exchange answered in the place of the parameters, and of the state."""
+        found, self._held = self._held, []
+        for i, (group, (after, answer)) in enumerate(zip(self.groups(), found, strict=True)):
+            if i < len(self.states):  # moments of another dtype than any parameter have no state of their own
+                self.states[i] = after
+            if answer is not None:
+                self._take(i, group, answer)
+        if any(each.answer is not None for each in found):
+            self._frozen = frozenset(name for name, p in self._trainable.items() if not p.requires_grad)
 
     def _take(self, index: int, group: Mapping[str, Tensor], answer: Bundle) -> None:
         """Write the answer into the parameters, but for those that stay frozen."""
@@ -85,7 +128,7 @@ class ParameterExchange:
         ranks need not know (None): what all have changed shows. Cost: a number to all where they know, and a broadcast
         of the parameters where they changed.
         """
-        for i, group in enumerate(self._groups()):
+        for i, group in enumerate(self.groups()):
             state = self.states[i] = await settled(self.states[i])
             begun = self._strategy.parameters.init(Bundle(group))
             if not saved(begun, "").tensors:

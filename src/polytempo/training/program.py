@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.core import Port, Program
 from polytempo.core.notice import Preempted
 from polytempo.data.shard import DataShard
+from polytempo.data.spans import num_places
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
@@ -272,7 +273,8 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
 def _position(context: TrainingContext) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
     shard, length = context.shard, check_length(context.shard)
-    return shard.epoch + shard.consumed / length, shard.epoch * length + shard.consumed
+    consumed = shard.consumed - num_places(shard.left)
+    return shard.epoch + consumed / length, shard.epoch * length + consumed
 
 
 def _over(context: TrainingContext) -> bool:

@@ -59,7 +59,7 @@ class ServedHandle:
     ) -> None:
         self.world, self._model, self._optimizer, self._strategy = world, model, optimizer, strategy
         self._start, self._allow_nan = start, allow_nan
-        self._timeout_s = world.transport.timeout_s if world.size > 1 else _ALONE_S
+        self._timeout_s = world.transport.timeout_s if world.size > 1 and world.life == 1 else _ALONE_S
         self.attached = True
         """Whether the hooks are on."""
         self.account: dict[str, Any] | None = None
@@ -120,7 +120,8 @@ class ServedHandle:
             )
         batches = shard.dealt(self._strategy.server.deals)
         names = ("num_samples", "batch_size", "seed", "shuffle", "epoch")
-        self.world.drive(agree(self.world.port, {f"the data's {name}": getattr(shard, name) for name in names}))
+        if self.world.life == 1:
+            self.world.drive(agree(self.world.port, {f"the data's {name}": getattr(shard, name) for name in names}))
         facts = facts_of_loop(
             self._model,
             self._optimizer,
@@ -129,9 +130,19 @@ class ServedHandle:
             batches_per_epoch=len(batches),
             timeout_s=self._timeout_s,
             allow_nan=self._allow_nan,
+            first_epoch=shard.epoch,
+            servers=0 if self.world.servers is None else len(self.world.servers.ranks),
         )
         self._link = self._start.link(self.world, facts)
-        loop = TicketLoop(self.world.rank, facts, self._model, self._optimizer, self._strategy, self._link)
+        loop = TicketLoop(
+            self.world.rank, facts, self._model, self._optimizer, self._strategy, self._link, life=self.world.life
+        )
+        for epoch in range(self._link.epochs_behind):
+            if loop.next_ticket() is not None:
+                raise PolytempoError(
+                    f"rank {self.world.rank} has come back at epoch {shard.epoch}, and the run is still "
+                    f"{self._link.epochs_behind - epoch} before it; load what the others have loaded"
+                )
         self._loop, self._batches, self._source = loop, batches, shard
         self._step.begin(loop)
         return loop, batches

@@ -34,6 +34,10 @@ LEAVE = b'{"kind": "leave", "worker": %d}'
 """The row with which a rank says that it wants no more batches."""
 
 
+RETURN = '{{"kind": "return", "worker": {worker}, "process": {process}, "host": "{host}"}}'
+"""The row with which a rank says that it has come back, as which process of which host."""
+
+
 class ServerLink(Protocol):
     """A rank's connection to the server's processes."""
 
@@ -43,6 +47,14 @@ class ServerLink(Protocol):
 
     def close(self, *, wait_s: float, reason: str = "") -> None:
         """Let go of the server. On rank 0 it ends: by itself within `wait_s`, or, with a `reason`, at once."""
+
+    @property
+    def greeting(self) -> tuple[bytes, ...]:
+        """Rows that go with the first call for work."""
+
+    @property
+    def epochs_behind(self) -> int:
+        """How many epochs of the run lie before the one at which this rank, which comes back, begins."""
 
     @property
     def account(self) -> dict[str, Any] | None:
@@ -57,7 +69,7 @@ class Dealt(NamedTuple):
 
 
 class TicketLoop:
-    """Rank `rank` of a loop. `facts` are the same on all ranks."""
+    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had."""
 
     def __init__(
         self,
@@ -67,12 +79,14 @@ class TicketLoop:
         optimizer: Optimizer,
         strategy: Strategy,
         link: ServerLink,
+        *,
+        life: int = 1,
     ) -> None:
         topology, service = facts.topology, facts.service
         self.rank, self._service, self._size, self._optimizer = rank, service, facts.workers, optimizer
         self._client = Client(
             rank,
-            1,
+            life,
             facts.spans,
             topology.chains,
             topology.coordinator,
@@ -83,6 +97,7 @@ class TicketLoop:
         self._port = self._world.port.among(topology.workers)
         self._calls = ServerCalls(self._client, self._world.port)
         self._work = WorkClient(self._client)
+        self._greeting = link.greeting
         self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client)
         self.dealt: list[Dealt] = []
         """What the loop has been given since its last step."""
@@ -104,7 +119,8 @@ class TicketLoop:
     async def _next_ticket(self) -> Ticket | None:
         while not self._tickets:
             if not self._work.is_open:
-                await self._work.ask(self._port)
+                greeting, self._greeting = self._greeting, ()
+                await self._work.ask(self._port, greeting)
             deal = await self._work.deal(self._port)
             match None if deal is None else deal.order:
                 case "train":

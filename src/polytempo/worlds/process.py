@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from polytempo.core import Port, TimedOut, world_port
@@ -26,6 +27,7 @@ from polytempo.worlds.host import shared_by_all
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.pending import Pair, PendingOp
 from polytempo.worlds.progress import ProgressThread
+from polytempo.worlds.server_ranks import ServerRanks
 from polytempo.worlds.shares import Shares
 from polytempo.worlds.strand import Strand
 from polytempo.worlds.trace import Event, Trace
@@ -52,6 +54,12 @@ class ProcessWorld:
         self.share: float | None = None
         """This rank's part of the batch that `pt.shard` yielded last; None: equal parts."""
         self.shares = Shares()
+        self.store: Store | None = None
+        """The launcher's, where `pt.init()` has joined it."""
+        self.life = 1
+        """How many processes of this rank the run has had; from 2 on it is in no process group."""
+        self.servers: ServerRanks | None = None
+        """The launcher's processes that serve instead of training."""
         self._zero_s = time.monotonic()
         self._lock: HostLock | None = None
         self._host_group: Group | None = None

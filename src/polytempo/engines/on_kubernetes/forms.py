@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from polytempo.engines.on_kubernetes.options import KubernetesOptions
-from polytempo.engines.on_kubernetes.pods import TERMINATED, Manifest, agent_template, metadata
+from polytempo.engines.on_kubernetes.pods import IGNORED, Manifest, agent_template, metadata
 
 TRAINER = "trainer.kubeflow.org"
 
@@ -77,7 +77,7 @@ def _job_spec(options: KubernetesOptions, name: str, pods: int) -> Manifest:
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "Ignore",
-            "onExitCodes": {"containerName": container, "operator": "In", "values": [TERMINATED]},
+            "onExitCodes": {"containerName": container, "operator": "In", "values": [*IGNORED]},
         },
     ]
     spec: Manifest = {

@@ -9,13 +9,16 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polytempo.core.notice import PREEMPTED
 from polytempo.engines.on_kubernetes.options import TICKET_FOLDER, WRITABLE, KubernetesOptions
 from polytempo.engines.remote.messages import ECHO
 
 Manifest = dict[str, Any]
 
-TERMINATED = 143
-"""The exit code of a process that SIGTERM has ended: what eviction, preemption and a node's shutdown send."""
+_TERMINATED = 143
+IGNORED = (PREEMPTED, _TERMINATED)
+"""The exit codes of processes that SIGTERM has ended, which eviction, preemption and a node's shutdown send: one that
+has saved and left, and one that has not. In ascending order, as Kubernetes wants them."""
 
 _OWN_LABELS = {"app.kubernetes.io/name": "polytempo", "app.kubernetes.io/managed-by": "polytempo"}
 _READ_BY_OWNER = 0o400

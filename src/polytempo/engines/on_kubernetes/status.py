@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polytempo.engines.on_kubernetes.pods import TERMINATED, Manifest
+from polytempo.engines.on_kubernetes.pods import IGNORED, Manifest
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 """The annotation of a pod that says its number."""
@@ -78,7 +78,7 @@ def _conditions(pod: Manifest) -> dict[str, dict[str, Any]]:
 def _ignored(pod: Manifest) -> bool:
     """Whether the pod's end does not count: see `engines.on_kubernetes.forms`."""
     disrupted = _conditions(pod).get("DisruptionTarget", {}).get("status") == "True"
-    return disrupted or _terminated(pod).get("exitCode") == TERMINATED
+    return disrupted or _terminated(pod).get("exitCode") in IGNORED
 
 
 def _states(pod: Manifest) -> list[dict[str, Any]]:

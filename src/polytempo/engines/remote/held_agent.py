@@ -55,6 +55,11 @@ class HeldAgent:
             return False
         return True
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has ended, with exit code 0."""
+        return self._process.poll() == 0
+
     def end(self) -> None:
         """End it and all that it has started: politely, then for certain."""
         self._process.terminate()

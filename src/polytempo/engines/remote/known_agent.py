@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from polytempo.engines.engine import EngineProcess
-from polytempo.engines.remote.messages import Hello, StartProcess
+from polytempo.engines.remote.messages import AgentBeat, Hello, StartProcess, StopProcess
 
 
 @dataclass(eq=False)
@@ -36,3 +36,18 @@ class Agent:
     lost: str | None = None
     """Why it is lost, in words."""
     left: bool = False
+    leaving: bool = False
+    """Whether its host was asked to leave."""
+
+    def heard(self, beat: AgentBeat) -> list[StartProcess | StopProcess]:
+        """Take over what it says of its processes. Returns the orders that have not reached it, to be given again."""
+        self.leaving = beat.leaving
+        again: list[StartProcess | StopProcess] = []
+        for life in beat.running:
+            if life not in self.processes or self.processes[life].ending:
+                again.append(StopProcess(life))
+        for life, process in self.processes.items():
+            process.stopped = life in beat.stopped
+            if life not in beat.running and process.order is not None:
+                again.append(process.order)
+        return again

@@ -36,6 +36,8 @@ class AgentBeat(Struct, tag="beat", frozen=True):
     stopped: tuple[int, ...] = ()
     running: tuple[int, ...] = ()
     """The lives of all its processes."""
+    leaving: bool = False
+    """Its host was asked to leave."""
 
 
 class LogLines(Struct, tag="log", frozen=True):
@@ -66,11 +68,19 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
     number: int
     spec: str
-    """`RunSpec.to_json()`"""
+    """`RunSpec.to_json()`, or what a loop of one's own says of itself."""
     most: int
     """`Launch.most`"""
     threads: int
     """Of each process."""
+    pieces: int = 0
+    """So many `RunData` messages follow."""
+
+
+class RunData(Struct, tag="data", frozen=True):
+    """A part of the bytes that belong to the run's text; in order."""
+
+    data: bytes
 
 
 class StartProcess(Struct, tag="start", frozen=True):
@@ -106,4 +116,4 @@ class Close(Struct, tag="close", frozen=True):
     """The run is over: end all processes, politely first, and leave."""
 
 
-ToAgent = Welcome | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+ToAgent = Welcome | RunData | StartProcess | StopProcess | AskWhere | PreemptAll | Close

@@ -30,13 +30,13 @@ from polytempo.engines.remote.messages import (
     StartProcess,
     StopProcess,
     ToAgent,
-    Welcome,
 )
 from polytempo.engines.remote.starter import AgentStarter, StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.spec.placement import on_hosts
 from polytempo.wire.channel import ChannelServer
-from polytempo.wire.keys import make_keys
+from polytempo.wire.keys import Keys, make_keys
 
 _SILENT_S = 1.0
 """After so long without a beat, an agent's processes count as stopped: they are not known to live."""
@@ -62,11 +62,10 @@ class RemoteEngine:
         ticket: AgentTicket,
         logs: Path,
         slots: int | None,
+        run: TravellingRun,
     ) -> None:
-        assert launch.spec is not None
         self._launch, self._starter, self._channel, self._ticket = launch, starter, channel, ticket
-        self._logs, self._slots, self._spec = logs, slots, launch.spec.to_json()
-        self._topology = launch.spec.topology()
+        self._logs, self._slots, self._run, self._topology = logs, slots, run, run.topology
         self._started: dict[int, StartedAgent] = {}
         self._agents: list[Agent] = []
         self._hosts: list[str] = []
@@ -116,7 +115,8 @@ class RemoteEngine:
             self._started[agent.number] = agent
 
     def _welcome(self, agent: Agent) -> None:
-        self._channel.send(agent.peer, Welcome(agent.number, self._spec, self._launch.most, self._threads))
+        for message in self._run.messages(agent.number, self._launch.most, self._threads):
+            self._channel.send(agent.peer, message)
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         taken = {agent.number for agent in self._agents}
@@ -209,7 +209,10 @@ class RemoteEngine:
         return True
 
     def _agent_for(self, role: Role, host: int) -> Agent | None:
-        """Of those that live and have room: one without a copy of the same shard, on `host`, with few processes."""
+        """Of those that live and have room: one that stays, without a copy of the same shard, on `host`, with few
+        processes.
+        """
+        now_s = time.monotonic()
         free = [
             agent
             for agent in self._agents
@@ -220,9 +223,10 @@ class RemoteEngine:
             others = [process.role for agent in agents for process in agent.processes.values()]
             return role.kind == "copy" and any((one.kind, one.shard) == ("copy", role.shard) for one in others)
 
-        def cost(agent: Agent) -> tuple[bool, bool, bool, int, int]:
+        def cost(agent: Agent) -> tuple[bool, bool, bool, bool, int, int]:
             on_host = twin_in([each for each in self._agents if each.host == agent.host])
-            return on_host, twin_in([agent]), agent.host != host, len(agent.processes), agent.number
+            unsure = agent.leaving or now_s - agent.heard_s > _SILENT_S
+            return unsure, on_host, twin_in([agent]), agent.host != host, len(agent.processes), agent.number
 
         return min(free, key=cost, default=None)
 
@@ -300,7 +304,8 @@ class RemoteEngine:
             self._channel.send(peer, Close())  # it has not heard the first
         match message:
             case AgentBeat():
-                self._compare(agent, message)
+                for order in agent.heard(message):
+                    self._channel.send(peer, order)
             case LogLines(life, text) if life in agent.processes:
                 with agent.processes[life].log.open("ab") as log:
                     log.write(text)
@@ -313,16 +318,6 @@ class RemoteEngine:
                 self._lose(agent, "has left")
             case _:
                 pass
-
-    def _compare(self, agent: Agent, beat: AgentBeat) -> None:
-        """See which processes are stopped, and give orders again that have not arrived."""
-        for life in beat.running:
-            if life not in agent.processes or agent.processes[life].ending:
-                self._channel.send(agent.peer, StopProcess(life))
-        for life, process in agent.processes.items():
-            process.stopped = life in beat.stopped
-            if life not in beat.running and process.order is not None:
-                self._channel.send(agent.peer, process.order)
 
     def _look(self) -> None:
         """See which agents are silent, and which have ended."""
@@ -371,25 +366,26 @@ def opened_remote(
     address: str,
     slots: int | None = None,
     wait_s: float = 120.0,
+    run: TravellingRun | None = None,
+    keys: Keys | None = None,
 ) -> Iterator[RemoteEngine]:
     """The engine of a run, over agents that `starter` starts; it is closed, and they are ended, at the end.
 
     `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes;
-    None: as many as there are. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
+    None: as many as there are. `run`: what agents get, where it is not `launch.spec`; `keys`: the channel's, where
+    agents have them already. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
     host's; PolytempoError where agents are not there within `wait_s`.
     """
-    if launch.spec is None:
-        raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
-    launch.spec.to_json()
+    run = run or TravellingRun.of(launch)
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
     with janitor.swept(home):
         logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
         made(logs)
-        keys = make_keys()
+        keys = keys or make_keys()
         where = f"[{address}]" if ":" in address else address
         channel: Channel = ChannelServer(f"tcp://{where}:*", keys, FromAgent)  # type: ignore[arg-type] # a union of types
         try:
-            engine = RemoteEngine(launch, starter, channel, AgentTicket(channel.address, keys), logs, slots)
+            engine = RemoteEngine(launch, starter, channel, AgentTicket(channel.address, keys), logs, slots, run)
             try:
                 engine.gather(num_agents, wait_s)
                 yield engine

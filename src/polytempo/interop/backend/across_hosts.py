@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store, Work
 
+from polytempo.interop.backend.connected import Look, connected
 from polytempo.interop.backend.process_group import SharedMemoryGroup
 from polytempo.native.group import Group
 
@@ -51,15 +51,22 @@ class Hosts:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, local: Group, hosts: Sequence[str], timeout: timedelta
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        local: Group,
+        hosts: Sequence[str],
+        timeout: timedelta,
+        look: Look = None,
     ) -> None:
         self.rank, self.size, self.local, self._hosts = rank, size, local, list(hosts)
         self._firsts = [self._hosts.index(host) for host in dict.fromkeys(hosts)]
-        self.gloo: Any = dist.ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout)
+        self.gloo: Any = connected(PrefixStore("all", store), rank, size, timeout, look)
         self._leaders: Any = None
         if rank in self._firsts:
             place = PrefixStore("leaders", store)
-            self._leaders = dist.ProcessGroupGloo(place, self._firsts.index(rank), len(self._firsts), timeout)
+            self._leaders = connected(place, self._firsts.index(rank), len(self._firsts), timeout, look)
 
     def issue(self, patience_s: float = 0.0) -> bool:
         """The state of the ranks of other hosts is not known here."""

@@ -7,11 +7,11 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from polytempo.interop.backend.across_hosts import Hosts, HostsGroup
 from polytempo.interop.backend.compiled import leave_alone
+from polytempo.interop.backend.connected import Look, connected
 from polytempo.interop.backend.messages import PendingMessage
 from polytempo.interop.backend.monitored import allow_monitored_barrier
 from polytempo.interop.backend.named import NamedGroup
@@ -35,10 +35,11 @@ def create(options: Any, given: Options | None = None) -> Any:
     """
     store: Store = options.store
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    look = None if given is None else given.while_connecting
     names = list(options.global_ranks_in_group) or list(range(size))
     hosts, refusal = _hosts(store, rank, size, names)
     if refusal:
-        return _gloo_instead(store, rank, size, timeout, refusal)
+        return _gloo_instead(store, rank, size, timeout, refusal, look)
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
     local_store = PrefixStore(f"host/{mine[0]}", store)
     try:
@@ -56,10 +57,14 @@ def create(options: Any, given: Options | None = None) -> Any:
     store.set(f"joined/{rank}", reason)
     reasons = [store.get(f"joined/{r}").decode() for r in range(size)]
     if local is None or any(reasons):
-        return _gloo_instead(store, rank, size, timeout, next(r for r in reasons if r))
+        return _gloo_instead(store, rank, size, timeout, next(r for r in reasons if r), look)
     if len(mine) == size:
         return SharedMemoryGroup(store, local, timeout)
-    return HostsGroup(store, Hosts(store, rank, size, local, hosts, timeout), timeout)
+    try:
+        return HostsGroup(store, Hosts(store, rank, size, local, hosts, timeout, look), timeout)
+    except BaseException:
+        local.leave()
+        raise
 
 
 def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[str], str]:
@@ -70,7 +75,7 @@ def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[s
     return [str(host) for host, _ in found], lacking[0] if lacking else ""
 
 
-def _gloo_instead(store: Store, rank: int, size: int, timeout: timedelta, reason: str) -> Any:
+def _gloo_instead(store: Store, rank: int, size: int, timeout: timedelta, reason: str, look: Look) -> Any:
     if rank == 0:
         warnings.warn(f"polytempo goes through gloo: {reason}", RuntimeWarning, stacklevel=2)
-    return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    return connected(PrefixStore("gloo", store), rank, size, timeout, look)

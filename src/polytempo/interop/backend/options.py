@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,3 +15,6 @@ class Options:
     """
 
     order: Literal["linear", "tree"] = "linear"
+    while_connecting: Callable[[], object] | None = None
+    """Called again and again while hosts connect to each other; what it raises ends the wait. None: it lasts until all
+    have come, or the group's timeout."""

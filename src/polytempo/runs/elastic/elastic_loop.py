@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from polytempo.core import PeerLost, TimedOut
-from polytempo.data.sample_account import Counted
 from polytempo.engines.engine import Launch
 from polytempo.engines.local_engine import Local
 from polytempo.engines.rendezvous import Rendezvous
@@ -27,9 +26,11 @@ from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
-from polytempo.training.attached import detach_from
+from polytempo.training.attached import detach_from, handle_of
 from polytempo.training.commit_point import commit_point
 from polytempo.training.elastic_training import Stopped
+from polytempo.training.handle import Handle
+from polytempo.training.local_round import check_alike
 from polytempo.training.loop_state import ElasticState
 from polytempo.worlds import ProcessWorld
 
@@ -122,7 +123,7 @@ class _LoopWorker:
             self._enter(order)
             finished, result = False, None
             try:
-                with joined_group(self._rendezvous.store, order, board.life, board.check, self._timeout_s) as world:
+                with joined_group(self._rendezvous.store, order, board, self._timeout_s) as world:
                     result = self._take_part(world, order)
                     finished = True
             except (PeerLost, TimedOut, Stopped, Superseded) as error:
@@ -151,8 +152,11 @@ class _LoopWorker:
         return self._train(self._state)
 
     def _arrive(self, world: ProcessWorld, view: GroupView) -> None:
+        handle = handle_of(self._state.model)
+        if isinstance(handle, Handle) and not handle.replica.strategy.synchronized and world.size > 1:
+            world.drive(check_alike(world.port, handle.replica))
         self._member.exchanged()
-        committed = world.drive(commit_point(world.port, self._board.wishes(), Counted()))
+        committed = world.drive(commit_point(world.port, self._board.wishes(), {}))
         self._state.keep()
         self._member.stepped()
         if not self._formed:

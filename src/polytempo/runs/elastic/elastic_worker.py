@@ -63,9 +63,7 @@ class _Worker:
         """Train in one group. Returns whether the training came to its end."""
         self._result = None
         try:
-            with joined_group(
-                self._rendezvous.store, view, self._board.life, self._board.check, self._spec.options.timeout_s
-            ) as world:
+            with joined_group(self._rendezvous.store, view, self._board, self._spec.options.timeout_s) as world:
                 self._training.begin(world, view)
                 if world.rank == 0:
                     self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
@@ -87,7 +85,7 @@ class _Worker:
         context, account = training.context, training.account
         assert context is not None
         assert account is not None
-        account.check(context.shard.epoch, context.shard.consumed)
+        account.check(context.shard.epoch, context.shard.consumed, context.shard.left)
         sent = world.trace.bytes_sent[world.rank] - getattr(context.observer, "off_bytes", 0)
         mine = {
             **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),

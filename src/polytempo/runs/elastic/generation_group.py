@@ -12,14 +12,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from polytempo.core import PolytempoError
-from polytempo.engines.init import backend_name, hosts_of_ranks
+from polytempo.engines.init import hosts_of_ranks
+from polytempo.interop.autoload import register
+from polytempo.interop.backend.options import Options
 from polytempo.membership.message import GroupView
-from polytempo.runs.elastic.member_board import Superseded
+from polytempo.runs.elastic.group_connections import GroupConnections, sockets
+from polytempo.runs.elastic.member_board import MemberBoard, Superseded
 from polytempo.worlds import ProcessWorld, set_current
 
 _WAIT_S = 0.001
@@ -87,24 +91,27 @@ class WatchedStore(Store):
 
 
 @contextmanager
-def joined_group(
-    store: Store, view: GroupView, life: int, check: Callable[[], None], timeout_s: float
-) -> Iterator[ProcessWorld]:
-    """The world of `view`'s members, in which this process is the rank of `life`. Raises `Superseded` as `check` does.
+def joined_group(store: Store, view: GroupView, board: MemberBoard, timeout_s: float) -> Iterator[ProcessWorld]:
+    """The world of `view`'s members, in which this process is the rank of its life.
 
-    However it is left, the process is free for another group afterwards.
+    Where `board` says that a member is lost, forming the group raises `Superseded`, and waits for others in it raise
+    `PeerLost`. However it is left, the process is free for another group afterwards.
     """
-    rank, size = view.members.index(life), len(view.members)
-    watched = WatchedStore(store, check, timeout_s)
+    rank, size = view.members.index(board.life), len(view.members)
+    register()
+    watched, before = WatchedStore(store, board.check, timeout_s), sockets()
+    connections: GroupConnections | None = None
     try:
         try:
             dist.init_process_group(
-                backend_name(one_host=True),
+                "cpu:polytempo,cuda:nccl" if torch.cuda.is_available() else "polytempo",
                 store=PrefixStore(f"generation/{view.generation}", watched),
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout_s),
+                pg_options=None if torch.cuda.is_available() else Options(while_connecting=board.check),
             )
+            connections = GroupConnections(before, board.sees_break)
             world = ProcessWorld(rank, hosts_of_ranks())
         except PolytempoError:
             raise
@@ -116,6 +123,8 @@ def joined_group(
         finally:
             world.forget_groups()
     finally:
+        if connections is not None:
+            connections.close()
         set_current(None)
         if dist.is_initialized():
             dist.destroy_process_group()

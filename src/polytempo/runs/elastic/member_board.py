@@ -7,6 +7,7 @@ launcher            down/L/0, down/L/1, … ──▶ member          metrics, a
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -35,9 +36,14 @@ class Formed(NamedTuple):
     generation: int
 
 
+class SaveAndEnd(NamedTuple):
+    """The run has to leave: its members save the same step, and end."""
+
+
 Said = Ready | Report | Row | Formed
+Told = GroupView | Interrupt | Leave | Dismiss | End | SaveAndEnd
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End)
+    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End, SaveAndEnd)
 }
 
 
@@ -53,7 +59,7 @@ class LauncherBoard:
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
 
-    def tell(self, life: int, order: GroupView | Interrupt | Leave | Dismiss | End) -> None:
+    def tell(self, life: int, order: Told) -> None:
         """Leave a message for a member."""
         number = self._written.get(life, 0)
         self._rendezvous.set(f"down/{life}/{number}", _text(order))
@@ -77,7 +83,9 @@ class MemberBoard:
         self._written = self._read = 0
         self._looked_s = 0.0
         self._orders: list[GroupView | Dismiss | End] = []
-        self._interrupted = 0
+        self._interrupted = self._broken = 0
+        self._looking = threading.Lock()
+        self._saves = False
         self.leaving = False
         """Whether this member is to leave: set by a signal, too."""
         self.generation = 0
@@ -91,41 +99,58 @@ class MemberBoard:
     def wishes(self) -> Wishes:
         """Whether this member has heard that its group is to stop, or wants to leave."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
-            self._look()
-        return Wishes(stop=self.superseded, leave=self.leaving)
+            self.look()
+        return Wishes(stop=self.superseded, leave=self.leaving, save=self._saves, broken=self.is_broken)
 
     @property
     def superseded(self) -> bool:
         """Whether the present generation is to end, as far as this member has looked."""
         return self._interrupted >= self.generation or bool(self._orders)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the present generation has lost a member, so that it is of no use to wait for all."""
+        return self._broken >= self.generation or bool(self._orders)
+
+    def sees_break(self) -> bool:
+        """Look for news; whether `is_broken`."""
+        self.look()
+        return self.is_broken
+
     def check(self) -> None:
-        """Look for news, and raise `Superseded` where the present generation is to end."""
-        self._look()
-        if self.superseded:
-            raise Superseded(f"generation {self.generation} is to end")
+        """Look for news, and raise `Superseded` where the present generation has lost a member."""
+        self.look()
+        if self.is_broken:
+            raise Superseded(f"generation {self.generation} has lost a member")
 
     def next(self) -> GroupView | Dismiss | End:
         """Wait for the next view, or the end. The launcher's end ends the waiting, and this process."""
         while not self._orders:
             time.sleep(_WAIT_S)
-            self._look()
+            self.look()
         order = self._orders.pop(0)
         if isinstance(order, GroupView):
             self.generation = order.generation
         return order
 
-    def _look(self) -> None:
-        self._looked_s = time.monotonic()
-        while (text := self._rendezvous.get(f"down/{self.life}/{self._read}")) is not None:
-            self._read += 1
-            order = _message(text)
-            if isinstance(order, Interrupt):
-                self._interrupted = max(self._interrupted, order.generation)
-            elif isinstance(order, Leave):
-                self.leaving = True
-            else:
-                self._orders.append(order)
+    def look(self) -> None:
+        """Read what has come. Any thread may."""
+        with self._looking:
+            self._looked_s = time.monotonic()
+            while (text := self._rendezvous.get(f"down/{self.life}/{self._read}")) is not None:
+                self._read += 1
+                self._take(_message(text))
+
+    def _take(self, order: Told) -> None:
+        if isinstance(order, Interrupt):
+            self._interrupted = max(self._interrupted, order.generation)
+            self._broken = max(self._broken, order.generation * order.broken)
+        elif isinstance(order, Leave):
+            self.leaving = True
+        elif isinstance(order, SaveAndEnd):
+            self._saves = True
+        else:
+            self._orders.append(order)
 
 
 def _text(message: NamedTuple) -> str:

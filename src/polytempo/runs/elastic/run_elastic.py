@@ -1,4 +1,4 @@
-"""`run` where workers may be lost, leave and join while a synchronous training goes on.
+"""`run` where workers may be lost, leave and join while the training goes on.
 
 launcher   RunMembership ── orders ──▶ the board ──▶ members           decides who takes part
            a process has ended ─▶ it is lost            ◀── reports ── members     keep their processes and memory
@@ -20,6 +20,7 @@ import torch
 
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import PolytempoError, files
+from polytempo.core.notice import Notice, Preempted, noticed
 from polytempo.data.plan import check_global_batch
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.failures import died, diverged, how
@@ -29,7 +30,9 @@ from polytempo.membership.run_membership import RunMembership
 from polytempo.report.metrics import MetricsWriter, read_metrics
 from polytempo.report.progress import Progress
 from polytempo.runs.elastic.elastic_worker import train_member
-from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said
+from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
+from polytempo.runs.elastic.membership_history import MembershipHistory
+from polytempo.runs.launcher_files import served_files
 from polytempo.runs.live_run import LiveRun
 from polytempo.runs.run_logs import logs_of
 from polytempo.runs.run_page import reported, show_rows
@@ -68,7 +71,8 @@ def run_elastic(
     """Train with `spec.workers` workers at first; `available` says a few times a second how many there may be.
 
     `watch` is called with the launcher as often as it looks for news. Errors: `WorkerDied` where a worker raises,
-    `WorkersLost` where fewer than `min_workers` are left.
+    `WorkersLost` where fewer than `min_workers` are left, `Preempted` where this process got SIGTERM and the run has
+    been saved.
     """
     check_elastic_spec(spec)
     options, threads = spec.options, torch.get_num_threads()
@@ -82,10 +86,11 @@ def run_elastic(
                 files.run_folder(out)
             live = stack.enter_context(LiveRun(out, spec))
             meetings: list[Rendezvous] = []
+            given: dict[str, Any] = {}
             launch = Launch(
                 work=lambda role: train_member(placed, role.life, meetings[0].url),
                 spec=placed,
-                setting=lambda: {"rendezvous": meetings[0].url},
+                setting=lambda: {"rendezvous": meetings[0].url, **given},
                 workers=options.max_workers or spec.workers,
                 most=(options.max_workers or spec.workers) + options.restarts,
                 threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
@@ -94,20 +99,25 @@ def run_elastic(
             engine = live.watching(stack.enter_context(setup.open(launch)))
             meetings.append(Rendezvous.held(engine.address.host))
             stack.callback(meetings[0].close)
+            stack.enter_context(served_files(out, engine.address, given))
             show = stack.enter_context(show_rows(progress, spec))
             writer = None
             if out is not None:
                 path = out / "metrics.jsonl"
-                last = max((row["step"] for row in read_metrics(path)), default=0) if options.resume else None
+                rows = read_metrics(path) if options.resume and path.exists() else []
+                last = max((row["step"] for row in rows), default=0) if options.resume else None
                 writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
             launcher = ElasticLauncher(bounds_of(placed), engine, LauncherBoard(meetings[0]), available)
             launcher.record = recorder(writer, live.noting(show))
+            launcher.notice = None if out is None else stack.enter_context(noticed(options.grace_s))
+            live.events = lambda: launcher.history.events
+            live.group = lambda: launcher.history.changes[-1] if launcher.history.changes else None
             launcher.note = print_nothing if progress is None else progress.note
             with diverged():
                 answer = launcher.conduct(watch)
     finally:
         torch.set_num_threads(threads)
-    result = replace(Result(**answer), membership=launcher.changes)
+    result = replace(Result(**answer), membership=launcher.history.changes)
     return result if options.out is None else reported(result, options.out)
 
 
@@ -161,13 +171,14 @@ class ElasticLauncher:
         self._stopped_s: dict[int, float] = {}
         self._asked_s = 0.0
         self._rows: set[tuple[str, int]] = set()
-        self._lost_s: float | None = None
         self._formed = 0
+        self._asked_to_save: set[int] = set()
+        self._saved_step: int | None = None
+        self.notice: Notice | None = None
+        """Whether this process was asked to leave; None: that ends it as any other process."""
+        self.history = MembershipHistory(time.monotonic)
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.note: Callable[[str], object] = print_nothing
-        self.changes: list[dict[str, Any]] = []
-        """Each view: when it began, who took part, what was lost, and how long it took."""
-        self._lost: list[str] = []
         self.step = 0
         """The last step that the run is known to have applied."""
 
@@ -192,25 +203,28 @@ class ElasticLauncher:
                 for message in self._board.heard(life):
                     self._hear(message)
             self._ask()
+            self._heed_notice()
             self._perform(self._machine.tick(time.monotonic()))
             watch(self)
         return self._answer()
 
     @property
     def _is_busy(self) -> bool:
-        return self._lost_s is not None or self.view is None
+        return self.history.broken_s is not None or self.view is None
 
     # ------------------------------------------------------------------ what happens
 
     def _end(self, process: EngineProcess) -> None:
-        life, place = process.role.life, time.monotonic()
+        life, failure = process.role.life, process.failure
         if life not in self._machine.alive:
             return  # it was dismissed
-        if process.failure is not None or (process.exit_code or 0) > 0:
+        if failure is not None and failure.error == Preempted.__name__:
+            self._saved_step = (failure.facts or {})["step"]
+            return
+        if failure is not None or (process.exit_code or 0) > 0:
             raise died([process], len(self.processes))
-        self._lost.append(f"{process.role} {how(process)}")
-        self._lost_s = self._lost_s or place
-        self._perform(self._machine.ended(place, life))
+        self.history.loses(str(process.role), how(process))
+        self._perform(self._machine.ended(time.monotonic(), life))
 
     def _give_up_stopped(self) -> None:
         """A process that a signal has stopped is as good as lost, but it may wake up: so it is ended."""
@@ -230,9 +244,7 @@ class ElasticLauncher:
                 self.record(message.row)
         elif isinstance(message, Formed):
             self._formed = message.generation
-            if self.changes and self.changes[-1]["generation"] == message.generation and self._lost_s is not None:
-                self.changes[-1]["seconds"] = now_s - self._lost_s
-                self._lost_s = None
+            self.history.formed(message.generation)
         else:
             self._perform(self._machine.receive(now_s, message))
 
@@ -242,19 +254,32 @@ class ElasticLauncher:
             self._asked_s = now_s
             self._perform(self._machine.want(now_s, self._available()))
 
+    def _heed_notice(self) -> None:
+        """Where this process was asked to leave, let the members save the same step and end, and end with them."""
+        if self.notice is None or not self.notice.given:
+            return
+        self._machine.save_and_end()
+        for life in self._machine.alive:
+            if life not in self._asked_to_save:
+                self._asked_to_save.add(life)
+                self._board.tell(life, SaveAndEnd())
+        members = [] if self.view is None else [self.processes[life] for life in self.view.members]
+        if self._saved_step is not None and all(process.exit_code is not None for process in members):
+            raise Preempted(self._saved_step)
+        if self.notice.expired:
+            self.notice.end()
+
     # ------------------------------------------------------------------ what is done
 
     def _perform(self, orders: list[Order]) -> None:
         for order in orders:
             match order:
                 case Begin(life):
-                    self.processes[life] = self._engine.start(
-                        Role("member", life, life), life % self._engine.address.num_hosts
-                    )
+                    self.processes[life] = self._engine.start(Role("member", life, life), -1)
                 case Kill(life):
                     self._engine.stop(self.processes[life])
                 case Fail(reason):
-                    lost = f" (lost: {'; '.join(self._lost)})" if self._lost else ""
+                    lost = f" (lost: {'; '.join(self.history.lost)})" if self.history.lost else ""
                     raise WorkersLost(f"{reason}{lost}")
                 case GroupView():
                     self._announce(order)
@@ -262,7 +287,7 @@ class ElasticLauncher:
                     assert self.view is not None
                     for life in self.view.members:
                         self._board.tell(life, order)
-                    self._lost_s = self._lost_s or time.monotonic()
+                    self.history.breaks()
                 case Leave(life) | Dismiss(life):
                     self._board.tell(life, order)
                 case End():
@@ -273,21 +298,12 @@ class ElasticLauncher:
         for life in view.members:
             self._board.tell(life, view)
         self.step = view.step
-        self.changes.append(
-            {
-                "generation": view.generation,
-                "step": view.step,
-                "members": list(view.members),
-                "joined": len(view.members) - view.stateful if view.stateful else 0,
-                "lost": self._lost,
-                "seconds": None,
-            }
-        )
         if view.generation > 1:
             self.note(
-                f"step {view.step}: {len(view.members)} workers go on" + "".join(f"; {text}" for text in self._lost)
+                f"step {view.step}: {len(view.members)} workers go on"
+                + "".join(f"; {text}" for text in self.history.lost)
             )
-        self._lost = []
+        self.history.announced(view, {life: str(process.role) for life, process in self.processes.items()})
 
     def _answer(self) -> Any:
         """What the first member of the last view has left. It has it before it says that it has finished."""

@@ -74,15 +74,15 @@ def attach(
     `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
     and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
     `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
-    the same everywhere. A strategy with a parameter server (`downpour`, …) starts its processes beside rank 0, and
-    `pt.shard` deals the batches (see `training.served_handle`); `.grad` is this rank's own there. Cost alone: a counter
-    a step. Memory: one flat copy of the gradients, where `.grad` points.
+    the same everywhere. A strategy with a parameter server (`downpour`, …) has it beside rank 0, or on the processes of
+    `pt.init(servers=…)`, and `pt.shard` deals the batches (`training.served_handle`); `.grad` is this rank's own there.
+    Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
     """
-    strategy = sync_sgd() if strategy is None else strategy
+    strategy, world = sync_sgd() if strategy is None else strategy, world or current()
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
-    if not isinstance(strategy, Strategy) or strategy.server is None:
-        return attach_replica(model, optimizer, strategy, world=world, options=options)
-    return attach_served(model, optimizer, strategy, world=world or current(), options=options)
+    if isinstance(strategy, Strategy) and strategy.server is not None:
+        return attach_served(model, optimizer, strategy, world=world, options=options)
+    return attach_replica(model, optimizer, strategy, world=world, options=options)
 
 
 def attach_served(
@@ -99,9 +99,29 @@ def attach_served(
     ports = ports_of(world.port)
     if ports.model.size > 1:
         raise ValueError(f"{strategy} has a parameter server, which holds whole models; leave out pt.init(mesh=…)")
-    world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
-    if world.size > 1:
+    _check_servers(world, strategy)
+    if world.life == 1:  # one that comes back gets all of it from the server
+        world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
+    if world.life == 1 and world.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer))
     handle = ServedHandle(world, model, optimizer, strategy, LoopServerStart(world), allow_nan=options.allow_nan)
     set_handle(model, handle)
     return handle
+
+
+def _check_servers(world: ProcessWorld, strategy: Strategy) -> None:
+    """Raise ValueError where copies of a shard would lie on one server, or a server would hold nothing."""
+    service = strategy.server
+    if world.servers is None or service is None:
+        return
+    servers, copies = len(world.servers.ranks), 1 + service.replicas
+    if copies > servers:
+        raise ValueError(
+            f"{strategy} keeps {copies} copies of each shard, each on a server of its own, and servers={servers}; give "
+            f"pt.init(servers={copies}) or more, or replicas={servers - 1}"
+        )
+    if service.shards * copies < servers:
+        raise ValueError(
+            f"{strategy} has {service.shards * copies} copies of shards in all, so some of the {servers} servers would "
+            f"hold nothing; give shards={-(-servers // copies)} or more, or pt.init(servers={service.shards * copies})"
+        )

@@ -2,22 +2,28 @@
 
 one host         rank 0 ── home ──▶ ranks      sockets in a folder of mode 0700: no port, no key
 several hosts    rank 0 ── address, keys ──▶ ranks      TCP with CURVE keys, from POLYTEMPO_KEYS or made for the run
+ranks serve      the same, on one host as well, where nothing listens beyond loopback
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polytempo.core import PolytempoError
+from polytempo.core import Mismatch, PolytempoError
 from polytempo.engines.environment import recognise
+from polytempo.engines.init import host_digest
 from polytempo.engines.remote.network import address_to
+from polytempo.engines.returned_rank import publish, running
+from polytempo.engines.server_ranks import KEYS, hand_over, spend
 from polytempo.runs.own_loop.loop_server import ServerLine, bracketed
 from polytempo.runs.own_loop.server_process import ServerProcess
 from polytempo.runs.served.host_mail import HostMailboxes
@@ -25,13 +31,13 @@ from polytempo.runs.served.mailbox_directory import NodeMail, socket_in
 from polytempo.server.message import Message, RunFailed
 from polytempo.training.agree import gather_json
 from polytempo.training.loop_facts import LoopFacts
+from polytempo.training.ticket_loop import RETURN
 from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import Keys, make_keys, read_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld
+from polytempo.worlds.server_ranks import ServerRanks
 
-KEYS = "POLYTEMPO_KEYS"
-"""Names a file with the keys of a run over several hosts: `wire.keys.write_keys` makes it, each host has a copy."""
 _LOOK_S = 0.25
 """How often a rank that waits looks whether the server still runs."""
 _SILENT_S = 30.0
@@ -53,10 +59,14 @@ class LoopServerStart:
             self._process.end(0.0)
 
     def link(self, world: ProcessWorld, facts: LoopFacts) -> LoopLink:
-        """Begin to serve, and connect this rank."""
-        mine = _Place(os.getpid(), _own_address() if facts.spread else "127.0.0.1")
+        """Begin to serve, and connect this rank; one that has come back is connected to what serves already."""
+        if world.life > 1:
+            return _rejoined(world, facts)
+        servers = world.servers
+        spread = facts.spread if servers is None else servers.spread
+        mine = _Place(os.getpid(), _own_address() if spread else "127.0.0.1")
         places = [_Place(*each) for each in world.drive(gather_json(world.port, list(mine)))]
-        keys = _agreed_keys(world) if facts.spread else None
+        keys = _agreed_keys(world, spread=spread) if spread or servers is not None else None
         told: dict[str, Any] = {}
         if self._process is not None:
             order = {
@@ -68,18 +78,83 @@ class LoopServerStart:
                 ],
                 "keys": None if keys is None else keys.to_plain(),
                 "host": mine.host,
+                "servers": None if servers is None else _order_of(servers),
             }
-            told = self._process.begin(order, facts.blobs, _STARTING_S) | {"process": self._process.pid}
+            told = self._process.begin(order, facts.blobs, _STARTING_S, partial(_hand_over, servers))
+            told["process"] = self._process.pid
+            _publish(world, facts, told, spread=spread)
         told = world.drive(gather_json(world.port, told))[0]
         if "failed" in told:
             raise PolytempoError(f"rank 0 could not start the parameter server: {told['failed']}")
-        if keys is None:
-            mail = _on_one_host(world.rank, told, facts)
-        else:
-            mail = _between_hosts(world.rank, told, facts, keys, mine.host)
         near = facts.hosts[world.rank] == facts.hosts[0]
-        watched = WatchedMail(mail, facts.topology.coordinator, process=told["process"] if near else None)
-        return LoopLink(watched, self._process)
+        return LoopLink(_connected(world, told, facts, keys, mine.host, near=near), self._process)
+
+
+def _connected(
+    world: ProcessWorld, told: Mapping[str, Any], facts: LoopFacts, keys: Keys | None, host: str, *, near: bool
+) -> WatchedMail:
+    """The mail of this rank, which others reach at `host`. `near`: the server is on this host."""
+    coordinator = facts.topology.coordinator
+    if keys is None:
+        mail = _on_one_host(world.rank, told, facts)
+    else:
+        keeper = (coordinator, str(told["coordinator"]))
+        mail = HostMailboxes(world.life, bracketed(host), keys, facts.mail_bytes, keeper).mailbox(world.rank)
+    return WatchedMail(mail, coordinator, process=told["process"] if near else None)
+
+
+def _order_of(servers: ServerRanks) -> dict[str, Any]:
+    return {"ranks": servers.ranks, "spread": servers.spread, "have_keys": KEYS in os.environ}
+
+
+def _hand_over(servers: ServerRanks | None, ticket: str) -> None:
+    assert servers is not None
+    hand_over(servers, ticket)
+
+
+# ---------------------------------------------------------------------- ranks that come back
+
+
+def _publish(world: ProcessWorld, facts: LoopFacts, told: Mapping[str, Any], *, spread: bool) -> None:
+    """Let a rank that is started again find the server. Keys are not in it."""
+    if world.servers is not None:
+        spend(world.servers)
+    if world.store is not None and "ready" in told:
+        loop = {"facts": facts.to_plain(), "told": told, "hosts": facts.hosts, "host": host_digest(), "spread": spread}
+        publish(world.store, loop)
+
+
+def _rejoined(world: ProcessWorld, facts: LoopFacts) -> LoopLink:
+    assert world.store is not None
+    loop = running(world.store, world.rank)
+    theirs, mine = loop["facts"], facts.to_plain()
+    for name in sorted(set(theirs) - {"first_epoch", "timeout_s"}):
+        if json.dumps(theirs[name]) != json.dumps(mine[name]):
+            raise Mismatch(
+                f"rank {world.rank} has come back with another {name} than the run: {mine[name]!r}, and the run has "
+                f"{theirs[name]!r}"
+            )
+    if (behind := facts.first_epoch - theirs["first_epoch"]) < 0:
+        raise ValueError(
+            f"rank {world.rank} has come back at epoch {facts.first_epoch}, and the run began at epoch "
+            f"{theirs['first_epoch']}; load the position that the others have loaded"
+        )
+    near, spread = loop["host"] == host_digest(), loop["spread"]
+    keys = _keys_again(world, loop["told"]) if spread or world.servers is not None else None
+    mail = _connected(world, loop["told"], facts, keys, _own_address() if spread else "127.0.0.1", near=near)
+    row = RETURN.format(worker=world.rank, process=os.getpid(), host=host_digest()).encode()
+    return LoopLink(mail, None, greeting=(row,), epochs_behind=behind)
+
+
+def _keys_again(world: ProcessWorld, told: Mapping[str, Any]) -> Keys:
+    """The run's keys for a rank that has come back: those in the file, or, on one host, in the server's folder."""
+    path = os.environ.get(KEYS)
+    if path is None and (world.servers is None or world.servers.spread):
+        raise ValueError(
+            f"rank {world.rank} has been started again, and the keys of a run over several hosts travel once; set "
+            f"{KEYS} to a file of keys on all ranks, so that one can come back"
+        )
+    return read_keys(Path(told["ready"]) / "keys" if path is None else Path(path))
 
 
 class _Place(NamedTuple):
@@ -97,11 +172,6 @@ def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> Server
         raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
     mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.mail_bytes))
     return NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
-
-
-def _between_hosts(rank: int, told: Mapping[str, Any], facts: LoopFacts, keys: Keys, host: str) -> ServerLine:
-    keeper = (facts.topology.coordinator, str(told["coordinator"]))
-    return HostMailboxes(rank, bracketed(host), keys, facts.mail_bytes, keeper).mailbox(rank)
 
 
 class WatchedMail:
@@ -166,8 +236,15 @@ def _unfailed(mail: tuple[int, Message]) -> tuple[int, Message]:
 class LoopLink:
     """See `training.ticket_loop.ServerLink`."""
 
-    def __init__(self, mail: WatchedMail, process: ServerProcess | None) -> None:
-        self.mail = mail
+    def __init__(
+        self,
+        mail: WatchedMail,
+        process: ServerProcess | None,
+        *,
+        greeting: tuple[bytes, ...] = (),
+        epochs_behind: int = 0,
+    ) -> None:
+        self.mail, self.greeting, self.epochs_behind = mail, greeting, epochs_behind
         self._process = process
         self.account: dict[str, Any] | None = None
 
@@ -199,7 +276,7 @@ def _own_address() -> str:
     return address_to(place.master_address)
 
 
-def _agreed_keys(world: ProcessWorld) -> Keys:
+def _agreed_keys(world: ProcessWorld, *, spread: bool) -> Keys:
     """The run's keys on all ranks: those in the file, or new ones of rank 0, which travel as torch's messages do."""
     path = os.environ.get(KEYS)
     everywhere = world.drive(gather_json(world.port, path is not None))
@@ -209,7 +286,7 @@ def _agreed_keys(world: ProcessWorld) -> Keys:
     if path is not None:
         return read_keys(Path(path))
     mine = make_keys() if world.rank == 0 else None
-    if mine is not None:
+    if mine is not None and spread:
         print(
             "polytempo: the keys of the parameter server travel between the hosts as gradients do under "
             f"torch.distributed, unencrypted; set {KEYS} to a file of keys where others can listen",

@@ -1,6 +1,7 @@
 """`LoopServer`: the process that rank 0 starts beside a loop of one's own. It is the coordinator, and has the shards.
 
 rank 0 ── LoopFacts (JSON, vectors) ──▶ LoopServer ── fork ──▶ copies of shards
+                                                   └─ agents of ranks that serve ── fork ──▶ copies of shards
 every rank ◀── mail: tickets, weights, gradients ──▶ both
 
 Ranks are no children of it: it sees on its own host that one has ended, and deals its batches to the others.
@@ -10,38 +11,43 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from polytempo.core import PolytempoError
-from polytempo.engines.engine import Launch, Role
+from polytempo.engines import janitor
+from polytempo.engines.engine import Engine, Launch, Role
+from polytempo.engines.init import host_digest
 from polytempo.engines.local_engine import Local
+from polytempo.engines.remote.remote_engine import opened_remote
+from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.runs.events import RunEvents
+from polytempo.runs.own_loop.rank_agents import RankAgents
+from polytempo.runs.own_loop.shard_copy import hold_shard
 from polytempo.runs.served.host_mail import HostMailboxes, KeeperMail
 from polytempo.runs.served.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
-from polytempo.runs.served.served_node import Mailboxes
+from polytempo.runs.served.served_node import Mailboxes, Setting
 from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
-from polytempo.server.layout import part
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, RunFailed
-from polytempo.server.shard.node import Node
-from polytempo.server.shard.shard import Shard
 from polytempo.spec.options import RunOptions
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.training.server_facts import facts_of
-from polytempo.wire.keys import Keys
+from polytempo.wire.keys import Keys, write_keys
 from polytempo.worlds.mail import MailWorld
 
 _MOST_EPOCHS = 1 << 24
@@ -74,9 +80,9 @@ def bracketed(host: str) -> str:
 
 
 class LoopServer:
-    """One loop's server. `order`: the ranks' process ids, the keys, this host; `say(line)` is heard by rank 0.
+    """One loop's server. `order`: the ranks' process ids, the keys, this host, and which ranks serve.
 
-    `orders`: a descriptor from which rank 0's last word can be read.
+    `say(line)` is heard by rank 0; `orders`: a descriptor from which rank 0's last word can be read.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class LoopServer:
         )
         self.saves: SnapshotSaves | None = None
         self.out = None
+        self._folder: Path | None = None
         self._ranks = _Ranks(order["processes"])
         self._zero_s = time.monotonic()
 
@@ -119,17 +126,17 @@ class LoopServer:
         """Be the server until the loop ends; what there is to say of it."""
         facts = self.facts
         with ExitStack() as stack:
-            launch = Launch(self._hold, None, dict, facts.workers, self.most_lives, self._order["threads"])
-            engine = stack.enter_context(Local().open(launch))
+            setting = self._setting if facts.servers else dict
+            launch = Launch(self._hold, None, setting, facts.workers, self.most_lives, self._order["threads"])
+            engine = stack.enter_context(self._on_servers(launch) if facts.servers else Local().open(launch))
             home = engine.address.home
-            assert home is not None
             self._line, self._mailboxes, address = self._meet(home)
             stack.callback(self._line.close, _LINGER_S)
             supervisor = ProcessSupervisor(engine, self.topology)
             for shard, chain in enumerate(self.topology.chains):
                 for node in chain:
                     supervisor.start("copy", node, shard=shard)
-            self._say({"ready": str(home), "coordinator": address})
+            self._say({"ready": str(home or self._folder), "coordinator": address})
             launcher = Launcher(self, supervisor)
             self._conduct(launcher)
             self.events.restarts = launcher.restarts
@@ -144,10 +151,33 @@ class LoopServer:
             "tickets": [shard.tickets for shard in statistics],
         }
 
-    def _meet(self, home: Path) -> tuple[ServerLine, Mailboxes, str]:
+    @contextmanager
+    def _on_servers(self, launch: Launch) -> Iterator[Engine]:
+        """The engine whose processes are on the ranks that serve."""
+        order, blobs = self._order["servers"], self.facts.blobs
+        home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+        run = TravellingRun(json.dumps(self.facts.to_plain()), self.topology, b"".join(blobs))
+        shared = Keys.from_plain(self._order["keys"]) if order["have_keys"] else None
+        with janitor.swept(home):
+            self._folder = home
+            if not order["spread"]:
+                write_keys(home / "keys", Keys.from_plain(self._order["keys"]))  # for a worker that comes back
+            agents = RankAgents(
+                order["ranks"],
+                lambda text: self._say({"ticket": text}),
+                None if order["spread"] else home,
+                have_keys=order["have_keys"],
+            )
+            with opened_remote(
+                launch, agents, self.facts.servers, address=self._order["host"], run=run, keys=shared
+            ) as engine:
+                yield engine
+
+    def _meet(self, home: Path | None) -> tuple[ServerLine, Mailboxes, str]:
         """The coordinator's line, the mailboxes of the copies, and where ranks of other hosts reach the coordinator."""
         node, most_bytes = self.topology.coordinator, self.facts.mail_bytes
         if self._order["keys"] is None:
+            assert home is not None
             directory = MailboxDirectory(home, "shared", None, most_bytes)
             directory.open()
             return directory.mailbox(node), directory, ""
@@ -171,26 +201,14 @@ class LoopServer:
 
     def _hold(self, role: Role) -> Mapping[str, Any]:
         """What a forked process does that is a copy of a shard."""
-        facts, view, coordinator = self.facts, self.coordinator.view, self.topology.coordinator
-        held = view.spans[role.shard]
-        shard = Shard(
-            role.shard,
-            facts.parameters,
-            held,
-            part(facts.weights, held).clone(),
-            facts.service,
-            running=facts.running,
-        )
-        node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank)
-        line = self._mailboxes.mailbox(role.node, own_process=True)
-        world = MailWorld(role.node, line, facts.node_hosts, zero_s=self._zero_s, max_events=0)
-        try:
-            for to, message in node.receive(world.now_s(), coordinator, view):
-                line.post(to, message)
-            world.drive(serve(world.port, node))
-        finally:
-            line.close(_LINGER_S)
-        return {}
+        return hold_shard(self.facts, role, self.coordinator.view, self._mailboxes, self._zero_s)
+
+    def _setting(self) -> Mapping[str, Any]:
+        """What such a process must know besides, where it is a rank's that serves."""
+        assert isinstance(self._line, KeeperMail)
+        keeper = [self.topology.coordinator, self._line.address]
+        now = Setting(view=self.coordinator.view, zero_s=self._zero_s)
+        return {"keeper": keeper, "keys": self._order["keys"], **now.to_plain()}
 
     # ------------------------------------------------------------------ between messages
 
@@ -210,6 +228,13 @@ class LoopServer:
         told = json.loads(row)
         if told["kind"] == "leave":
             self.scheduler.retire(told["worker"])
+        elif told["kind"] == "return":
+            here = told["host"] == host_digest()
+            self._ranks.come_back(told["worker"], told["process"] if here else None)
+            self.events.add(f"rank {told['worker']}", "has come back", self._now_s(), "it takes part again")
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._zero_s
 
     def _read_orders(self) -> None:
         with suppress(BlockingIOError):
@@ -239,6 +264,16 @@ class _Ranks:
             if process is not None:
                 with suppress(OSError, AttributeError):  # it has ended already; macOS has no pidfd
                     self._descriptors[rank] = os.pidfd_open(process)
+
+    def come_back(self, rank: int, process: int | None) -> None:
+        """A process has taken the place of one that has ended."""
+        self._processes[rank] = process
+        self.present.add(rank)
+        if (before := self._descriptors.pop(rank, None)) is not None:
+            os.close(before)
+        if process is not None:
+            with suppress(OSError, AttributeError):
+                self._descriptors[rank] = os.pidfd_open(process)
 
     def gone(self) -> list[tuple[int, str]]:
         """(rank, how it was lost) of those that have ended since the last call, or are stopped for too long."""

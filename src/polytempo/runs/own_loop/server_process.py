@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,8 +43,13 @@ class ServerProcess:
         """Its number on this host."""
         return self._process.pid
 
-    def begin(self, order: Mapping[str, Any], blobs: Sequence[bytes], wait_s: float) -> dict[str, Any]:
-        """Let it serve; what it says then: {"ready": …}, or {"failed": why}."""
+    def begin(
+        self, order: Mapping[str, Any], blobs: Sequence[bytes], wait_s: float, hand_over: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Let it serve; what it says then: {"ready": …}, or {"failed": why}.
+
+        `hand_over(text)` gets the ticket for ranks that serve, where there are any.
+        """
         assert self._process.stdin is not None
         text = json.dumps(order).encode()
         parts = [text, *blobs]
@@ -55,6 +60,9 @@ class ServerProcess:
         except BrokenPipeError:
             pass  # it has ended: `_line` says how
         said = self._line(wait_s)
+        if "ticket" in said:
+            hand_over(said["ticket"])
+            said = self._line(wait_s)
         if "ready" not in said:
             self.end(0.0)
         return said

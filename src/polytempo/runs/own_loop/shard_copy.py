@@ -1,0 +1,54 @@
+"""A copy of a shard of a loop of one's own: forked beside rank 0, or by the agent of a rank that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polytempo.engines.engine import Role
+from polytempo.runs.served.host_mail import HostMailboxes
+from polytempo.runs.served.served_node import Mailboxes, Setting
+from polytempo.server.layout import part
+from polytempo.server.loop import serve
+from polytempo.server.message import View
+from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
+from polytempo.training.loop_facts import LOOP_FORMAT, LoopFacts
+from polytempo.wire.keys import Keys
+from polytempo.worlds.mail import MailWorld
+
+_LINGER_S = 1.0
+
+
+def is_loop(text: Mapping[str, Any]) -> bool:
+    """Whether an agent's `Welcome` is of a loop of one's own, not of a job."""
+    return text.get("format") == LOOP_FORMAT
+
+
+def hold_shard_of(
+    text: Mapping[str, Any], data: bytes, role: Role, setting: Mapping[str, Any], host: str
+) -> dict[str, Any]:
+    """Be `role` on the host where others reach this process at `host`. `data`: the two vectors of `LoopFacts`."""
+    first = text["sizes"][0]
+    facts = LoopFacts.from_plain(text, data[:first], data[first:])
+    now, (node, address) = Setting.from_plain(setting), setting["keeper"]
+    mail = HostMailboxes(role.life, host, Keys.from_plain(setting["keys"]), facts.mail_bytes, (node, address))
+    return hold_shard(facts, role, now.view, mail, now.zero_s)
+
+
+def hold_shard(facts: LoopFacts, role: Role, view: View, mail: Mailboxes, zero_s: float) -> dict[str, Any]:
+    """Be a copy of a shard until the loop ends. `zero_s`: the zero of the run's clock, on the monotonic one."""
+    held, coordinator = view.spans[role.shard], facts.topology.coordinator
+    shard = Shard(
+        role.shard, facts.parameters, held, part(facts.weights, held).clone(), facts.service, running=facts.running
+    )
+    node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank)
+    line = mail.mailbox(role.node, own_process=True)
+    world = MailWorld(role.node, line, facts.node_hosts, zero_s=zero_s, max_events=0)
+    try:
+        for to, message in node.receive(world.now_s(), coordinator, view):
+            line.post(to, message)
+        world.drive(serve(world.port, node))
+    finally:
+        line.close(_LINGER_S)
+    return {}

@@ -1,0 +1,253 @@
+"""Which strategies an elastic run takes, and what holds of an exchange of parameters that is undone or comes early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from laws.catalogue import ROWS, Row, label
+from laws.harness import HOST, OPTIMIZERS, Rank, Setting, flat, model, run
+from polytempo import aggregation
+from polytempo.core import Port, Strategy, Transform, chain, is_idle
+from polytempo.synchronization import every
+from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.local_round import give_mean, keep_mean
+from polytempo.training.requirements import fitted
+from polytempo.training.residual_handover import handed_over, residuals_by_path
+from polytempo.worlds import VirtualWorld
+
+AGREE = [
+    "adasum",
+    "bf16_sgd",
+    "dgc",
+    "int8_sgd",
+    "one_bit_sgd",
+    "power_sgd",
+    "qsgd",
+    "robust_sgd",
+    "sign_sgd",
+    "sync_sgd",
+    "terngrad",
+    "threshold_sgd",
+    "top_k_sgd",
+]
+"""Ranks agree on a gradient before the optimizer uses it (`adasum` with adaptive optimizers: on an update after it)."""
+MEET = ["diloco", "gossip", "local_sgd", "parameter_averaging", "post_local_sgd"]
+"""Ranks exchange parameters after steps of their own."""
+REFUSED = {
+    **dict.fromkeys(["hogwild", "shared_memory"], "shares one copy of the parameters"),
+    **dict.fromkeys(
+        ["async_sgd", "backup_workers", "dc_asgd", "downpour", "easgd", "flexrr", "softsync", "ssp", "staleness_aware"],
+        "has a parameter server, whose workers come and go anyway",
+    ),
+    "delayed_sgd": "has exchanges under way when a step ends",
+}
+
+
+@pytest.mark.parametrize("name", sorted(pt.strategies.__all__))
+def test_each_strategy_is_taken_or_refused_by_name(name: str) -> None:
+    strategy = getattr(pt.strategies, name)()
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=rf"^{name}.*{REFUSED[name]}"):
+            check_elastic(strategy)
+    else:
+        assert name in AGREE + MEET
+        check_elastic(strategy)
+
+
+def test_what_cannot_meet_before_its_time_is_refused() -> None:
+    own = Strategy("own", parameters=chain(every(3, aggregation.mean())), synchronized=False)
+    with pytest.raises(ValueError, match="own exchanges parameters on some steps"):
+        check_elastic(own)
+
+
+# ---------------------------------------------------------------------- exchanges of parameters
+
+SETTING = Setting("momentum")
+NUM_RANKS, LAST = 3, 13
+
+
+def parameters_of(row: Row) -> Transform:
+    """What happens to parameters under the setting's optimizer."""
+    return fitted(row.make(), OPTIMIZERS[SETTING.optimizer](model(SETTING.dtype).parameters())).parameters
+
+
+MEETING = [row for row in ROWS if not is_idle(parameters_of(row), NUM_RANKS)]
+every_row = pytest.mark.parametrize("row", MEETING, ids=label)
+
+
+class Broken(Exception):
+    """A rank is lost at the commit point."""
+
+
+def remembered(rank: Rank) -> dict[str, Any]:
+    """All that an exchange of parameters could have changed."""
+    tensors, scalars = rank.replica.state()
+    groups = rank.replica.parameters.groups() if rank.replica.parameters is not None else []
+    present = {name: tensor for group in groups for name, tensor in group.items()}
+    found: Mapping[str, Tensor] = {**tensors, **present}
+    return {name: tensor.clone() for name, tensor in found.items()} | scalars
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """The same names with the same bits."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key] for key in a
+    )
+
+
+class Interrupted(Rank):
+    """Its commit points fail as often as ranks meet; the exchange is undone, and then finished after all."""
+
+    async def steps(self, port: Port, first: int, last: int) -> None:
+        """See the class."""
+        parameters = self.replica.parameters
+        assert parameters is not None
+        self.broken = 0
+
+        async def commit(port: Port) -> None:
+            raise Broken
+
+        exchange = parameters.exchange
+
+        async def twice(data: Port, weight: float | None) -> Any:
+            before = remembered(self)
+            try:
+                return await exchange(data, weight)
+            except Broken:
+                self.broken += 1
+                assert same(before, remembered(self))
+                parameters.take()
+
+        parameters.commit, parameters.exchange = commit, twice  # type: ignore[method-assign]
+        await super().steps(port, first, last)
+
+
+@every_row
+def test_a_broken_exchange_leaves_no_trace_and_can_be_finished(row: Row) -> None:
+    calm, _ = run(row.make(), NUM_RANKS, LAST, SETTING)
+    ranks = [Interrupted(row.make(), rank, NUM_RANKS, SETTING, False) for rank in range(NUM_RANKS)]
+
+    async def program(port: Port) -> None:
+        await ranks[port.rank].steps(port, 0, LAST)
+
+    VirtualWorld(HOST, NUM_RANKS).run(program)
+    for rank, other in zip(ranks, calm, strict=True):
+        assert rank.broken > 0
+        assert all(torch.equal(a, b) for a, b in zip(rank.history, other.history, strict=True))
+        assert same(remembered(rank), remembered(other))
+
+
+@every_row
+def test_ranks_meet_after_different_numbers_of_steps(row: Row) -> None:
+    """After 9 steps rank r makes r of its own; all meet at once, at step 11, and go on to the end of the next round."""
+    ranks = [Rank(row.make(), rank, NUM_RANKS, SETTING, False) for rank in range(NUM_RANKS)]
+    before: list[Tensor] = [torch.empty(0)] * NUM_RANKS
+
+    async def program(port: Port) -> None:
+        rank = ranks[port.rank]
+        parameters = rank.replica.parameters
+        assert parameters is not None
+        await rank.steps(port, 0, 9)
+        for _ in range(port.rank):
+            with torch.no_grad():
+                for parameter in rank.model.parameters():
+                    parameter += 0.1 * (port.rank + 1) * parameter.cos()
+        before[port.rank] = flat(rank.model)
+        await parameters.meet_at_once(port, 11)
+        rank.replica.step = 11
+        rank.history.append(flat(rank.model))
+        await rank.steps(port, 11, 21)
+
+    VirtualWorld(HOST, NUM_RANKS).run(program)
+    after = [rank.history[9] for rank in ranks]
+    meets = row.meets
+    if meets is not None:
+        assert all(torch.equal(each, after[0]) for each in after)
+    if row.name not in ("diloco", "adasum"):  # these go further than the mean, or not so far
+        rounded = "codec" in str(row.make())
+        expected = torch.stack(before).mean(0)
+        torch.testing.assert_close(torch.stack(after).mean(0), expected, rtol=0, atol=1e-2 if rounded else 1e-12)
+    scalars = [rank.replica.state().scalars for rank in ranks]
+    assert all(each == scalars[0] for each in scalars)
+    for step in range(12, 22) if meets is not None else ():  # the next round ends when it would have ended
+        assert meets is not None
+        now = [rank.history[step - 2] for rank in ranks]
+        assert all(torch.equal(each, now[0]) for each in now) == meets(step), step
+
+
+def test_newcomers_get_the_mean_and_those_that_leave_leave_the_mean() -> None:
+    def group(rank: int) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(rank)
+        return {"w": torch.randn(3, 2, generator=random, dtype=torch.float64), "b": torch.full((4,), float(rank))}
+
+    own = [list({"w": {"w": group(r)["w"]}, "b": {"b": group(r)["b"]}}.values()) for r in range(4)]
+    at_first = [torch.cat([t.double().reshape(-1) for g in groups for t in g.values()]) for groups in own]
+
+    def now(rank: int) -> Tensor:
+        return torch.cat([t.double().reshape(-1) for g in own[rank] for t in g.values()])
+
+    async def joining(port: Port) -> None:
+        await give_mean(port, own[port.rank], 3)
+
+    async def leaving(port: Port) -> None:
+        await keep_mean(port, own[port.rank], leaves=port.rank == 1)
+
+    VirtualWorld(HOST, 4).run(joining)
+    assert all(torch.equal(now(rank), at_first[rank]) for rank in range(3))
+    mean = torch.stack(at_first[:3]).mean(0)
+    torch.testing.assert_close(now(3), mean)
+    VirtualWorld(HOST, 4).run(leaving)
+    torch.testing.assert_close(torch.stack([now(rank) for rank in (0, 2, 3)]).mean(0), mean)
+    torch.testing.assert_close(now(0) - now(2), at_first[0] - at_first[2])
+
+
+# ---------------------------------------------------------------------- residuals
+
+
+def residuals(rank: Rank) -> dict[str, Tensor]:
+    """What a rank has held back, by path."""
+    held = residuals_by_path(rank.replica.states())
+    return {path: tensor.double().clone() for path, tensor in held.items() if tensor is not None}
+
+
+HOLDING = [row for row in ROWS if residuals_by_path(Rank(row.make(), 0, 3, SETTING, False).replica.states())]
+
+
+@pytest.mark.parametrize("row", HOLDING, ids=label)
+def test_residuals_are_handed_on_with_their_sum_and_newcomers_begin_with_none(row: Row) -> None:
+    """Of 3 ranks one leaves politely; then a newcomer takes its place with the state of the first."""
+    ranks, _ = run(row.make(), 3, 6, SETTING)
+    before = [residuals(rank) for rank in ranks]
+    assert any(before)
+    taken: list[Any] = [None] * 3
+
+    async def leave(port: Port) -> None:
+        mine = residuals_by_path(ranks[port.rank].replica.states())
+        taken[port.rank] = await handed_over(port, mine, leaves=port.rank == 1)
+
+    VirtualWorld(HOST, 3).run(leave)
+    assert taken[1] is taken[2] is None
+    after = [Rank(row.make(), place, 3, SETTING, False) for place in range(3)]
+    for rank, old in zip(after, (0, 2, None), strict=True):
+        source = ranks[old or 0]
+        rank.model.load_state_dict(source.model.state_dict())
+        rank.optimizer.load_state_dict(source.optimizer.state_dict())
+        own = source.replica.state()
+        rank.replica.restore(own, [] if old is None else [own, taken[0]] if old == 0 else [own])
+    found = [residuals(rank) for rank in after]
+    assert not found[2]
+    for path in {path for each in before for path in each}:
+        total, held = (sum(each[path] for each in several if path in each) for several in (before, found))
+        torch.testing.assert_close(held, total, rtol=1e-12, atol=1e-12)
+
+    async def go_on(port: Port) -> None:
+        await after[port.rank].steps(port, 6, 12)
+
+    VirtualWorld(HOST, 3).run(go_on)
+    assert all(flat(rank.model).isfinite().all() for rank in after)
