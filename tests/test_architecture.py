@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 AXES = {"partition", "synchronization", "aggregation", "compression", "collectives", "server"}
 BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
-    "membership",
+    *("membership", "partition"),
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -29,9 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aggregation": {"core"},
     "compression": {"core", "native"},
     "collectives": {"core"},
-    "partition": {"core"},
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
+    "partition": {"core"},
     "wire": {"core", "native", "server.message"},
     "membership": {"core"},
     "chaos": {"core", "server"},

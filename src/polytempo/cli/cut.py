@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polytempo.cli.cut_schedules import COLUMNS, predictions
 from polytempo.cli.plan import found_job
 from polytempo.cli.request import CutRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
@@ -21,6 +22,8 @@ from polytempo.spec.job import Job, OfBatch
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of
 from polytempo.spec.objective import pair_of
 
+MICRO_BATCHES = 8
+"""In how many a batch is taken to be cut, for the table of schedules."""
 _UNBALANCED = 1.25
 """How many times the mean time of a stage the slowest may have without a warning."""
 _LONG = 40
@@ -42,14 +45,21 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
             state_per_parameter=state,
             measure=True,
         )
+    foreseen = predictions([_seconds(cost) for cost in found.costs], MICRO_BATCHES) if len(found.stages) > 1 else []
     memory = [cost.memory_bytes(state) for cost in found.costs]
     if as_json:
         stages = [asdict(cost) | {"memory_bytes": each} for cost, each in zip(found.costs, memory, strict=True)]
         values = [asdict(value) for value in found.values]
-        show_json({"job": job.name, "begins": found.begins, "stages": stages, "values": values, "shared": found.shared})
+        plain = {"job": job.name, "begins": found.begins, "stages": stages, "values": values, "shared": found.shared}
+        show_json(plain | {"schedules": [each._asdict() for each in foreseen]})
     else:
         show_table(_COLUMNS, [_row(found, index, each) for index, each in enumerate(memory)])
         print(*notes(found), sep="\n")
+        if foreseen:
+            print(
+                f"\nin {MICRO_BATCHES} micro-batches, or at once where gradients are late; messages take no time here:"
+            )
+            show_table(COLUMNS, [each.row for each in foreseen])
     if warning := unbalanced(found):
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -77,7 +87,7 @@ def state_per_parameter(job: Job) -> float:
 
 def notes(found: Cut) -> list[str]:
     """What a person reads below the table."""
-    said = ["time, memory, in and out are those of a micro-batch, forward and backward, on one thread"]
+    said = ["time, memory, in and out are those of a batch, forward and backward, on one thread"]
     if found.begins:
         said.append(f"the same by hand: --by {','.join(found.begins)}")
     said += [
