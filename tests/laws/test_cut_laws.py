@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -120,3 +121,18 @@ def test_tied_weights_are_shared_or_together(name: str) -> None:
     assert found.shared == {"characters.weight": {0: "characters.weight", 2: last}}
     with pytest.raises(ValueError, match="at most 1 part"):
         cut(model, 3, sample=sample, tied="together")
+
+
+def test_no_cut_into_two_sends_less_than_the_least() -> None:
+    """A residual net is no chain: a value that two stages use is sent twice, and its gradient comes back from both."""
+    model, sample, _ = made("residual")
+
+    def sent(found: Cut) -> int:
+        layouts = found.layouts(*sample)
+        assert all(value.requires_grad for value in found.values)
+        bytes_of = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in layouts.items()}
+        return sum(2 * bytes_of[value.name] * len(value.targets) for value in found.values)
+
+    places = [f"layers.{number}{part}" for number in range(1, 5) for part in ("", ".1")] + ["relu", "relu_1", "tanh_1"]
+    least = min(sent(cut(model, sample=sample, by=[name])) for name in [*places, "mul", "top"])
+    assert sent(cut(model, 2, sample=sample, by="traffic", within=math.inf)) == least

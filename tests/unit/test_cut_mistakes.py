@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from threading import Thread
 
 import pytest
@@ -200,6 +201,21 @@ def test_a_module_of_two_modes_stays_whole_and_a_model_of_two_modes_is_refused()
     assert torch.equal(chained(found, (X,)), model(X))
     with pytest.raises(ValueError, match=r"OtherInTraining\.forward does other things in training"):
         cut(OtherInTraining(), 1, sample=X)
+
+
+def test_the_least_traffic_keeps_the_balance_if_asked() -> None:
+    """The least is sent behind the narrow layer, which leaves next to nothing to the last stage."""
+    widths = (64, 64, 64, 2, 64)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    sample = torch.ones(8, 64)
+    assert cut(model, 2, sample=sample).begins == ("1",)
+    assert cut(model, 2, sample=sample, by="traffic").begins == ("1",)
+    assert cut(model, 2, sample=sample, by="traffic", within=math.inf).begins == ("3",)
+    largest = [
+        max(cost.memory_bytes(2.0) for cost in cut(model, 3, sample=sample, by=by).costs)
+        for by in ("memory", "operations")
+    ]
+    assert largest[0] <= largest[1]
 
 
 def test_costs_of_a_known_chain() -> None:

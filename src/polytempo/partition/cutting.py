@@ -54,10 +54,11 @@ def cut(
 
     `by`: what is the least of the largest stage (the module's table), or the names of layers that begin stages.
     `within` lets the chosen stages have so many times the least possible maximum, and among these cuts the one with the
-    least traffic is taken: 1 if `by` is a cost, 1.5 times the operations of the balanced cut if it is the traffic
-    (`math.inf`: whatever the balance). `memory_bytes` bounds parameters, gradients, the optimizer's state
-    (`state_per_parameter` numbers each; Adam has 2) and kept tensors of a stage. Every chosen stage has a parameter.
-    `tied="together"` keeps uses of one parameter in one stage. `measure` measures times, whatever `by` is, for `costs`.
+    least traffic is taken: 1 if `by` is a cost. If it is the traffic, no stage has more than 1.5 times the operations
+    of the balanced cut's largest stage, or less than its smallest has over 1.5 (`math.inf`: any). `memory_bytes` bounds
+    parameters, gradients, the optimizer's state (`state_per_parameter` numbers each; Adam has 2) and kept tensors of a
+    stage. Every chosen stage has a parameter. `tied="together"` keeps uses of one parameter in one stage. `measure`
+    measures times, whatever `by` is, for `costs`.
 
     The cut is the best for chains; for other graphs the best of those whose stages are contiguous in the order in which
     the model computes them. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
@@ -138,8 +139,11 @@ def _chosen(
             f"memory_bytes={memory_bytes:,.0f}: no cut into {stages} stages fits, for the least that the largest stage "
             f"can have is {_most(chain.memory, least):,.0f} bytes; take more stages or smaller micro-batches"
         )
-    bound = (within or (_WITHIN if by == "traffic" else 1.0)) * _most(cost, ends)
-    found = total_least(chain.traffic, cost, allowed & (cost <= bound), stages)
+    within = within or (_WITHIN if by == "traffic" else 1.0)
+    allowed &= cost <= within * _most(cost, ends)
+    if by == "traffic":
+        allowed &= cost >= min(float(cost[a, b]) for a, b in pairwise(ends)) / within
+    found = total_least(chain.traffic, cost, allowed, stages)
     assert found is not None, "the balanced cut is one of them"
     return found
 
