@@ -273,6 +273,7 @@ def resumed(seed: int, namespaces: Namespaces, address: str) -> tuple[signal.Sig
             launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, name, address, *namespaces], stderr=log)
         rows = folder / "run" / "metrics.jsonl"
         while not rows.exists() or not rows.read_text():
+            assert launcher.poll() is None, (folder / "log").read_text()
             time.sleep(0.05)
         time.sleep(5.0 * dice.random())
         since_s = time.monotonic()
