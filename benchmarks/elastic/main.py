@@ -3,6 +3,7 @@
     python benchmarks/elastic/main.py                            # 100 events on sync_sgd(route=invariant)
     python benchmarks/elastic/main.py --strategy sync_sgd        # weights equal to rounding alone
     python benchmarks/elastic/main.py --strategy "int8_sgd()" --events 40
+    python benchmarks/elastic/main.py --strategy "local_sgd(period=4)" --events 25 --epochs 15
     python benchmarks/elastic/main.py --job mnist --epochs 2 --batch 256
 
 A step lasts 10 ms at least while there are events to come, so that a run is long enough for them. Recovery is the time
