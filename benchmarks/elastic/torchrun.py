@@ -91,8 +91,8 @@ class Steps:
 def driven(folder: Path, kills: int, every: int, seed: int) -> list[tuple[float, float, int]]:
     """For each kill: seconds until it goes on, and until it has caught up; steps that were done again."""
     plan, found = random.Random(seed), []
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(WORKERS)]
-    words += ["--max-restarts", "100000", "--master-addr", "127.0.0.1", "--master-port", "0", __file__]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+    words += ["--max-restarts", "100000", __file__]
     words += ["--worker", str(folder), "--every", str(every)]
     run = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     steps = Steps(folder / "steps")
@@ -114,6 +114,9 @@ def driven(folder: Path, kills: int, every: int, seed: int) -> list[tuple[float,
             if first <= before:
                 steps.next(before)
             found.append((goes_on_s, time.monotonic() - since_s, max(0, before - first + 1)))
+            print(
+                "goes on after {:.2f} s, caught up after {:.2f} s, {} steps done again".format(*found[-1]), flush=True
+            )
         (folder / "over").touch()
         run.wait(LIMIT_S)
     finally:
