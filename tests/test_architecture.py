@@ -15,10 +15,10 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "polytempo"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-AXES = {"synchronization", "aggregation", "compression", "collectives", "server"}
+AXES = {"partition", "synchronization", "aggregation", "compression", "collectives", "server"}
 BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
-    "membership",
+    *("membership", "partition"),
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"core"},
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
+    "partition": {"core"},
     "wire": {"core", "native", "server.message"},
     "membership": {"core"},
     "chaos": {"core", "server"},
@@ -70,10 +71,11 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.top"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.measure"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.bench_compression"): "torch takes seconds to load, and `--help` must not",
+    ("cli/bench_commands.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
+    ("cli/bench_commands.py", "polytempo.cli.bench_compression"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.cut"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
     from polytempo.training.loop_state import ElasticState
+    from polytempo.training.pipeline.pipeline import Pipeline, pipeline
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.trainer import Trainer
@@ -73,6 +74,7 @@ _FOLDERS = (
     "data",
     "engines",
     "jobs",
+    "partition",
     "strategies",
     "synchronization",
     "worlds",
@@ -110,6 +112,7 @@ _HOMES = {
     "polytempo.training.attached": ("no_sync",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
+    "polytempo.training.pipeline.pipeline": ("Pipeline", "pipeline"),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),
@@ -132,6 +135,7 @@ __all__ = [
     "Mismatch",
     "NotFinite",
     "PeerLost",
+    "Pipeline",
     "PolytempoError",
     "Port",
     "Preempted",
@@ -166,6 +170,8 @@ __all__ = [
     "no_sync",
     "of_batch",
     "parse_strategy",
+    "partition",
+    "pipeline",
     "run",
     "shard",
     "shared_empty",

@@ -16,10 +16,14 @@ import torch._dynamo  # noqa: F401 - optimizers need it: a second here instead o
 from torch import Tensor
 
 import polytempo as pt
+from polytempo.aggregation import mean
+from polytempo.core import Strategy
+from polytempo.engines.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.synchronization import every
 
 pytestmark = pytest.mark.process
 
@@ -101,6 +105,8 @@ def told(story: Story, spec: RunSpec, hurry: Path) -> Any:
         "post_local_sgd(switch_step=8, period=5)",
         "diloco(period=6, outer_momentum=0.5)",
         "gossip(period=2)",
+        "parameter_averaging(period=5)",
+        "adasum(of='updates')",
     ],
 )
 def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, tmp_path: Path) -> None:
@@ -117,3 +123,11 @@ def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, tmp_path: Path)
     assert lost == ["member-0 was killed by SIGKILL"]
     assert calm.accuracy > 0.9
     assert result.accuracy > calm.accuracy - 0.01
+
+
+def test_a_step_that_exchanges_both_gradients_and_parameters_is_refused(tmp_path: Path) -> None:
+    both = Strategy("both", mean(), every(2, mean()))
+    (tmp_path / "hurry").touch()
+    options = RunOptions(epochs=1, min_workers=1, threads=1)
+    with pytest.raises(WorkerDied, match="both exchanges gradients within a round"):
+        run_elastic(RunSpec.of(digits(tmp_path / "hurry"), both, 2, options), pt.engines.local())

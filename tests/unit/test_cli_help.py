@@ -42,7 +42,7 @@ def test_help_names_every_command() -> None:
     """And each command's help its options."""
     main = polytempo("--help")
     assert main.returncode == 0
-    for command in ("train", "compare", "simulate", "doctor", "strategies", "explain"):
+    for command in ("train", "compare", "simulate", "doctor", "strategies", "explain", "cut"):
         assert f"\n  {command} " in main.stdout
     train = polytempo("train", "--help").stdout
     for option in ("strategy", "workers", "data", "epochs", "until", "steps", "batch-size", "lr", "seed", "threads"):
@@ -132,6 +132,9 @@ def test_wrong_values(
         "bench compression --codecs bf17",
         "explain local_sg",
         "explain local_sgd --job dogits",
+        "cut dogits",
+        "cut digits --stages 0",
+        "cut digits --by trafic",
     ],
 )
 def test_a_rejected_argument_is_answered_without_torch(tmp_path: Path, arguments: str) -> None:

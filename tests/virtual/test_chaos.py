@@ -41,7 +41,7 @@ def test_seeds_bring_every_rule_and_every_fault() -> None:
     expected = {"on_arrival", "softsync", "first", "all_but", "within", "hardsync"}
     assert rules == expected, f"a new rule of draw_rule belongs here: {rules ^ expected}"
     faults = {type(fault).__name__ for scenario in drawn for fault in scenario.plan.faults}
-    assert faults == {"Cut", "ProcessPause", "Death"}
+    assert faults == {"LinkCut", "ProcessPause", "Death"}
     assert {scenario.replicas for scenario in drawn} == {0, 1}
     weathers = [scenario.plan.weather for scenario in drawn]
     assert any(weather.drop for weather in weathers)

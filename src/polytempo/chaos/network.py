@@ -29,7 +29,7 @@ class Weather(NamedTuple):
 FAIR = Weather()
 
 
-class Cut(NamedTuple):
+class LinkCut(NamedTuple):
     """No message passes from `source` to `target` between two moments; the other direction needs another cut."""
 
     begin_s: float
@@ -57,7 +57,7 @@ class Death(NamedTuple):
     node: int
 
 
-Fault = Cut | ProcessPause | Death
+Fault = LinkCut | ProcessPause | Death
 
 
 class FaultPlan(NamedTuple):
@@ -79,7 +79,7 @@ class FaultyNetwork:
 
     def __init__(self, plan: FaultPlan, random: Random) -> None:
         """All chance comes from `random`. `cuts` are those that have begun."""
-        self.cuts: list[Cut] = []
+        self.cuts: list[LinkCut] = []
         self._plan = plan
         self._random = random
 
@@ -100,5 +100,5 @@ class FaultyNetwork:
         return weather.delay_s + slow_s + (weather.jitter_s * chance() if weather.jitter_s else 0.0)
 
 
-def _cuts(cut: Cut, now_s: float, source: int, target: int) -> bool:
+def _cuts(cut: LinkCut, now_s: float, source: int, target: int) -> bool:
     return now_s < cut.end_s and cut.source in (source, ANY_NODE) and cut.target in (target, ANY_NODE)

@@ -16,7 +16,7 @@ from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import ChaosLauncher
-from polytempo.chaos.network import Cut, Death, Fault, FaultPlan
+from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.saves import ScenarioSaves
 from polytempo.chaos.scenario_rules import draw_rule, undivided
 from polytempo.chaos.storm import Participants, StormLimits, storm
@@ -311,7 +311,7 @@ class ScenarioRun:
 
     def _allows(self, fault: Fault) -> bool:
         """A fault that may cost a shard a copy needs all its copies: the server does not promise to bear two losses."""
-        nodes = (fault.source, fault.target) if isinstance(fault, Cut) else (fault.node,)
+        nodes = (fault.source, fault.target) if isinstance(fault, LinkCut) else (fault.node,)
         hit = [shard for shard, copies in enumerate(self.scenario.cast.copies) if any(node in copies for node in nodes)]
         end_s = fault.begin_s if isinstance(fault, Death) else fault.end_s
         long = isinstance(fault, Death) or end_s - fault.begin_s > LIMITS.short_s

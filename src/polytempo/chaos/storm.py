@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from polytempo.chaos.network import ANY_NODE, Cut, Death, Fault, FaultPlan, ProcessPause, Weather
+from polytempo.chaos.network import ANY_NODE, Death, Fault, FaultPlan, LinkCut, ProcessPause, Weather
 
 
 class Participants(NamedTuple):
@@ -71,8 +71,8 @@ def _short(random: Random, cast: Participants, limits: StormLimits, lasts_s: flo
         if random.random() < 0.5:
             faults.append(ProcessPause(begin_s, end_s, one))
         else:
-            faults.append(Cut(begin_s, end_s, one, other))
-            faults += [Cut(begin_s, end_s, other, one)] * (random.random() < 0.5)
+            faults.append(LinkCut(begin_s, end_s, one, other))
+            faults += [LinkCut(begin_s, end_s, other, one)] * (random.random() < 0.5)
     return faults
 
 
@@ -83,7 +83,7 @@ def _absent_workers(random: Random, cast: Participants, limits: StormLimits, las
     who = random.choice([*cast.workers, cast.coordinator])
     if who == cast.coordinator or random.random() < 0.5:
         return [ProcessPause(begin_s, end_s, who)]
-    return [Cut(begin_s, end_s, who, cast.coordinator)]
+    return [LinkCut(begin_s, end_s, who, cast.coordinator)]
 
 
 def _heavy(
@@ -102,12 +102,13 @@ def _heavy(
                 [Death(begin_s, node)],
                 [Death(begin_s, node)],
                 [ProcessPause(begin_s, end_s, node)],
-                [Cut(begin_s, end_s, node, cast.coordinator)],
-                [Cut(begin_s, end_s, cast.coordinator, node)],
-                [Cut(begin_s, end_s, node, ANY_NODE), Cut(begin_s, end_s, ANY_NODE, node)],
-                [Cut(begin_s, end_s, copies[0], copies[1])],
+                [LinkCut(begin_s, end_s, node, cast.coordinator)],
+                [LinkCut(begin_s, end_s, cast.coordinator, node)],
+                [LinkCut(begin_s, end_s, node, ANY_NODE), LinkCut(begin_s, end_s, ANY_NODE, node)],
+                [LinkCut(begin_s, end_s, copies[0], copies[1])],
                 # A copy that was given up goes on answering a worker that does not learn of it.
-                *[[Cut(begin_s, end_s, node, cast.coordinator), Cut(late_s, end_s, cast.coordinator, worker)]] * 4,
+                *[[LinkCut(begin_s, end_s, node, cast.coordinator), LinkCut(late_s, end_s, cast.coordinator, worker)]]
+                * 4,
             ]
         )
         begin_s = round(end_s + limits.apart_s * random.uniform(1.0, 1.5), 4)

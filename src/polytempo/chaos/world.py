@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.chaos.network import Cut, Death, Fault, FaultPlan, FaultyNetwork, ProcessPause
+from polytempo.chaos.network import Death, Fault, FaultPlan, FaultyNetwork, LinkCut, ProcessPause
 from polytempo.core.errors import PolytempoError
 from polytempo.server.message import Message, Outbox
 
@@ -183,7 +183,7 @@ class World:
     def _fault(self, fault: Fault) -> None:
         self.note(str(fault))
         match fault:
-            case Cut():
+            case LinkCut():
                 self.network.cuts.append(fault)
             case ProcessPause():
                 self.processes[fault.node].paused_until_s = fault.end_s

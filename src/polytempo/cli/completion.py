@@ -8,6 +8,8 @@ from pathlib import Path
 from polytempo import engines, jobs
 from polytempo.spec.declaration import declared
 
+CUT_GOALS = ("operations", "time", "memory", "traffic")
+
 
 def job_names(incomplete: str) -> list[str]:
     """The jobs that ship, and the Python files and folders of the current directory."""
@@ -33,6 +35,11 @@ def engine_names(incomplete: str) -> list[str]:
 def distribution_names(incomplete: str) -> list[str]:
     """The distributions of computing times."""
     return _beginning(incomplete, declared().stragglers)
+
+
+def cut_goals(incomplete: str) -> list[str]:
+    """What a cut can make the least."""
+    return _beginning(incomplete, CUT_GOALS)
 
 
 def _beginning(start: str, names: Iterable[str]) -> list[str]:

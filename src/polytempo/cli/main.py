@@ -6,9 +6,8 @@ import typer
 from typer.core import TyperGroup
 
 import polytempo
-from polytempo.cli import bench_parameters as b
 from polytempo.cli import parameters as p
-from polytempo.cli.bench_values import collectives_values, compression_values, memory_values, training_values
+from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
 
 app = typer.Typer(
@@ -19,11 +18,6 @@ app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-)
-bench = typer.Typer(
-    help="Measure Polytempo on this machine, beside gloo and Open MPI.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
 
@@ -286,6 +280,28 @@ def explain(
 
 
 @app.command()
+def cut(
+    job: p.CutJob,
+    stages: p.Stages = None,
+    by: p.CutBy = None,
+    batch_size: p.MicroBatch = None,
+    data: p.Data = None,
+    json: p.Json = None,
+) -> None:
+    """Cut the model of JOB into stages, and say what each computes, keeps and sends.
+
+    Times are measured on this machine, on one thread, with a batch of the job's data.
+    """
+    with exit_code():
+        from polytempo.cli.request import cut_request  # imports pydantic
+
+        asked = cut_request(job, stages, by, batch_size)
+        from polytempo.cli.cut import cut as command  # imports torch, which takes seconds
+
+        command(asked, data, as_json=bool(json))
+
+
+@app.command()
 def chaos(
     seeds: p.Seeds = None, first: p.First = None, processes: p.Processes = None, bug: p.PlantedBug = None
 ) -> None:
@@ -301,84 +317,6 @@ def chaos(
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
         command(asked, bug)
-
-
-@bench.command()
-def collectives(
-    context: typer.Context,
-    ranks: b.Ranks = None,
-    sizes: b.Sizes = None,
-    operations: b.Operations = None,
-    rounds: b.Rounds = None,
-    turn_s: b.Turn = None,
-    quick: b.Quick = None,
-    out: b.Out = None,
-    json: p.Json = None,
-) -> None:
-    """Measure all-reduce, broadcast, … and the barrier."""
-    with exit_code():
-        values = collectives_values(given := _given(context))
-        from polytempo.cli.bench import collectives as command  # imports torch, which takes seconds
-
-        command(values, given)
-
-
-@bench.command()
-def training(
-    context: typer.Context,
-    models: b.Models = None,
-    workers: b.Workers = None,
-    rounds: b.Rounds = None,
-    turn_s: b.Turn = None,
-    quick: b.Quick = None,
-    out: b.Out = None,
-    json: p.Json = None,
-) -> None:
-    """Measure samples per second of four models, with one process and with several."""
-    with exit_code():
-        values = training_values(given := _given(context))
-        from polytempo.cli.bench import training as command  # imports torch, which takes seconds
-
-        command(values, given)
-
-
-@bench.command()
-def memory(
-    context: typer.Context,
-    workers: b.Workers = None,
-    parameters: b.Parameters = None,
-    steps: b.Steps = None,
-    quick: b.Quick = None,
-    out: b.Out = None,
-    json: p.Json = None,
-) -> None:
-    """Measure the memory that all workers together need to train with Adam."""
-    with exit_code():
-        values = memory_values(given := _given(context))
-        from polytempo.cli.bench import memory as command  # imports torch, which takes seconds
-
-        command(values, given)
-
-
-@bench.command()
-def compression(
-    context: typer.Context,
-    model: b.Model = None,
-    link: b.Link = None,
-    latency_us: b.Latency = None,
-    workers: b.Workers = None,
-    codecs: b.Codecs = None,
-    rounds: b.Rounds = None,
-    quick: b.Quick = None,
-    out: b.Out = None,
-    json: p.Json = None,
-) -> None:
-    """Measure for each codec the network speed below which it saves time."""
-    with exit_code():
-        values = compression_values(given := _given(context))
-        from polytempo.cli.bench_compression import compression as command  # imports torch, which takes seconds
-
-        command(values, given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from polytempo.cli.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
+from polytempo.cli.completion import (
+    cluster_names,
+    cut_goals,
+    distribution_names,
+    engine_names,
+    job_names,
+    strategy_names,
+)
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 Job = Annotated[
@@ -208,6 +215,29 @@ OfJob = Annotated[
 OfSize = Annotated[
     str | None,
     typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
+]
+CutJob = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job.",
+        autocompletion=job_names,
+    ),
+]
+Stages = Annotated[int | None, typer.Option(metavar="K", help="Number of stages. Default: 2, or what --by names.")]
+CutBy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GOAL",
+        help=(
+            "What is the least: operations or memory of the largest stage, its measured time, or traffic; or the names "
+            "of the layers that begin stages, with commas. Default: operations."
+        ),
+        autocompletion=cut_goals,
+    ),
+]
+MicroBatch = Annotated[
+    int | None, typer.Option("--batch-size", metavar="B", help="Samples of a micro-batch. Default: the job's batch.")
 ]
 Submitted = Annotated[
     list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from polytempo import engines, jobs
+from polytempo.cli.completion import CUT_GOALS
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options, url_of
 from polytempo.engines.environment import recognise
@@ -26,6 +28,16 @@ class ChaosRequest(NamedTuple):
     seeds: int
     first: int
     processes: int
+
+
+class CutRequest(NamedTuple):
+    """A job whose model is to be cut, into how many stages, and by what."""
+
+    job: str
+    stages: int | None
+    by: str | list[str]
+    """What is the least, or the names of layers that begin stages."""
+    batch_size: int | None
 
 
 class RunRequest(NamedTuple):
@@ -93,6 +105,23 @@ def check_explained(strategy: str, job: str | None) -> None:
     check_strategies(strategy)
     if job is not None:
         jobs.check(job)
+
+
+def cut_request(job: str, stages: int | None, by: str | None, batch_size: int | None) -> CutRequest:
+    """What `polytempo cut` is asked to do. `ValueError` for what it cannot."""
+    for name, number in (("stages", stages), ("batch-size", batch_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} {number}: must be at least 1")
+    goal = (by or CUT_GOALS[0]).strip()
+    names = [each.strip() for each in goal.split(",")]
+    if not all(names):
+        raise ValueError(f"--by {goal}: a name is empty; write names of layers with commas between")
+    if close := get_close_matches(goal, set(CUT_GOALS) - {goal}, n=1, cutoff=0.75):
+        raise ValueError(f"--by {goal}: did you mean {close[0]}? There are: {', '.join(CUT_GOALS)}, or names of layers")
+    jobs.check(job)
+    if goal in CUT_GOALS:
+        return CutRequest(job, stages or 2, goal, batch_size)
+    return CutRequest(job, stages, names, batch_size)
 
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:

@@ -168,7 +168,7 @@ class ElasticTraining:
     def begin(self, world: ProcessWorld, view: GroupView) -> None:
         """Make all that belongs to this group, and give newcomers what they lack."""
         port, spec = world.port, self.spec
-        self._begun = False
+        self._begun, self._meets = False, None
         if self._scheduler is None:
             self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
         self._stop = self._some_leave = self._save = False
@@ -281,15 +281,16 @@ class ElasticTraining:
         found = met(self._place, await gather_json(port, self._round.to_plain()))
         if view.stateful < port.size and await models_differ(port, parameters.groups(), view.stateful):
             await give_mean(port, parameters.groups(), view.stateful)
-        if port.rank >= view.stateful:
-            self.member.taken_over(view.step)
-        self._begun = True
+        newcomer = port.rank >= view.stateful
         if found.steps:
             self._meets = found
+            self.member.applied = view.step
             await parameters.meet_at_once(port, view.step + found.steps)
             context.replica.step = view.step + found.steps
             context.shard.load_state_dict(self._place)
             self._catch_up(context.replica)
+        if newcomer:  # not before: its model has steps that count for no one if all the others are lost
+            self.member.taken_over(context.replica.step)
 
     # ------------------------------------------------------------------ training
 
@@ -333,6 +334,8 @@ class ElasticTraining:
             before, committed = replica.step, None
             if self._agrees_before(replica, port):
                 committed = await self._commit_step(port)
+            elif self.context is not None and not self.context.shard.spans:
+                optimizer.zero_grad(set_to_none=False)  # a stand-in for samples that the others have
             self._uncounted = committed is None
             try:
                 optimizer.step()

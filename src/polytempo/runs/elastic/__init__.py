@@ -1,1 +1,1 @@
-"""Synchronous runs that go on when workers are lost, leave and join."""
+"""Runs that go on when workers are lost, leave and join."""

@@ -1,4 +1,4 @@
-"""`run` where workers may be lost, leave and join while a synchronous training goes on.
+"""`run` where workers may be lost, leave and join while the training goes on.
 
 launcher   RunMembership ── orders ──▶ the board ──▶ members           decides who takes part
            a process has ended ─▶ it is lost            ◀── reports ── members     keep their processes and memory

@@ -1,0 +1,181 @@
+"""Two stages of one model on two processes: steps a second, by every schedule, beside torch's and beside one process.
+
+    python benchmarks/pipeline/main.py                      # a perceptron of 8 layers, width 1024
+    python benchmarks/pipeline/main.py --model cnn          # a small residual convolutional network
+
+All contenders take turns in one run, one thread a process. `limit`: two processes that train half of the model each and
+do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import polytempo as pt
+from polytempo.partition import schedules
+from polytempo.partition.cutting import cut
+from polytempo.training.pipeline.pipeline import pipeline
+
+MICRO_BATCHES = 8
+SCHEDULES: dict[str, Callable[[], schedules.Schedule]] = {
+    "ddg": lambda: schedules.ddg(2),
+    "ddg, current parameters": lambda: schedules.ddg(2, weights="current"),
+    "features_replay": lambda: schedules.features_replay(2),
+    "pipelined_backprop": lambda: schedules.pipelined_backprop(2),
+    "pipedream_2bw": lambda: schedules.pipedream_2bw(2, MICRO_BATCHES),
+    "one_f_one_b": lambda: schedules.one_f_one_b(2, MICRO_BATCHES),
+    "gpipe": lambda: schedules.gpipe(2, MICRO_BATCHES, recompute=False),
+    "zero_bubble": lambda: schedules.zero_bubble(2, MICRO_BATCHES),
+}
+PEERS = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
+
+
+class Block(nn.Module):
+    """Two convolutions and a skip."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (samples, channels, 16, 16)."""
+        return torch.relu(x + self.body(x))
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """A model, a batch's inputs and targets, and where the second stage begins."""
+    torch.manual_seed(0)
+    if name == "cnn":
+        model = nn.Sequential(*[Block(48) for _ in range(8)])
+        return model, torch.randn(32, 48, 16, 16), torch.randn(32, 48, 16, 16), ["4"]
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)])
+    return model, torch.randn(256, 1024), torch.randn(256, 1024), ["4"]
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def seconds_of(step: Callable[[], object], steps: int, *, together: bool) -> float:
+    """Mean seconds of a step, after one that does not count."""
+    step()
+    if together:
+        dist.barrier()
+    begin_s = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if together:
+        dist.barrier()
+    return (time.perf_counter() - begin_s) / steps
+
+
+def plain(name: str, steps: int) -> float:
+    """One process."""
+    model, x, y, _ = made(name)
+    own = optimizer(model.parameters())
+
+    def step() -> None:
+        own.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        own.step()
+
+    return seconds_of(step, steps, together=False)
+
+
+def half(name: str, steps: int) -> float:
+    """One of two processes that do not talk."""
+    pt.init(quiet=True)
+    model, x, y, begins = made(name)
+    stage = cut(model, sample=x, by=begins).stages[dist.get_rank()].module
+    own = optimizer(stage.parameters())
+
+    def step() -> None:
+        own.zero_grad()
+        given = x.detach().requires_grad_(dist.get_rank() == 1)
+        nn.functional.mse_loss(stage(given)[0], y).backward()
+        own.step()
+
+    return seconds_of(step, steps, together=True)
+
+
+def ours(name: str, steps: int, schedule: str) -> float:
+    """A stage by one of our schedules."""
+    pt.init(quiet=True)
+    model, x, y, begins = made(name)
+    pipe = pipeline(model, optimizer, nn.functional.mse_loss, SCHEDULES[schedule](), sample=x, by=begins)
+    seconds = seconds_of(lambda: pipe.step(x, y), steps, together=True)
+    pipe.finish()
+    return seconds
+
+
+def theirs(name: str, steps: int, peer: str, backend: str) -> float:
+    """A stage by one of torch's schedules."""
+    pt.init(quiet=True, backend=backend)
+    model, x, y, _ = made(name)
+    rank = dist.get_rank()
+    layers = list(model)
+    own_layers = nn.Sequential(*layers[4 * rank : 4 * rank + 4])
+    stage = PipelineStage(own_layers, rank, 2, torch.device("cpu"))
+    schedule = PEERS[peer](stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    own = optimizer(own_layers.parameters())
+
+    def step() -> None:
+        own.zero_grad()
+        schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
+        own.step()
+
+    return seconds_of(step, steps, together=True)
+
+
+def contenders(name: str, steps: int) -> dict[str, Callable[[], float]]:
+    """Everything that takes turns: a name, and what measures it in processes of its own."""
+
+    def launched(work: Callable[[], float], processes: int = 2) -> Callable[[], float]:
+        return lambda: max(pt.launch(lambda info: work(), processes, threads=1))
+
+    found = {"one process": launched(lambda: plain(name, steps), 1), "limit": launched(lambda: half(name, steps))}
+    for schedule in SCHEDULES:
+        found[schedule] = launched(lambda schedule=schedule: ours(name, steps, schedule))
+    for peer in PEERS:
+        for backend in ("gloo", "polytempo"):
+            measured = launched(lambda peer=peer, backend=backend: theirs(name, steps, peer, backend))
+            found[f"{peer}, {backend}"] = measured
+    return found
+
+
+def main() -> None:
+    """Print a line for each contender: the median time of a step, and the speed relative to one process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("perceptron", "cnn"), default="perceptron")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[])
+    given = parser.parse_args()
+    measured: dict[str, list[float]] = {}
+    for _ in range(given.rounds):
+        for name, measure in contenders(given.model, given.steps).items():
+            if not given.only or name in given.only or name == "one process":
+                measured.setdefault(name, []).append(measure())
+    alone_s = statistics.median(measured["one process"])
+    print(f"{given.model}: {given.rounds} rounds of {given.steps} steps, one thread a process")
+    for name, seconds in measured.items():
+        median_s = statistics.median(seconds)
+        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} x")
+
+
+if __name__ == "__main__":
+    main()

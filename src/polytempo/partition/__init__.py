@@ -1,0 +1,8 @@
+"""How a model is cut over workers, and in which order they work."""
+
+from polytempo.partition import schedules
+from polytempo.partition.cut import Cut, Stage, Value
+from polytempo.partition.cutting import cut
+from polytempo.partition.schedules import Schedule
+
+__all__ = ["Cut", "Schedule", "Stage", "Value", "cut", "schedules"]

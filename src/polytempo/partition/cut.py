@@ -1,0 +1,133 @@
+"""A model cut into stages: what each stage computes, and the tensors that pass between them.
+
+stage 0 ──h──▶ stage 1 ──g──▶ stage 2        values: h (source 0, targets 1 and 2), g (source 1, target 2)
+   └───────────h────────────────▲            h goes from stage 0 to stage 2 directly; stage 1 does not pass it on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+Layout = tuple[tuple[int, ...], torch.dtype]
+"""What a receiver allocates: a shape and a dtype."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that crosses a cut: one stage computes it, others use it."""
+
+    name: str
+    source: int
+    """The stage that computes it."""
+    targets: tuple[int, ...]
+    """The stages that use it, ascending. It is sent once to each of them, directly."""
+    requires_grad: bool = True
+    """Whether targets send a gradient back. False: the tensor is no floating-point one, or nothing trained is behind
+    it. A target that has no gradient for it sends zeros."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage costs for the inputs that the model was cut with."""
+
+    layers: tuple[str, ...]
+    """Places of the modules with parameters, and of operations between modules."""
+    parameters: int
+    """How many numbers the stage trains or holds."""
+    parameter_bytes: int
+    saved_bytes: int
+    """Tensors kept from forward to backward, with what the stage receives."""
+    operations: float
+    """Floating-point operations of forward and backward; see `profile.counted`."""
+    seconds: float | None
+    """Measured time of forward and backward on one thread; None where it was not measured."""
+    bytes_in: int
+    """Values that it receives."""
+    bytes_out: int
+    """Values that it sends, each once per target."""
+
+    def memory_bytes(self, state_per_parameter: float) -> float:
+        """Parameters, gradients, the optimizer's state, and what is kept of one micro-batch."""
+        return self.parameter_bytes * (2 + state_per_parameter) + self.saved_bytes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the model. `module(*inputs, *takes)` answers `gives`, then in the last stage the model's output.
+
+    Parameters and buffers have the names that they have in the whole model, and are the same tensors: the union of
+    the `state_dict`s of all stages is the whole model's.
+    """
+
+    index: int
+    module: nn.Module
+    inputs: tuple[str, ...]
+    """Inputs of the model that it is given first, by the names of `forward`'s parameters."""
+    takes: tuple[str, ...]
+    """Values of other stages that it is given next, in this order."""
+    gives: tuple[str, ...]
+    """Values that it answers, in this order."""
+    is_last: bool
+    """The last stage's answer has the model's own output, of any structure, as its last item."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages."""
+
+    stages: tuple[Stage, ...]
+    values: tuple[Value, ...]
+    """In the order in which the model computes them."""
+    shared: Mapping[str, Mapping[int, str]]
+    """Parameters that several stages use (tied weights): by the whole model's name, the name that each of these stages
+    has for it. Their gradients are to be summed."""
+    inputs: tuple[str, ...]
+    """The model's inputs, in the order of the sample."""
+    begins: tuple[str, ...]
+    """Where each stage but the first begins: `cut(…, by=begins)` makes the same cut."""
+    costs: tuple[StageCost, ...] = ()
+
+    def inputs_of(self, stage: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of the model's inputs that the stage's module is given first."""
+        given = dict(zip(self.inputs, inputs, strict=True))
+        return tuple(given[name] for name in self.stages[stage].inputs)
+
+    def layouts(self, *inputs: Any) -> dict[str, Layout]:
+        """Shape and dtype of every value for these inputs of the model. No tensor is computed: fake ones are used.
+
+        Cost: the time of the model's operations without their arithmetic (some milliseconds), no memory.
+        """
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"the model was cut for the inputs {', '.join(self.inputs)}; got {len(inputs)} of them")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        given = [fake(value, mode) for value in inputs]
+        known: dict[str, Tensor] = {}
+        with torch.no_grad(), mode, torch.random.fork_rng(devices=[]):
+            for stage in self.stages:
+                state = fake_state(stage.module, mode)
+                taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))
+                answer = functional_call(stage.module, state, taken)
+                known |= dict(zip(stage.gives, answer, strict=False))
+        return {name: (tuple(value.shape), value.dtype) for name, value in known.items()}
+
+
+def fake(value: Any, mode: FakeTensorMode) -> Any:
+    """The same structure with fake tensors."""
+    return torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, value)
+
+
+def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """Parameters and buffers as fake tensors; one that has several names is one fake tensor."""
+    made: dict[int, Tensor] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: made.setdefault(id(each), mode.from_tensor(each)) for name, each in tensors}

@@ -1,0 +1,181 @@
+"""`cut`: a model into stages, by hand, by balance or by the smallest traffic.
+
+| by | minimized; among equal cuts the least traffic is taken | the same on all ranks |
+|---|---|---|
+| `"operations"` | the most operations of a stage, counted (`profile.counted`) | yes |
+| `"memory"` | the most memory of a stage, counted | yes |
+| `"traffic"` | bytes of all values and of the gradients that come back | yes |
+| `"time"` | the longest time of a stage, measured here on one thread | no: give `begins` to the others |
+| names | nothing: each layer or operation named begins a stage | yes |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+from torch import Tensor, fx, nn
+
+from polytempo.partition.balance import prefix, slowest_least, total_least
+from polytempo.partition.chain import Chain, chain_of, has_parameters
+from polytempo.partition.cut import Cut, Stage, StageCost, Value
+from polytempo.partition.places import Places
+from polytempo.partition.profile import counted, measured
+from polytempo.partition.split import split
+from polytempo.partition.trace import inputs_of, trace
+
+By = Literal["operations", "time", "memory", "traffic"]
+_WITHIN = 1.5
+"""How many times the operations of the balanced cut a stage may have for less traffic."""
+_CHOICES = ("operations", "time", "memory", "traffic")
+
+
+def cut(
+    model: nn.Module,
+    stages: int | None = None,
+    *,
+    sample: Any,
+    by: By | Sequence[str] = "operations",
+    within: float | None = None,
+    memory_bytes: float | None = None,
+    state_per_parameter: float = 2.0,
+    tied: Literal["shared", "together"] = "shared",
+    measure: bool = False,
+) -> Cut:
+    """Cut `model` into `stages`, each a module of its own with the model's parameters.
+
+        cut(model, 4, sample=x)                                # the slowest stage has the fewest operations
+        cut(model, sample=x, by=["blocks.1", "scores"])  # three stages, by hand
+
+    `sample` is what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not
+    matter, but sizes do: operations, bytes and times are those of the sample.
+
+    `by`: what is the least of the largest stage (the module's table), or the names of layers that begin stages.
+    `within` lets the chosen stages have so many times the least possible maximum, and among these cuts the one with the
+    least traffic is taken: 1 if `by` is a cost. If it is the traffic, no stage has more than 1.5 times the operations
+    of the balanced cut's largest stage, or less than its smallest has over 1.5 (`math.inf`: any). `memory_bytes` bounds
+    parameters, gradients, the optimizer's state (`state_per_parameter` numbers each; Adam has 2) and kept tensors of a
+    stage. Every chosen stage has a parameter. `tied="together"` keeps uses of one parameter in one stage. `measure`
+    measures times, whatever `by` is, for `costs`.
+
+    The cut is the best for chains; for other graphs the best of those whose stages are contiguous in the order in which
+    the model computes them. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
+    backward passes where times are measured.
+
+    Errors: ValueError for more stages than parts, for what cannot be traced or cut, for names that are not there.
+    """
+    _check(stages, by, within)
+    inputs = inputs_of(model, sample)
+    traced = trace(model, inputs)
+    facts = counted(model, traced, inputs)
+    chain = chain_of(model, traced, facts, keep_tied=tied == "together", state_per_parameter=state_per_parameter)
+    places = Places(chain)
+    seconds = None
+    if measure or by == "time":
+        seconds = prefix(_of_units(chain, measured(model, traced, inputs)))
+    if isinstance(by, str):
+        assert stages is not None
+        _check_parts(chain, stages, traced.whole)
+        ends = _chosen(chain, stages, by, seconds, within=within, memory_bytes=memory_bytes)
+    else:
+        ends = places.ends(by, stages)
+    made, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
+    return Cut(
+        stages=tuple(made),
+        values=tuple(sizes),
+        shared=_shared(model, made),
+        inputs=inputs.names,
+        begins=tuple(places.begin(chain.begins[end]) for end in ends[1:-1]),
+        costs=tuple(_costs(chain, places, ends, seconds, sizes)),
+    )
+
+
+def _check(stages: int | None, by: By | Sequence[str], within: float | None) -> None:
+    if isinstance(by, str) and by not in _CHOICES:
+        raise ValueError(f"by={by!r}: must be one of {', '.join(_CHOICES)}, or a list of names that begin stages")
+    if isinstance(by, str) and stages is None:
+        raise ValueError(f"by={by!r} needs the number of stages; or give the names of the layers that begin them")
+    if stages is not None and stages < 1:
+        raise ValueError(f"stages={stages}: must be at least 1")
+    if within is not None and not within >= 1:
+        raise ValueError(f"within={within:g}: must be at least 1, times the least possible maximum")
+
+
+def _of_units(chain: Chain, times: Mapping[fx.Node, float]) -> list[float]:
+    """Seconds of each unit."""
+    found = [0.0] * chain.units
+    for node, place in chain.positions.items():
+        if place is not None and node.op != "output":
+            found[bisect_right(chain.begins, place) - 1] += times[node]
+    return found
+
+
+def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
+    """ValueError for more stages than there are parts."""
+    allowed = has_parameters(chain)
+    most = sum(bool(allowed[unit, unit + 1]) for unit in range(chain.units))
+    if stages > most:
+        kept = "".join(f"; {name} stays whole: {reason}" for name, reason in whole.items())
+        raise ValueError(
+            f"stages={stages}, and the model can be cut into at most {most} parts that have parameters{kept}"
+        )
+
+
+def _chosen(
+    chain: Chain, stages: int, by: str, seconds: Tensor | None, *, within: float | None, memory_bytes: float | None
+) -> tuple[int, ...]:
+    """Units at which the stages end. ValueError where there is no such cut."""
+    cost = chain.memory if by == "memory" else seconds if by == "time" and seconds is not None else chain.operations
+    allowed = has_parameters(chain)
+    if memory_bytes is not None:
+        allowed &= chain.memory <= memory_bytes
+    ends = slowest_least(cost, chain.traffic, allowed, stages)
+    if ends is None:
+        least = slowest_least(chain.memory, chain.traffic, has_parameters(chain), stages)
+        assert least is not None, "there are as many parts"
+        raise ValueError(
+            f"memory_bytes={memory_bytes:,.0f}: no cut into {stages} stages fits, for the least that the largest stage "
+            f"can have is {_most(chain.memory, least):,.0f} bytes; take more stages or smaller micro-batches"
+        )
+    within = within or (_WITHIN if by == "traffic" else 1.0)
+    allowed &= cost <= within * _most(cost, ends)
+    if by == "traffic":
+        allowed &= cost >= min(float(cost[a, b]) for a, b in pairwise(ends)) / within
+    found = total_least(chain.traffic, cost, allowed, stages)
+    assert found is not None, "the balanced cut is one of them"
+    return found
+
+
+def _most(cost: Tensor, ends: Sequence[int]) -> float:
+    return max(float(cost[a, b]) for a, b in pairwise(ends))
+
+
+def _shared(model: nn.Module, stages: Sequence[Stage]) -> dict[str, dict[int, str]]:
+    """Parameters that several stages have: the stages, and the name that each has for it."""
+    found: dict[str, dict[int, str]] = {}
+    own = [{id(each): name for name, each in stage.module.named_parameters()} for stage in stages]
+    for name, each in model.named_parameters():
+        there = {index: names[id(each)] for index, names in enumerate(own) if id(each) in names}
+        if len(there) > 1:
+            found[name] = there
+    return found
+
+
+def _costs(
+    chain: Chain, places: Places, ends: Sequence[int], seconds: Tensor | None, sizes: Mapping[Value, int]
+) -> Iterator[StageCost]:
+    """What each stage costs. `sizes`: bytes of each value."""
+    positions = [*chain.begins, len(chain.nodes)]
+    for stage, (a, b) in enumerate(pairwise(ends)):
+        yield StageCost(
+            layers=places.layers(positions[a], positions[b]),
+            parameters=int(chain.numbers[a, b]),
+            parameter_bytes=int(chain.parameter_bytes[a, b]),
+            saved_bytes=int(chain.saved_bytes[a, b]),
+            operations=float(chain.operations[a, b]),
+            seconds=None if seconds is None else float(seconds[a, b]),
+            bytes_in=sum(size for value, size in sizes.items() if stage in value.targets),
+            bytes_out=sum(size * len(value.targets) for value, size in sizes.items() if stage == value.source),
+        )

@@ -1,0 +1,25 @@
+"""In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
+
+from polytempo.partition.schedules.action import Action, Schedule
+from polytempo.partition.schedules.delayed import (
+    ddg,
+    features_replay,
+    pipedream,
+    pipedream_2bw,
+    pipelined_backprop,
+)
+from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "ddg",
+    "features_replay",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
+    "pipelined_backprop",
+    "zero_bubble",
+]

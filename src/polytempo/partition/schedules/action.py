@@ -1,0 +1,77 @@
+"""`Action` and `Schedule`: what a stage of a pipeline does in one step, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "input", "weight", "update"]
+"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters."""
+Weights = Literal["stashed", "current", "vertical", "previous"]
+"""With which parameters a backward pass computes that comes after later updates; see `Schedule`."""
+
+
+class Action(NamedTuple):
+    """One thing that a stage does. What it sends and receives follows from it."""
+
+    kind: Kind
+    micro_batch: int = 0
+    """Counted from the first of this step: -1 is the last micro-batch of the step before. Of an update: 0."""
+    part: int = 0
+    """Which of the stage's parts of the model."""
+
+    def __str__(self) -> str:
+        if self.kind == "update":
+            return "U"
+        return f"{LETTERS[self.kind]}{self.micro_batch}" + ("" if self.part == 0 else f".{self.part}")
+
+
+LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+
+Order = Callable[[int, int, int], tuple[Action, ...]]
+"""(stage, stages, micro-batches) to the actions of one step of this stage, in their order."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which stage does what, step after step. Every step of a stage has the same actions.
+
+    part p of the model is at stage p mod K, of K stages; a stage with V parts has p = stage, stage + K, …
+    a forward pass waits for that of the part before, a backward pass for that of the part behind
+    a step takes `micro_batches` micro-batches, and those whose number is negative are of earlier steps
+
+    `weights` says with which parameters a backward pass computes, if updates came between it and its forward pass:
+
+        stashed    those of its forward pass
+        current    the present ones, through the activations of its forward pass
+        vertical   forward and backward pass of a batch have at every stage what stage 0 had when the batch entered
+        previous   forward and backward pass of a batch have at every stage those before the last update
+
+    `recomputes`: a forward pass keeps its inputs only, and a backward pass computes the activations anew, with the
+    parameters of that time where `weights` is "current".
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    order: Order
+    parts: int = 1
+    """Parts of the model that each stage holds."""
+    weights: Weights = "stashed"
+    recomputes: bool = False
+    lockstep: bool = False
+    """Whether all stages end a step before one of them begins the next."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no pipeline has."""
+        for name in ("stages", "micro_batches", "parts"):
+            if not isinstance(number := getattr(self, name), int) or number < 1:
+                raise ValueError(f"{self.name} needs {name} of 1 or more, got {number!r}")
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """One step of `stage`."""
+        return self.order(stage, self.stages, self.micro_batches)
+
+    def __str__(self) -> str:
+        return self.name

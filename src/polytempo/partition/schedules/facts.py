@@ -1,0 +1,60 @@
+"""What a schedule costs a stage, found by playing it: how much it holds, and how late its updates are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.dataflow import turns
+
+
+class StageFacts(NamedTuple):
+    """What one stage needs once the pipeline is full."""
+
+    held: int
+    """Micro-batches, times parts of the model, whose activations (or inputs) it holds at a time, at most."""
+    delay: int
+    """Updates between the parameters that a batch's gradient is computed from, and the update by that gradient."""
+    versions: int
+    """Versions of its parameters that it holds."""
+
+
+def version_of(schedule: Schedule, step: int, updates: int) -> int:
+    """How many updates the parameters have had that forward passes of `step` use; their stage has made `updates`."""
+    match schedule.weights:
+        case "vertical":
+            return max(0, step - (schedule.stages - 1))
+        case "previous":
+            return max(0, step - 1)
+        case _:
+            return updates
+
+
+def facts(schedule: Schedule, stage: int) -> StageFacts:
+    """Play some steps of `stage`. Cost: linear in the number of actions of 4 K + 4 steps."""
+    held: set[tuple[int, int]] = set()
+    used: dict[int, int] = {}
+    updates = most = delay = versions = 0
+    last = 0
+    for turn in turns(schedule, stage, 4 * schedule.stages + 4):
+        batch, step = turn.micro_batch, turn.micro_batch // schedule.micro_batches
+        match turn.action.kind:
+            case "forward":
+                held.add((batch, turn.action.part))
+                used.setdefault(step, version_of(schedule, step, updates))
+            case "backward" | "weight":
+                held.discard((batch, turn.action.part))
+                last = step
+            case "update":
+                delay = updates - used[last]
+                updates += 1
+        oldest = min((used[b // schedule.micro_batches] for b, _ in held), default=updates)
+        most = max(most, len(held))
+        versions = max(versions, updates - oldest + 1)
+    return StageFacts(most, delay, 1 if schedule.weights == "current" else versions)
+
+
+def steps_late(schedule: Schedule) -> int:
+    """How many steps after its own a batch's last gradient has come back to every stage."""
+    numbers = [a.micro_batch for stage in range(schedule.stages) for a in schedule.actions(stage) if a.kind != "update"]
+    return -(min(numbers) // schedule.micro_batches)

@@ -1,0 +1,154 @@
+"""When the stages of a pipeline do what: a schedule played with given times, without a world.
+
+It says before a run what the run will be like: how long a step takes and how much of it is a bubble; and it draws the
+pictures of the schedules. What runs in the virtual world and on processes is measured against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polytempo.partition.schedules.action import Kind, Schedule
+from polytempo.partition.schedules.dataflow import Passed, Turn, makes, turns, waits_for
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that one part of a stage takes for one micro-batch."""
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_s: float = 1.0
+    """Of `backward_s`: for the gradient of the parameters."""
+    update_s: float = 0.0
+
+    def of(self, kind: Kind, *, recomputes: bool = False) -> float:
+        """Seconds of an action of this kind."""
+        match kind:
+            case "forward":
+                return self.forward_s
+            case "backward":
+                return self.backward_s + (self.forward_s if recomputes else 0.0)
+            case "input":
+                return self.backward_s - self.weight_s
+            case "weight":
+                return self.weight_s
+            case "update":
+                return self.update_s
+
+
+class TimetableEntry(NamedTuple):
+    """One turn of one stage, and when it was."""
+
+    stage: int
+    turn: Turn
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What every stage did in so many steps."""
+
+    entries: tuple[TimetableEntry, ...]
+    stages: int
+    steps: int
+
+    @property
+    def seconds(self) -> float:
+        """Until the last action has ended."""
+        return max(entry.end_s for entry in self.entries)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step once the pipeline is full: between the last two updates of the stage that is slowest."""
+        ends = [[e.end_s for e in self.of(stage) if e.turn.action.kind == "update"] for stage in range(self.stages)]
+        return max(last - before for *_, before, last in ends)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the last step's time in which a stage has nothing to do; the mean over stages."""
+        busy_s = sum(e.end_s - e.start_s for e in self.entries if e.turn.step == self.steps - 1)
+        return 1 - busy_s / (self.stages * self.step_s)
+
+    def of(self, stage: int) -> list[TimetableEntry]:
+        """What `stage` did, in its order."""
+        return [entry for entry in self.entries if entry.stage == stage]
+
+    def drawn(self, unit_s: float = 1.0, width: int | None = None) -> list[str]:
+        """A line a stage: each action at its time, one column of `width` characters a `unit_s`; dots for bubbles."""
+        widest = 1 + max(len(str(e.turn)) / max(1, round((e.end_s - e.start_s) / unit_s)) for e in self.entries)
+        return [self._line(stage, unit_s, width or math.ceil(widest)) for stage in range(self.stages)]
+
+    def _line(self, stage: int, unit_s: float, width: int) -> str:
+        line, column = "", 0
+        for entry in self.of(stage):
+            begin, end = round(entry.start_s / unit_s), round(entry.end_s / unit_s)
+            line += "".join(".".ljust(width) for _ in range(begin - column))
+            line += str(entry.turn).ljust(width * max(end - begin, 1)) if end > begin else ""
+            column = end
+        return line.rstrip()
+
+
+def played(
+    schedule: Schedule, steps: int, times: StageTimes | Sequence[StageTimes] = StageTimes(), *, link_s: float = 0.0
+) -> Timetable:
+    """The timetable of so many steps. `times`: of all stages, or of each one.
+
+    `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage.
+
+    Raises ValueError where the stages wait for each other for ever. Cost: linear in the number of actions.
+    """
+    each = list(times) if isinstance(times, Sequence) else [times] * schedule.stages
+    if len(each) != schedule.stages:
+        raise ValueError(f"times of {len(each)} stages were given for {schedule.stages}")
+    return _Play(schedule, steps, each, link_s).to_the_end()
+
+
+class _Play:
+    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: float) -> None:
+        self._schedule, self._steps, self._times, self._link_s = schedule, steps, times, link_s
+        self._left = [list(turns(schedule, stage, steps))[::-1] for stage in range(schedule.stages)]
+        self._free_s = [0.0] * schedule.stages
+        self._passed_s: dict[Passed, float] = {}
+        self._ended_s: dict[int, float] = {}
+        """When the last stage so far has ended each step."""
+        self._entries: list[TimetableEntry] = []
+
+    def to_the_end(self) -> Timetable:
+        while any(self._left):
+            if not sum([self._advanced(stage) for stage in range(self._schedule.stages)]):
+                waiting = {stage: str(left[-1]) for stage, left in enumerate(self._left) if left}
+                raise ValueError(f"{self._schedule} waits for ever; the next action of each stage is {waiting}")
+        self._entries.sort(key=lambda entry: (entry.stage, entry.start_s))
+        return Timetable(tuple(self._entries), self._schedule.stages, self._steps)
+
+    def _advanced(self, stage: int) -> int:
+        """Let `stage` do what it can; how many actions that were."""
+        before = len(self._left[stage])
+        while self._left[stage] and (begin_s := self._begin_s(stage, self._left[stage][-1])) is not None:
+            turn = self._left[stage].pop()
+            seconds = self._times[stage].of(turn.action.kind, recomputes=self._schedule.recomputes)
+            self._free_s[stage] = begin_s + seconds
+            self._ended_s[turn.step] = max(self._ended_s.get(turn.step, 0.0), self._free_s[stage])
+            self._entries.append(TimetableEntry(stage, turn, begin_s, self._free_s[stage]))
+            if (passed := makes(self._schedule, stage, turn)) is not None:
+                self._passed_s[passed] = self._free_s[stage]
+        return before - len(self._left[stage])
+
+    def _begin_s(self, stage: int, turn: Turn) -> float | None:
+        """When the turn can begin; None: it is not known yet."""
+        if self._schedule.lockstep and any(left and left[-1].step < turn.step for left in self._left):
+            return None
+        needs = waits_for(self._schedule, stage, turn)
+        if any(need not in self._passed_s for need in needs):
+            return None
+        together_s = self._ended_s.get(turn.step - 1, 0.0) if self._schedule.lockstep else 0.0
+        return max([together_s, self._free_s[stage], *(self._arrived_s(stage, need) for need in needs)])
+
+    def _arrived_s(self, stage: int, passed: Passed) -> float:
+        crosses = passed.part % self._schedule.stages != stage
+        return self._passed_s[passed] + (self._link_s if crosses else 0.0)

@@ -1,0 +1,1 @@
+"""A stage of a pipeline at work: it performs any schedule in any world."""

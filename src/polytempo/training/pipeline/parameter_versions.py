@@ -1,0 +1,110 @@
+"""`ParameterVersions`: the versions of a stage's parameters that passes under way still use.
+
+    version 0   memory A   F0 F1 F2 …        passes of batches that began with it; their backward passes need A
+    update      copied to B, and updated there
+    version 1   memory B   F3 …
+    update      A is free again once the last backward pass of version 0 is over
+
+The parameters stay the same objects. Only the memory that they lie in changes: autograd has kept what it needs as
+tensors of the old memory (`_kept`), so a late backward pass computes with its own version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class ParameterVersions:
+    """Counts which versions are in use. Version v is the parameters after v updates.
+
+    `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool) -> None:
+        self._parameters, self._stashes = list(parameters), stashes
+        self.current = 0
+        self.oldest: float = math.inf
+        """The first version that a later pass begins with, where that may be an old one."""
+        self._memory: dict[int, list[Tensor]] = {0: self._present()}
+        self._uses: Counter[int] = Counter()
+        self._free: list[list[Tensor]] = []
+
+    def _present(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._parameters]
+
+    @contextmanager
+    def forward(self, version: int) -> Iterator[None]:
+        """Inside, the parameters are those of `version`. It stays until as many `done` as there were passes."""
+        self._uses[version] += 1
+        with self.seen(version):
+            yield
+
+    @contextmanager
+    def seen(self, version: int) -> Iterator[None]:
+        """Inside, the parameters are those of `version`, and what autograd keeps of them stays so."""
+        if not self._stashes or version == self.current:
+            with self._kept():
+                yield
+            return
+        self._lie_in(self._memory[version])
+        try:
+            with self._kept():
+                yield
+        finally:
+            self._lie_in(self._memory[self.current])
+
+    def done(self, version: int) -> None:
+        """The backward pass of a forward pass with `version` is over."""
+        self._uses[version] -= 1
+        self.forget()
+
+    def update_begins(self) -> None:
+        """Call before `optimizer.step`: if the present version is still needed, the next one gets other memory.
+
+        Cost: a copy of the parameters, unless no pass uses the present version. Memory: as many versions as are in use.
+        """
+        if self._stashes and (self._uses[self.current] > 0 or self.oldest <= self.current):
+            into = self._free.pop() if self._free else [torch.empty_like(p) for p in self._memory[self.current]]
+            torch._foreach_copy_(into, self._memory[self.current])
+            self._lie_in(into)
+            self._memory[self.current + 1] = into
+        else:
+            self._memory[self.current + 1] = self._memory.pop(self.current)
+        self.current += 1
+
+    def forget(self) -> None:
+        """Let go of versions that no pass uses, now or later."""
+        first = min(self.oldest, self.current)
+        for version in [v for v in self._memory if v < first and self._uses[v] <= 0]:
+            self._free.append(self._memory.pop(version))
+            del self._uses[version]
+
+    @property
+    def num_versions(self) -> int:
+        """How many are held, the present one included."""
+        return len(self._memory)
+
+    def _lie_in(self, memory: list[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, memory, strict=True):
+            parameter.data = tensor
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it."""
+        own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters if parameter.numel()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            return tensor.detach() if tensor.untyped_storage().data_ptr() in own else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, _as_it_is):
+            yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

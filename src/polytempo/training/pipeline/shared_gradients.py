@@ -1,0 +1,50 @@
+"""`SharedGradients`: weights that several stages use, which have one gradient: the sum over the stages."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.partition.cut import Cut
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.facts import facts
+
+_CHANNEL = 900
+
+
+class SharedGradients:
+    """Adds up the gradients of tied weights before each update. Every stage that holds one takes part.
+
+    Raises ValueError for a schedule whose stages update by different batches, where there would be no such sum.
+    """
+
+    def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
+        self._groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
+        for name, users in cut.shared.items():
+            stages = tuple(sorted({part % schedule.stages for part in users}))
+            if len(stages) == 1:
+                continue
+            if any(facts(schedule, each).delay for each in stages):
+                raise ValueError(
+                    f"parameter {name} is shared by stages {stages}, and with {schedule} each of them updates it by "
+                    'the gradient of another batch; keep its uses together (cut with tied="together"), or use a '
+                    "schedule that waits, such as one_f_one_b"
+                )
+            if stage in stages:
+                own = [part for part in users if part % schedule.stages == stage]
+                held = {id(p): p for part in own for p in [_found(cut.stages[part].module, users[part])]}
+                self._groups.append((stages, list(held.values())))
+
+    async def summed(self, port: Port) -> None:
+        """`.grad` of each shared weight becomes the sum over its stages; the same bits on all of them."""
+        for number, (stages, parameters) in enumerate(self._groups):
+            for parameter in parameters:
+                mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                group = port.among(stages).on_channel(_CHANNEL + number)
+                parameter.grad = await tree(group, mine.clone())
+
+
+def _found(module: nn.Module, name: str) -> nn.Parameter:
+    return dict(module.named_parameters(remove_duplicate=False))[name]

@@ -1,0 +1,213 @@
+"""`StageProgram`: one stage's part in every step of a pipeline, a coroutine that performs the actions of a schedule.
+
+    receives of the next actions are begun ──▶ action ──▶ what it made is on its way, while the next action computes
+
+Each tensor that crosses a cut is sent once to each part that uses it. Messages of one tensor keep the order of their
+micro-batches, so they need no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port, Program
+from polytempo.partition.cut import Cut, Layout, Stage
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.dataflow import Turn, part_of, turns
+from polytempo.partition.schedules.facts import version_of
+from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.stage_mail import StageMail
+from polytempo.training.pipeline.stage_work import Head, StageWork
+
+_RECEIVES_AHEAD = 2
+"""How many actions ahead a receive is begun."""
+
+
+class MicroBatch(NamedTuple):
+    """What a stage needs of a micro-batch besides what other stages send."""
+
+    inputs: tuple[Any, ...]
+    """All inputs of the model."""
+    layouts: Mapping[str, Layout]
+    """Of every tensor that crosses a cut."""
+    head: Head
+    """The model's output to its part of the batch's loss."""
+    seeded: Callable[[int], None]
+    """Sets the random state that the forward pass of a part begins with."""
+    flops: float = 0.0
+    """Of its forward and backward passes through the whole model."""
+
+
+class StageProgram:
+    """One stage. `update` is what happens to its parameters once their gradients are there."""
+
+    def __init__(self, cut: Cut, schedule: Schedule, stage: int, update: Callable[[], Program[None]]) -> None:
+        self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
+        own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
+        self._parts = {part.index: part for part in own}
+        parameters = [p for part in own for p in part.module.parameters()]
+        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current")
+        splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
+        self._work = {
+            part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
+            for part in own
+        }
+        self._values = {value.name: value for value in cut.values}
+        self._turns = turns(schedule, stage)
+        self._next = next(self._turns)
+        self._batches: dict[int, MicroBatch] = {}
+        self._device = next((p.device for p in parameters), torch.device("cpu"))
+        self._mail = StageMail(cut, schedule, stage)
+        self._begun: set[Turn] = set()
+        self.step_number = self._num_entered = 0
+        self._entered: dict[int, int] = {}
+        """The numbers of steps that had a batch, without those that had none."""
+        self._has_gradient = False
+        self.most_held = self.most_versions = 0
+        """The most micro-batches' parts between their passes, and the most versions of the parameters, so far."""
+
+    async def step(self, port: Port, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Take the micro-batches of one batch. The stage of the last part answers with the batch's loss.
+
+        `port` is that of the stages. Where there are fewer micro-batches than the schedule has, those
+        that are not there are left out.
+        """
+        first = self.step_number * self._schedule.micro_batches
+        self._batches |= {first + number: batch for number, batch in enumerate(batches)}
+        if batches:
+            self._entered[self.step_number] = self._num_entered
+            self._num_entered += 1
+        self._begin_with(self.step_number)
+        todo = [turn for turn in self._turns_of_step() if turn.micro_batch < 0 or turn.micro_batch in self._batches]
+        losses = []
+        forwards = sum(turn.action.kind == "forward" for turn in todo)
+        for place, turn in enumerate(todo):
+            for ahead in todo[place : place + 1 + _RECEIVES_AHEAD]:
+                await self._begin_receives(port, ahead)
+            loss = await self._perform(port, turn)
+            self.most_versions = max(self.most_versions, self.versions.num_versions)
+            forwards -= turn.action.kind == "forward"
+            if not forwards:
+                self._begin_with(self.step_number + 1)
+            if loss is not None:
+                losses.append(loss)
+        self._entered.pop(self.step_number, None)
+        self.step_number += 1
+        self._begun.clear()
+        return torch.stack(losses).sum() if losses else None
+
+    def _turns_of_step(self) -> list[Turn]:
+        found = []
+        while self._next.step == self.step_number:
+            found.append(self._next)
+            self._next = next(self._turns)
+        return found
+
+    def _begin_with(self, step: int) -> None:
+        """The next forward pass is of `step`: versions that only earlier ones begin with can go."""
+        if self._schedule.weights in ("vertical", "previous"):
+            entered = self._entered.get(step, self._num_entered)
+            self.versions.oldest = version_of(self._schedule, entered, self.versions.current)
+        self.versions.forget()
+
+    async def _begin_receives(self, port: Port, turn: Turn) -> None:
+        """Begin to receive what `turn` needs of other stages."""
+        if turn in self._begun:
+            return
+        self._begun.add(turn)
+        stage = self._parts[part_of(self._schedule, self._stage, turn.action)]
+        if turn.action.kind == "forward":
+            for name in stage.takes:
+                await self._mail.expect(port, self._values[name], stage.index, "forward", self._like(turn, name))
+        elif turn.action.kind in ("backward", "input"):
+            for name in stage.gives:
+                like = self._like(turn, name)
+                for target in self._back(name):
+                    await self._mail.expect(port, self._values[name], target, "backward", like)
+
+    def _like(self, turn: Turn, name: str) -> Tensor:
+        shape, dtype = self._batches[turn.micro_batch].layouts[name]
+        return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
+
+    async def settle(self) -> None:
+        """Wait until what was sent has been received."""
+        await self._mail.settle()
+
+    # ------------------------------------------------------------------ actions
+
+    async def _perform(self, port: Port, turn: Turn) -> Tensor | None:
+        part = part_of(self._schedule, self._stage, turn.action)
+        match turn.action.kind:
+            case "forward":
+                return await self._forward(port, turn, part)
+            case "backward" | "input":
+                await self._backward(port, turn, part)
+            case "weight":
+                flops = self._flops(turn) / 3
+                await port.compute(partial(self._work[part].weight_gradients, turn.micro_batch), flops)
+                self._has_gradient = True
+                self._end(turn)
+            case "update" if self._has_gradient:
+                self._has_gradient = False
+                self.versions.update_begins()
+                await self._update()
+        return None
+
+    async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
+        stage, batch = self._parts[part], self._batches[turn.micro_batch]
+        taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
+        version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
+        work = partial(
+            self._work[part].forward,
+            turn.micro_batch,
+            self._cut.inputs_of(part, batch.inputs),
+            taken,
+            version,
+            partial(batch.seeded, part),
+            batch.head if stage.is_last else None,
+        )
+        given, loss = await port.compute(work, self._flops(turn) / 3)
+        self.most_held = max(self.most_held, sum(work.num_under_way for work in self._work.values()))
+        for name, tensor in zip(stage.gives, given, strict=True):
+            for target in self._values[name].targets:
+                await self._mail.put(port, self._values[name], target, "forward", tensor)
+        return loss
+
+    async def _backward(self, port: Port, turn: Turn, part: int) -> None:
+        stage, whole = self._parts[part], turn.action.kind == "backward"
+        gradients = [await self._gradient(name) for name in stage.gives]
+        flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
+        work = partial(self._work[part].backward, turn.micro_batch, gradients)
+        for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
+            if self._values[name].requires_grad:
+                like = self._like(turn, name)
+                answer = like.new_zeros(like.shape) if gradient is None else gradient
+                await self._mail.put(port, self._values[name], part, "backward", answer)
+        if whole:
+            self._has_gradient = True
+            self._end(turn)
+
+    async def _gradient(self, name: str) -> Tensor | None:
+        """The sum over all parts that use a tensor, in their order."""
+        total: Tensor | None = None
+        for target in self._back(name):
+            gradient = await self._mail.take(name, target, "backward")
+            total = gradient if total is None else total + gradient
+        return total
+
+    def _end(self, turn: Turn) -> None:
+        if turn.action.part == 0:  # the last of this stage's parts on the way back
+            del self._batches[turn.micro_batch]
+
+    def _back(self, name: str) -> tuple[int, ...]:
+        """The parts that send back the gradient of a tensor."""
+        value = self._values[name]
+        return value.targets if value.requires_grad else ()
+
+    def _flops(self, turn: Turn) -> float:
+        return self._batches[turn.micro_batch].flops / (self._schedule.stages * self._schedule.parts)

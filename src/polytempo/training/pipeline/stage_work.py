@@ -1,0 +1,130 @@
+"""`StageWork`: what one part of a model computes for its micro-batches. It neither sends nor receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once
+
+Head = Callable[[Any], Tensor]
+"""From the model's own output to the loss that is descended; only the last part has one."""
+
+
+@dataclass
+class _UnderWay:
+    """What is kept of a micro-batch between its forward and its backward pass."""
+
+    inputs: tuple[Any, ...]
+    taken: list[Tensor]
+    """What other parts have sent; leaves of the graph."""
+    given: list[Tensor]
+    """What others use, with their graph; empty where it is computed anew."""
+    version: int
+    head: Head | None
+    seeded: Callable[[], None]
+    loss: Tensor | None = None
+    later: list[Gradient] = field(default_factory=list)
+
+
+class StageWork:
+    """Forward and backward passes of one part, of several micro-batches at a time, in any order.
+
+    `recomputes`: a forward pass keeps its inputs only. `splits`: a backward pass leaves the weights' gradients to
+    `weight_gradients`. `sums`: gradients of several micro-batches make one update.
+    """
+
+    def __init__(
+        self, module: nn.Module, versions: ParameterVersions, *, recomputes: bool = False, splits: bool, sums: bool
+    ) -> None:
+        self.module, self._versions = module, versions
+        self._recomputes, self._splits, self._sums = recomputes, splits, sums
+        self._under_way: dict[int, _UnderWay] = {}
+
+    def forward(
+        self,
+        number: int,
+        inputs: tuple[Any, ...],
+        taken: Sequence[Tensor],
+        version: int,
+        seeded: Callable[[], None],
+        head: Head | None = None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What other parts use of micro-batch `number`, and, of the last part, its loss.
+
+        `taken` is what other parts have given for it. `seeded` sets the random state that the pass begins with.
+        """
+        leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in taken]
+        kept = _UnderWay(inputs, leaves, [], version, head, seeded)
+        with self._versions.forward(version), torch.set_grad_enabled(not self._recomputes):
+            given, loss = self._computed(kept)
+        if not self._recomputes:
+            kept.given, kept.loss = given, loss
+        self._under_way[number] = kept
+        return [g.detach() for g in given], None if loss is None else loss.detach()
+
+    def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient of everything that was taken. `gradients`: of everything that was given, None for none.
+
+        The parameters' gradients are added to `.grad`, or kept for `weight_gradients`.
+        """
+        kept = self._under_way[number]
+        if self._recomputes:
+            with self._versions.seen(kept.version), torch.enable_grad(), _same_statistics(self.module):
+                kept.given, kept.loss = self._computed(kept)
+        answers = list(zip(kept.given, gradients, strict=True))
+        roots: list[tuple[Tensor, Tensor | None]] = [
+            (tensor, gradient) for tensor, gradient in answers if tensor.requires_grad and gradient is not None
+        ]
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append((kept.loss, None))
+        if roots:
+            torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+        kept.given, kept.loss = [], None
+        if not self._splits:
+            self._done(number)
+        return [leaf.grad for leaf in kept.taken]
+
+    def weight_gradients(self, number: int) -> None:
+        """The second half of a backward pass: add the weights' gradients to `.grad`."""
+        with torch.no_grad():
+            for later in self._under_way[number].later:
+                later()
+        self._done(number)
+
+    @property
+    def num_under_way(self) -> int:
+        """Micro-batches between their passes."""
+        return len(self._under_way)
+
+    def _done(self, number: int) -> None:
+        self._versions.done(self._under_way.pop(number).version)
+
+    def _computed(self, kept: _UnderWay) -> tuple[list[Tensor], Tensor | None]:
+        kept.seeded()
+        take = kept.later.append if self._splits else at_once
+        with apart(self.module, take) if self._splits or self._sums else nullcontext():
+            answer = list(self.module(*kept.inputs, *kept.taken))
+            loss = None if kept.head is None else kept.head(answer.pop())
+        return answer, loss
+
+
+@contextmanager
+def _same_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, batch norm computes as it does in training, and its running statistics stay as they are."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    before = [(m.momentum, m.num_batches_tracked) for m in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, tracked) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked

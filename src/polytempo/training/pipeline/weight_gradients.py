@@ -1,0 +1,128 @@
+"""Linear and convolution layers whose weights' gradients a stage adds up itself: in place, and when it suits.
+
+    backward pass      ∂L/∂x = Wᵀ ∂L/∂y          at once: the stage before waits for it
+    weight gradient    W.grad += ∂L/∂yᵀ x         at once or later; one matrix product that adds to what is there
+
+autograd would write each micro-batch's gradient to memory of its own and add that: three times the traffic. Parameters
+of other layers (norms, embeddings) keep autograd's way. A late gradient is the second half of a backward pass, which
+zero bubble puts off; source: P. Qi et al., "Zero bubble pipeline parallelism", 2023, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradient = Callable[[], None]
+Take = Callable[[Gradient], None]
+"""What is done with a weight gradient that can be computed now."""
+
+
+@contextmanager
+def apart(module: nn.Module, take: Take) -> Iterator[None]:
+    """Inside, forward passes of `module` build graphs whose backward passes hand their weight gradients to `take`."""
+    kinds = {nn.Linear: _linear, nn.Conv1d: _convolution, nn.Conv2d: _convolution, nn.Conv3d: _convolution}
+    layers = [m for m in module.modules() if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
+    for layer in layers:
+        layer.forward = kinds[type(layer)](layer, take)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def at_once(gradient: Gradient) -> None:
+    """Compute it in the backward pass."""
+    gradient()
+
+
+def _linear(layer: Any, take: Take) -> Callable[[Tensor], Tensor]:
+    whole: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # which casts the weight: its gradient is autograd's
+            return whole(x)
+        y: Tensor = _Linear.apply(x, layer.weight, layer.bias, take)  # type: ignore[no-untyped-call]
+        return y
+
+    return forward
+
+
+def _convolution(layer: Any, take: Take) -> Callable[[Tensor], Tensor]:
+    whole: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return whole(x)
+        y: Tensor = _Convolution.apply(x, layer.weight, layer.bias, layer, take)  # type: ignore[no-untyped-call]
+        return y
+
+    return forward
+
+
+def _add_(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, take: Take) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.take = (weight, bias), take
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        own, bias = ctx.parameters
+
+        def gradient() -> None:
+            rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            if own.grad is None:
+                own.grad = rows.t() @ columns
+            else:
+                own.grad.addmm_(rows.t(), columns)
+            if bias is not None and bias.requires_grad:
+                _add_(bias, rows.sum(0))
+
+        ctx.take(gradient)
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, take: Take) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.parameters, ctx.take = layer, (weight, bias), take
+        y: Tensor = torch.convolution(x, weight, bias, *_facts(layer))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        own, bias = ctx.parameters
+        sizes = None if bias is None else list(bias.shape)
+
+        def half(of_x: bool, of_weight: bool, of_bias: bool) -> tuple[Any, ...]:
+            mask, facts = [of_x, of_weight, of_bias], _facts(ctx.layer)
+            found: tuple[Any, ...] = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *facts, mask)
+            return found
+
+        def gradient() -> None:
+            _, of_weight, of_bias = half(False, True, bias is not None and bias.requires_grad)
+            _add_(own, of_weight)
+            if of_bias is not None:
+                _add_(bias, of_bias)
+
+        ctx.take(gradient)
+        return half(True, False, False)[0] if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+def _facts(layer: Any) -> tuple[Any, ...]:
+    """As `torch.convolution` takes them: stride, padding, dilation, transposed, output padding, groups."""
+    return layer.stride, layer.padding, layer.dilation, False, [0] * len(layer.stride), layer.groups

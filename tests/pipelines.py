@@ -1,0 +1,148 @@
+"""Pipelines for tests: models cut into a chain, and training of them in the virtual world."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import polytempo as pt
+from polytempo.core import Port
+from polytempo.partition.cut import Cut
+from polytempo.partition.cutting import cut
+from polytempo.partition.schedules import (
+    Schedule,
+    ddg,
+    features_replay,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    pipelined_backprop,
+    zero_bubble,
+)
+from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.worlds import VirtualWorld
+
+WIDTH, SAMPLES = 6, 8
+
+WAITING = {
+    "gpipe": lambda stages: gpipe(stages, 4),
+    "gpipe without recomputation": lambda stages: gpipe(stages, 4, recompute=False),
+    "one_f_one_b": lambda stages: one_f_one_b(stages, 4),
+    "interleaved": lambda stages: interleaved(stages, 4),
+    "zero_bubble": lambda stages: zero_bubble(stages, 4),
+}
+"""Schedules that compute what one process would, by the number of stages."""
+DELAYED = {
+    "ddg": ddg,
+    "ddg with current parameters": lambda stages: ddg(stages, weights="current"),
+    "features_replay": features_replay,
+    "pipelined_backprop": pipelined_backprop,
+    "pipedream": pipedream,
+    "pipedream with vertical sync": lambda stages: pipedream(stages, vertical_sync=True),
+}
+
+
+def perceptron(num_layers: int = 8, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Layers of equal width; a Linear and a Tanh each."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(num_layers)])
+
+
+def chain(model: nn.Sequential, parts: int) -> Cut:
+    """The layers in so many parts of equal length."""
+    return cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
+
+
+def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(SAMPLES, WIDTH, generator=generator, dtype=dtype),
+            torch.randn(SAMPLES, WIDTH, generator=generator, dtype=dtype),
+        )
+        for _ in range(steps)
+    ]
+
+
+def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: float = 0.0) -> list[MicroBatch]:
+    """The parts of a batch, whose losses add up to its mean loss."""
+    found = []
+    for x, y in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
+
+        def head(output: Tensor, y: Tensor = y) -> Tensor:
+            return nn.functional.mse_loss(output, y) * (len(y) / len(batch[1]))
+
+        layouts = {value.name: ((len(x), WIDTH), x.dtype) for value in parts.values}
+        found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x)))
+    return found
+
+
+class Trained(NamedTuple):
+    """How a pipeline ended."""
+
+    model: nn.Sequential
+    losses: list[float]
+    seconds: float
+    programs: list[StageProgram]
+    sent_bytes: list[int]
+
+
+def trained(
+    schedule: Schedule,
+    *,
+    steps: int = 6,
+    lr: float = 0.05,
+    momentum: float = 0.9,
+    flops: float = 0.0,
+    cluster: pt.cluster.Cluster | None = None,
+) -> Trained:
+    """Train a perceptron by SGD in a virtual world, a rank a stage."""
+    model = perceptron()
+    whole = chain(model, schedule.stages * schedule.parts)
+    programs = [_program(whole, schedule, stage, lr, momentum) for stage in range(schedule.stages)]
+    losses: list[float] = []
+
+    async def program(port: Port) -> None:
+        for batch in batches(steps):
+            parts = micro_batches(batch, schedule.micro_batches, whole, flops)
+            loss = await programs[port.rank].step(port, parts)
+            if loss is not None:
+                losses.append(float(loss))
+
+    world = VirtualWorld(cluster or pt.cluster.ethernet(gbit_per_s=1000), schedule.stages)
+    outcome = world.run(program)
+    return Trained(model, losses, outcome.seconds, programs, list(outcome.trace.bytes_sent.values()))
+
+
+def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float) -> StageProgram:
+    own = [p for part in whole.stages if part.index % schedule.stages == stage for p in part.module.parameters()]
+    optimizer = torch.optim.SGD(own, lr=lr, momentum=momentum)
+
+    async def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return StageProgram(whole, schedule, stage, update)
+
+
+def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:
+    """The same by one process's back-propagation."""
+    model, losses = perceptron(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return Trained(model, losses, 0.0, [], [])
+
+
+def two_versions(stages: int) -> Schedule:
+    """PipeDream-2BW with as many micro-batches as the tests' batches are cut into."""
+    return pipedream_2bw(stages, 4)

@@ -1,0 +1,226 @@
+"""Pipelines on processes: the bits of the virtual world, replicas of stages, models that are no chains, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import polytempo as pt
+from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two_versions
+from polytempo.partition import schedules
+from polytempo.partition.schedules import ddg, one_f_one_b, pipedream
+from polytempo.partition.schedules.facts import facts
+from polytempo.worlds import ProcessWorld
+from process.crew import together
+
+pytestmark = pytest.mark.process
+
+EVERY = WAITING | DELAYED | {"pipedream_2bw": two_versions}
+SAMPLE = torch.zeros(1, WIDTH, dtype=torch.float64)
+mse = nn.functional.mse_loss
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def plain(state: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in state.items()}
+
+
+def test_every_schedule_computes_the_bits_of_the_virtual_world() -> None:
+    def work(world: ProcessWorld) -> Any:
+        found = {}
+        for name, make in EVERY.items():
+            pipe = pt.pipeline(perceptron(), sgd, mse, make(2), sample=SAMPLE)
+            losses = [pipe.step(x, y) for x, y in batches(6)]
+            found[name] = [[float(loss) for loss in losses if loss is not None], plain(pipe.state_dict())]
+            pipe.finish()
+        return found
+
+    first, last = together(2, work)
+    for name, make in EVERY.items():
+        virtual = trained(make(2))
+        assert first[name][0] == []
+        assert last[name][0] == virtual.losses
+        for parameter, tensor in virtual.model.named_parameters():
+            assert torch.equal(torch.tensor(last[name][1][parameter], dtype=torch.float64), tensor), (name, parameter)
+        assert first[name][1] == last[name][1]
+
+
+def test_what_is_under_way_is_finished_and_a_pipeline_goes_on_afterwards() -> None:
+    """All gradients have made their updates then. Without delay nothing changes."""
+
+    def work(world: ProcessWorld) -> Any:
+        found = []
+        for make in (ddg, pipedream, lambda stages: pipedream(stages, vertical_sync=True), two_versions, one_batch):
+            pipe = pt.pipeline(perceptron(), sgd, mse, make(2), sample=SAMPLE)
+            for x, y in batches(3):
+                pipe.step(x, y)
+            pipe.finish()
+            finished = plain(pipe.state_dict())
+            pipe.finish()
+            again = plain(pipe.state_dict()) == finished
+            for x, y in batches(3, seed=5):
+                pipe.step(x, y)
+            pipe.finish()
+            steps = [state["momentum_buffer"].abs().sum().item() > 0 for state in pipe.optimizer.state.values()]
+            found.append([again, all(steps), pipe.delay, facts(pipe.schedule, pipe.stage).delay])
+        return found
+
+    one_batch = partial(one_f_one_b, micro_batches=1)
+    for rows in together(2, work):
+        assert all(again and stepped and delay == told for again, stepped, delay, told in rows)
+
+
+def test_replicas_of_two_stages_average_their_gradients() -> None:
+    """Four ranks as data=2 x stage=2, clipped by the whole model's norm: one process on both replicas' batches."""
+
+    def work(world: ProcessWorld) -> Any:
+        pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 2), sample=SAMPLE, max_norm=0.02)
+        replica = pipe.ports.data.rank
+        for x, y in batches(4):
+            pipe.step(x.chunk(2)[replica], y.chunk(2)[replica])
+        return plain(pipe.state_dict())
+
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.02) > 0.02
+        optimizer.step()
+    states = together(4, work)
+    assert states[0] == states[1] == states[2] == states[3]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(torch.tensor(states[0][name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)
+
+
+class Residual(nn.Module):
+    """A convolution with batch norm, a skip over the layers between, and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.middle = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 3, 3, padding=1))
+        self.end = nn.Linear(48, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (samples, 1, 4, 4)."""
+        begun = torch.tanh(self.norm(self.begin(x)))
+        out: Tensor = self.end((begun + self.middle(begun)).flatten(1))
+        return out
+
+
+class Tied(nn.Module):
+    """An embedding that also scores: one weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.hidden = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.scores = nn.Linear(4, 7, bias=False)
+        self.scores.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (samples, places)."""
+        out: Tensor = self.scores(self.hidden(self.embed(x))).mean(1)
+        return out
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
+    "residual": (Residual, torch.randn(8, 1, 4, 4, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)),
+    "tied": (Tied, torch.arange(24).reshape(8, 3) % 7, torch.randn(8, 7, dtype=torch.float64)),
+}
+
+
+def test_models_that_are_no_chains_are_trained_as_by_one_process() -> None:
+    """One micro-batch, because batch norm sees each micro-batch by itself."""
+
+    def work(world: ProcessWorld) -> Any:
+        found = {}
+        for name, (make, x, y) in MODELS.items():
+            for schedule in (one_f_one_b(2, 1), schedules.gpipe(2, 1), schedules.zero_bubble(2, 1)):
+                pipe = pt.pipeline(seeded(make), sgd, mse, schedule, sample=x)
+                for _ in range(4):
+                    pipe.step(x, y)
+                found[f"{name} {schedule}"] = plain(pipe.state_dict())
+        return found
+
+    first, last = together(2, work)
+    assert first == last
+    for name, (make, x, y) in MODELS.items():
+        model = seeded(make)
+        optimizer = sgd(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+        expected = dict(model.state_dict())
+        for schedule in ("one_f_one_b", "gpipe", "zero_bubble"):
+            state = {
+                key: torch.tensor(value, dtype=expected[key].dtype)
+                for key, value in first[f"{name} {schedule}"].items()
+            }
+            seeded(make).load_state_dict(state)
+            for key in state:
+                torch.testing.assert_close(state[key], expected[key], rtol=0, atol=1e-12)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    def refused(make: Callable[[], object]) -> str:
+        try:
+            make()
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    def work(world: ProcessWorld) -> Any:
+        _, x, _ = MODELS["tied"]
+        whole = pt.pipeline(perceptron(), sgd, mse, ddg(2), sample=SAMPLE)
+        return [
+            refused(lambda: pt.pipeline(perceptron(), sgd, mse, ddg(3), sample=SAMPLE)),
+            refused(lambda: pt.pipeline(seeded(Tied), sgd, mse, ddg(2), sample=x)),
+            refused(lambda: whole.step(torch.zeros(3, WIDTH), torch.zeros(2, WIDTH))),
+            refused(lambda: pt.pipeline(perceptron(2), sgd, mse, schedules.interleaved(2, 2, parts=4), sample=SAMPLE)),
+        ]
+
+    for ranks, tied, lengths, layers in together(2, work):
+        assert "2 ranks cannot be replicas of 3 stages each; start 3" in ranks
+        assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
+        assert "got the lengths [2, 3]" in lengths
+        assert "8" in layers
+
+
+def test_a_short_last_batch_and_another_shape_are_taken() -> None:
+    """Shapes may change from batch to batch; fewer samples than micro-batches leave the others out."""
+
+    def work(world: ProcessWorld) -> Any:
+        pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 4), sample=SAMPLE)
+        for x, y in batches(2):
+            pipe.step(x, y)
+            pipe.step(x[:3], y[:3])
+            pipe.step(x[:1], y[:1])
+        return plain(pipe.state_dict())
+
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    for x, y in batches(2):
+        for samples in (len(x), 3, 1):
+            optimizer.zero_grad()
+            mse(model(x[:samples]), y[:samples]).backward()
+            optimizer.step()
+    for state in together(2, work):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(torch.tensor(state[name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)

@@ -1,0 +1,97 @@
+"""`polytempo cut`: what it prints, and every way to ask wrongly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polytempo.cli.cut import state_per_parameter
+from polytempo.cli.main import app
+from polytempo.jobs import find
+
+WIDE = """
+import torch
+from torch import nn
+import polytempo as pt
+
+def data(path):
+    return pt.Data([(torch.ones(8), torch.tensor(0))] * 40)
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 800), nn.Linear(800, 800), nn.Linear(800, 2))
+
+def made(loss):
+    return pt.Job(model=model, data=data, loss=loss, optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr), name="wide")
+
+job = made(nn.functional.cross_entropy)
+whole = made(pt.of_batch(lambda model, batch: model(batch[0]).sum()))
+"""
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "wide.py").write_text(WIDE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "wide.py"
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What the command prints to standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        app(["cut", *arguments])
+    out = capsys.readouterr()
+    assert end.value.code == code, out.err
+    return out.out, out.err
+
+
+def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = asked(capsys, "digits", "--by", "2")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["stage", "layers", "parameters", "time", "share", "memory", "in", "out"]
+    assert (lines[1][:4], lines[1][-3:]) == (["0", "0,", "1", "8,320"], ["-", "16.4", "kB"])
+    assert (lines[2][:3], lines[2][-3:]) == (["1", "2", "1,290"], ["16.4", "kB", "-"])
+    assert "the same by hand: --by 2\n" in out
+
+
+def test_figures_as_json(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """AdamW keeps two numbers a parameter; a micro-batch of 5 samples of 800 numbers is 16,000 bytes."""
+    out, err = asked(capsys, f"{wide}:job", "--by", "1,2,3", "--batch-size", "5", "--json")
+    found = json.loads(out)
+    assert found["begins"] == ["1", "2", "3"]
+    assert [stage["parameters"] for stage in found["stages"]] == [72, 7200, 640800, 1602]
+    assert [(stage["bytes_in"], stage["bytes_out"]) for stage in found["stages"]] == [
+        (0, 160), (160, 16000), (16000, 16000), (16000, 0)
+    ]  # fmt: skip
+    assert [stage["memory_bytes"] - 16 * stage["parameters"] for stage in found["stages"]] == [160, 160, 16000, 16000]
+    assert [value["targets"] for value in found["values"]] == [[1], [2], [3]]
+    assert all(stage["seconds"] > 0 for stage in found["stages"])
+    assert "stage 2 (2) takes" in err
+    assert "and a pipeline is as slow as its slowest stage: 4 stages are at most" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["wide.py:job", "--stages", "5"], "error: stages=5, and the model can be cut into at most 4 parts"),
+        (["wide.py:job", "--stages", "0"], "error: --stages 0: must be at least 1"),
+        (["wide.py:job", "--batch-size", "0"], "error: --batch-size 0: must be at least 1"),
+        (["wide.py:job", "--by", "trafic"], "error: --by trafic: did you mean traffic? There are: operations, time"),
+        (["wide.py:job", "--by", "1,,2"], "error: --by 1,,2: a name is empty"),
+        (["wide.py:job", "--by", "17"], "error: no layer or operation of the model is called 17; did you mean 1?"),
+        (["wide.py:job", "--by", "1", "--stages", "3"], "error: stages=3, and 1 names begin stages behind the first"),
+        (["wide.py:whole"], "error: job wide: its loss is called with the model and the whole batch"),
+    ],
+)
+def test_a_wrong_question_has_one_answer(
+    wide: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    out, err = asked(capsys, *arguments, code=2)
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(message)
+
+
+def test_the_state_of_an_optimizer_is_counted() -> None:
+    kept = {name: state_per_parameter(find(name)) for name in ("chars", "digits")}
+    assert kept == {"chars": 2, "digits": 1}, "AdamW has two moments, SGD its momentum"
