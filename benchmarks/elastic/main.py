@@ -3,8 +3,12 @@
     python benchmarks/elastic/main.py                            # 100 events on sync_sgd(route=invariant)
     python benchmarks/elastic/main.py --strategy sync_sgd        # weights equal to rounding alone
     python benchmarks/elastic/main.py --strategy "int8_sgd()" --events 40
+<<<<<<< HEAD
     python benchmarks/elastic/main.py --strategy "local_sgd(period=4)" --events 25 --epochs 15
     python benchmarks/elastic/main.py --job mnist --epochs 2 --batch 256
+=======
+    python benchmarks/elastic/main.py --job mnist --data FOLDER --epochs 3 --batch 128
+>>>>>>> i14-ehosts
 
 A step lasts 10 ms at least while there are events to come, so that a run is long enough for them. Recovery is the time
 from the signal, or from the change of what is available, until the others have made a step without that worker, or with
@@ -68,7 +72,7 @@ class Storm:
 
     def _harm(self, launcher: ElasticLauncher, kind: str) -> Iterator[None]:
         assert launcher.view is not None
-        while len(launcher.view.members) < 2:  # the last one has the state
+        while len(launcher.view.members) < 2 or not launcher.is_training:  # one alone has the state
             yield
         life = self._random.choice(launcher.view.members)
         process: Any = launcher.processes[life]
@@ -104,9 +108,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--job", default="digits")
     parser.add_argument("--batch", type=int, default=96, help="samples of a step of all workers together")
+    parser.add_argument("--data", type=Path, help="the folder of a job that needs one")
     given = parser.parse_args()
     job, strategy = pt.jobs.find(given.job), pt.parse_strategy(given.strategy)
-    options = RunOptions(epochs=given.epochs, global_batch_size=given.batch, seed=3, restarts=10_000, threads=1)
+    fixed = {"global_batch_size": given.batch, "seed": 3, "restarts": 10_000, "threads": 1, "data": given.data}
+    options = RunOptions(epochs=given.epochs, **fixed)
     calm = run_collective(RunSpec.of(job, strategy, WORKERS, options), pt.engines.local())
     print(f"calm: {calm.steps} steps, accuracy {calm.accuracy:.4f}, weights {calm.parameters_sha256}")
     seconds: list[tuple[str, float]] = []

@@ -51,6 +51,9 @@ for epoch in range(2):
         optimizer.step()
         if world.rank == 0 and handle.step == 10 and victim >= 0:
             os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
+            (folder / "killed").write_text("yes")
+        if world.rank == 1 and handle.step == 5 and victim >= 0:
+            (folder / "killed").read_text()  # a pipe: rank 1 leaves the rest of the run to what comes after
         if victim == COMES_BACK:
             come_back()
 handle.detach()
@@ -67,6 +70,7 @@ def started(size: int, folder: Path, *arguments: str, again: int | None = None) 
     """
     (folder / "loop.py").write_text(LOOP)
     (folder / "tmp").mkdir()
+    os.mkfifo(folder / "killed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = {
