@@ -3,12 +3,8 @@
     python benchmarks/elastic/main.py                            # 100 events on sync_sgd(route=invariant)
     python benchmarks/elastic/main.py --strategy sync_sgd        # weights equal to rounding alone
     python benchmarks/elastic/main.py --strategy "int8_sgd()" --events 40
-<<<<<<< HEAD
     python benchmarks/elastic/main.py --strategy "local_sgd(period=4)" --events 25 --epochs 15
-    python benchmarks/elastic/main.py --job mnist --epochs 2 --batch 256
-=======
     python benchmarks/elastic/main.py --job mnist --data FOLDER --epochs 3 --batch 128
->>>>>>> i14-ehosts
 
 A step lasts 10 ms at least while there are events to come, so that a run is long enough for them. Recovery is the time
 from the signal, or from the change of what is available, until the others have made a step without that worker, or with
