@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-LONG_S = 60.0
+LONG_S = 120.0
 SAMPLES = 480
 LOOP = """
 import os, signal, sys, torch
