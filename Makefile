@@ -23,9 +23,11 @@ ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
 # These compile the native core anew, with sanitizers and as a wheel: minutes that only a change of native/ calls for.
 COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
-# These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL.
-HOSTS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
-	elastic_rounds held_agent host_mail loop_servers lost_launcher preemption probe remote_engine url_runs)
+# These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
+# and all examples, one after the other.
+RUNS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
+	elastic_rounds engines held_agent host_mail loop_servers lost_launcher preemption probe remote_engine \
+	served_faults served_resume url_runs) tests/commands/test_examples.py
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
@@ -34,7 +36,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-native test-hosts test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-native test-runs test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -70,11 +72,11 @@ test: install lint ## lint, types and tests (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE) $(COMPILED) $(HOSTS))
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE) $(COMPILED) $(RUNS))
 	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
 
-test-hosts: install ## runs over agents, elastic and preempted runs, runs without a shared folder (minutes)
-	$(PYTEST) -q -n 2 --dist loadfile $(HOSTS)
+test-runs: install ## whole runs: examples, agents, elastic, preempted, killed and resumed runs (minutes)
+	$(PYTEST) -q -n 2 --dist loadfile $(RUNS)
 
 test-native: install ## compile the native core with sanitizers and as a wheel, and test both (a minute or two)
 	$(PYTEST) -q -n 2 --dist loadfile $(COMPILED)

@@ -11,7 +11,12 @@ import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-UNDER_TORCHRUN = ("own_loop.py", "own_loop_served.py", "trainer.py")
+UNDER_TORCHRUN = {
+    "own_loop.py": "worker",
+    "own_loop_served.py": "worker",
+    "pipeline.py": "stage",
+    "trainer.py": "worker",
+}
 QUOTED = ("simulate_stragglers.py",)
 """What docs/simulator.md quotes word for word; under the virtual clock it is the same everywhere."""
 
@@ -37,7 +42,7 @@ def test_an_example_runs_and_shows_something(example: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)
 def test_it_is_one_of_two_workers_under_torchrun(name: str, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert "2 worker(s)" in shown_by([*torchrun, str(ROOT / "examples" / name)], tmp_path)
+    assert f"2 {UNDER_TORCHRUN[name]}(s)" in shown_by([*torchrun, str(ROOT / "examples" / name)], tmp_path)
 
 
 @pytest.mark.parametrize(("file", "name"), [("own_job.py", "waves"), ("ragged_text.py", "ragged_text")])
