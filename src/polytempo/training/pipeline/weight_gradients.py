@@ -24,8 +24,13 @@ Take = Callable[[Gradient], None]
 
 @contextmanager
 def apart(module: nn.Module, take: Take) -> Iterator[None]:
-    """Inside, forward passes of `module` build graphs whose backward passes hand their weight gradients to `take`."""
-    kinds = {nn.Linear: _linear, nn.Conv1d: _convolution, nn.Conv2d: _convolution, nn.Conv3d: _convolution}
+    """Inside, forward passes of `module` build graphs whose backward passes hand their weight gradients to `take`.
+
+    Of convolutions only where `take` is not `at_once`: they cannot add in place, and two halves cost more than a whole.
+    """
+    kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
+    if take is not at_once:
+        kinds |= dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution)
     layers = [m for m in module.modules() if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
     for layer in layers:
         layer.forward = kinds[type(layer)](layer, take)
