@@ -38,6 +38,7 @@ WAITING = {
 """Schedules that compute what one process would, by the number of stages."""
 DELAYED = {
     "ddg": ddg,
+    "ddg in lockstep": lambda stages: ddg(stages, lockstep=True),
     "ddg with current parameters": lambda stages: ddg(stages, weights="current"),
     "features_replay": features_replay,
     "pipelined_backprop": pipelined_backprop,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port, Strategy
+from polytempo.core import Port, Strategy, is_idle
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.schedules.action import Schedule
@@ -91,7 +91,7 @@ class Pipeline:
         self._world, self.schedule, self._max_norm = world, schedule, max_norm
         whole = laid_out(world.port, schedule.stages)
         self.ports = ports_of(whole)
-        strategy = inner or sync_sgd()
+        strategy = checked_inner(inner or sync_sgd())
         self.cut: Cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
@@ -142,6 +142,17 @@ class Pipeline:
         self.optimizer.step()
         await self._replica.finish_step(ports.data)
         self.optimizer.zero_grad()
+
+
+def checked_inner(strategy: Strategy) -> Strategy:
+    """The strategy itself. ValueError for one that does more between replicas of a stage than exchange gradients."""
+    exchanges_more = strategy.server is not None or strategy.one_copy is not None or strategy.slices is not None
+    if exchanges_more or not is_idle(strategy.parameters, 2):
+        raise ValueError(
+            f"replicas of a stage exchange their gradients, and {strategy} exchanges more, or by another way; give a "
+            "strategy of gradients alone as inner, such as sync_sgd(), int8_sgd() or top_k_sgd()"
+        )
+    return strategy
 
 
 def laid_out(port: Port, stages: int) -> Port:

@@ -74,8 +74,7 @@ class StageProgram:
     async def step(self, port: Port, batches: Sequence[MicroBatch]) -> Tensor | None:
         """Take the micro-batches of one batch. The stage of the last part answers with the batch's loss.
 
-        `port` is that of the stages. Where there are fewer micro-batches than the schedule has, those
-        that are not there are left out.
+        `port` is that of the stages. With fewer micro-batches than the schedule has, the others are left out.
         """
         first = self.step_number * self._schedule.micro_batches
         self._batches |= {first + number: batch for number, batch in enumerate(batches)}
@@ -96,6 +95,8 @@ class StageProgram:
                 self._begin_with(self.step_number + 1)
             if loss is not None:
                 losses.append(loss)
+        if self._schedule.lockstep:
+            await port.barrier()
         self._entered.pop(self.step_number, None)
         self.step_number += 1
         self._begun.clear()
