@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -152,9 +154,12 @@ def test_models_that_are_no_chains_are_trained_as_by_one_process() -> None:
         found = {}
         for name, (make, x, y) in MODELS.items():
             for schedule in (one_f_one_b(2, 1), schedules.gpipe(2, 1), schedules.zero_bubble(2, 1)):
-                pipe = pt.pipeline(seeded(make), sgd, mse, schedule, sample=x)
+                by = "time" if schedule.name == "gpipe" else "operations"
+                pipe = pt.pipeline(seeded(make), sgd, mse, schedule, sample=x, by=by, max_norm=0.01)
+                before = torch.get_rng_state()
                 for _ in range(4):
                     pipe.step(x, y)
+                assert torch.equal(torch.get_rng_state(), before)  # it is the loop's
                 found[f"{name} {schedule}"] = plain(pipe.state_dict())
         return found
 
@@ -166,6 +171,7 @@ def test_models_that_are_no_chains_are_trained_as_by_one_process() -> None:
         for _ in range(4):
             optimizer.zero_grad()
             mse(model(x), y).backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.01
             optimizer.step()
         expected = dict(model.state_dict())
         for schedule in ("one_f_one_b", "gpipe", "zero_bubble"):
@@ -231,3 +237,17 @@ def test_a_short_last_batch_and_another_shape_are_taken() -> None:
     for state in together(2, work):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(torch.tensor(state[name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)
+
+
+def test_a_stage_that_dies_ends_the_others_with_its_name() -> None:
+    def work(world: ProcessWorld) -> str:
+        pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 4), sample=SAMPLE)
+        [(x, y)] = batches(1)
+        pipe.step(x, y)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step(x, y)
+        return "not reached"
+
+    with pytest.raises(pt.WorkerDied, match=r"rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 raised PeerLost"):
+        together(2, work)

@@ -14,18 +14,22 @@ _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
 
-async def clip_grad_norm_(model: Port, parameters: Collection[nn.Parameter], max_norm: float) -> Tensor:
+async def clip_grad_norm_(
+    model: Port, parameters: Collection[nn.Parameter], max_norm: float, again: Collection[nn.Parameter] = ()
+) -> Tensor:
     """Scale the gradients of one model's parts so that the norm of them all is at most `max_norm`; returns that norm.
 
         norm = √(Σ over ranks Σ over parameters ‖g‖²)        g ← g · min(1, max_norm / (norm + 1e-6))
 
-    All ranks of `model` call it; no two hold the same parameter. On one rank it is torch's. Cost: one number, in
-    float64, to all of them.
+    All ranks of `model` call it; no two hold the same parameter, but for those `again`, which another rank counts. On
+    one rank it is torch's. Cost: one number, in float64, to all of them.
     """
     if model.size == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-    values = [gradient if gradient.layout == torch.strided else gradient.coalesce().values() for gradient in gradients]
+    others = {id(parameter) for parameter in again}
+    counted = [p.grad.detach() for p in parameters if p.grad is not None and id(p) not in others]
+    values = [gradient if gradient.layout == torch.strided else gradient.coalesce().values() for gradient in counted]
     squares = torch.zeros(1, dtype=torch.float64)
     for value in values:
         squares += torch.linalg.vector_norm(value, dtype=torch.float64).cpu() ** 2

@@ -14,7 +14,7 @@ from polytempo.partition.cutting import By, cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts, steps_late
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree
+from polytempo.training.agree import agree, gather_json
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.pipeline.gathered import gathered
@@ -93,6 +93,9 @@ class Pipeline:
         self.ports = ports_of(whole)
         strategy = checked_inner(inner or sync_sgd())
         self.cut: Cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
+        if by == "time" and whole.size > 1:  # each rank has measured for itself
+            begins = world.drive(gather_json(whole, list(self.cut.begins)))[0]
+            self.cut = cut(model, sample=sample, by=begins)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
         world.drive(agree(whole, told))
@@ -134,11 +137,12 @@ class Pipeline:
     async def _update(self) -> None:
         """The gradients of this stage are there: exchange them with the replicas', and step."""
         ports = self.ports
-        await self._shared.summed(ports.model)
         for bucket in self._replica.buckets:
             await self._replica.exchange(ports.data, bucket)
+        await self._shared.summed(ports.model)  # last, so that all stages have the same bits of it
         if self._max_norm is not None:
-            await clip_grad_norm_(ports.model, list(self.model.parameters()), self._max_norm)
+            own = list(self.model.parameters())
+            await clip_grad_norm_(ports.model, own, self._max_norm, self._shared.counted_elsewhere)
         self.optimizer.step()
         await self._replica.finish_step(ports.data)
         self.optimizer.zero_grad()

@@ -22,6 +22,8 @@ class SharedGradients:
 
     def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
+        self.counted_elsewhere: list[nn.Parameter] = []
+        """Those that an earlier stage has as well: the norm of the whole gradient has each once."""
         for name, users in cut.shared.items():
             stages = tuple(sorted({part % schedule.stages for part in users}))
             if len(stages) == 1:
@@ -36,6 +38,8 @@ class SharedGradients:
                 own = [part for part in users if part % schedule.stages == stage]
                 held = {id(p): p for part in own for p in [_found(cut.stages[part].module, users[part])]}
                 self._groups.append((stages, list(held.values())))
+                if stage != stages[0]:
+                    self.counted_elsewhere += held.values()
 
     async def summed(self, port: Port) -> None:
         """`.grad` of each shared weight becomes the sum over its stages; the same bits on all of them."""

@@ -108,9 +108,10 @@ class StageWork:
         self._versions.done(self._under_way.pop(number).version)
 
     def _computed(self, kept: _UnderWay) -> tuple[list[Tensor], Tensor | None]:
-        kept.seeded()
         take = kept.later.append if self._splits else at_once
-        with apart(self.module, take) if self._splits or self._sums else nullcontext():
+        own = apart(self.module, take) if self._splits or self._sums else nullcontext()
+        with torch.random.fork_rng(devices=[]), own:  # what the loop draws itself goes on as it was
+            kept.seeded()
             answer = list(self.module(*kept.inputs, *kept.taken))
             loss = None if kept.head is None else kept.head(answer.pop())
         return answer, loss
