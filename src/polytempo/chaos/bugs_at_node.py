@@ -90,17 +90,18 @@ def two_heads() -> Patches:
     def wrong(self: Node) -> bool:
         return self.node in self.chain and not self.blank
 
-    return [(Node, "is_head", property(wrong)), (Client, "_add", _asks_any_head(Client._add))]
+    return [(Node, "is_head", property(wrong)), (Client, "add", _asks_any_head(Client.add))]
 
 
 def _asks_any_head(add: Any) -> Any:
     """With two heads, a worker may ask either."""
 
-    def wrong(self: Client, shard: int, build: Any, pending: Any) -> None:
-        nodes = [asked.head for asked in self._asked]
-        add(self, shard, build, pending)
+    def wrong(self: Client, shard: int, build: Any, pending: Any) -> Any:
+        nodes = [asked.head for asked in self.asked]
+        request = add(self, shard, build, pending)
         if self.worker % 2 and self.epoch:
-            self._asked[shard].head = nodes[shard]
+            self.asked[shard].head = nodes[shard]
+        return request
 
     return wrong
 

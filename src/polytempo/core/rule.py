@@ -40,6 +40,8 @@ class Arrival(NamedTuple):
     """How many samples the gradient is of."""
     tickets: tuple[int, ...] = ()
     """The numbers of what the gradient is of: batches, or slices of them."""
+    others: tuple[int, ...] = ()
+    """The workers whose gradients are in it, too, where it is the sum of a host's. See `Rule.adds_sums`."""
 
 
 class Situation(NamedTuple):
@@ -114,6 +116,9 @@ class Rule(NamedTuple):
     """As a person would write it: `softsync(n=4)`."""
     init: Callable[[], RuleState]
     receive: Callable[[RuleState, Arrival, Situation], tuple[RuleState, list[Action]]]
+    adds_sums: bool = False
+    """Whether a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
+    with the rate 1, and all its workers are answered."""
 
 
 Staleness = Callable[[int], float]
@@ -187,5 +192,7 @@ class Service:
     allow_nan: bool = False
     """Whether shards apply gradients that hold NaN or infinities; otherwise they refuse such a push."""
     decays: Literal["shards", "workers"] = "shards"
+    hierarchical: bool = False
+    """Whether the workers of a host add up their gradients first, and one of them pushes the sum."""
     least_workers: int = 1
     """A run with fewer workers is refused when it starts: the strategy's arguments leave none of them to wait for."""

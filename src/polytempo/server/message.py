@@ -76,8 +76,18 @@ class Request(Message, frozen=True, eq=False):
     sequence: int
 
 
+class PushPart(Request, frozen=True, eq=False):
+    """A worker's own request within the push of its host: its gradient is in the sum. See `Push` for the fields."""
+
+    clock: int
+    basis: int
+    samples: int
+    tickets: tuple[int, ...]
+    running: Tensor | None = None
+
+
 class Push(Request, frozen=True, eq=False):
-    """A gradient for this shard's part of the parameters."""
+    """A gradient for this shard's part of the parameters, or the sum of those of several workers of a host."""
 
     clock: int
     basis: int
@@ -91,6 +101,8 @@ class Push(Request, frozen=True, eq=False):
     rows: tuple[Rows, ...] = ()
     running: Tensor | None = None
     """The running statistics of the worker's norm layers, float64; None where its model has none."""
+    parts: tuple[PushPart, ...] = ()
+    """The requests of the other workers whose gradients are in the sum; all are taken, or none is (`Split`)."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -215,10 +227,45 @@ class Lent(Reply, frozen=True, eq=False):
     running: Tensor | None = None
 
 
+class Split(Reply, frozen=True, eq=False):
+    """Not taken: it came within the push of its host, of which another part was refused. It is to come by itself."""
+
+
 class Stranger(Reply, frozen=True, eq=False):
     """Refused: the incarnation is over, or its worker is no member. The worker must end, or join in a new life."""
 
     reason: str
+
+
+# ------------------------------------------------------------------------------------------- between workers of a host
+
+
+class Offer(Message, frozen=True, eq=False):
+    """From a worker to the one that leads its host: a gradient to be pushed within the host's sum.
+
+    It is lent until the push is answered. `sequences`, `bases`: of the request to each shard.
+    """
+
+    worker: int
+    incarnation: int
+    layout: int
+    sequences: tuple[int, ...]
+    clock: int
+    bases: tuple[int, ...]
+    samples: int
+    lrs: tuple[float, ...]
+    tickets: tuple[int, ...]
+    gradient: Tensor
+    """Flat: of all shards."""
+    running: Tensor | None = None
+
+
+class Attendance(Message, frozen=True, eq=False):
+    """From a worker to the others of its host: whether it takes part in their pushes. An offer before it is void."""
+
+    worker: int
+    incarnation: int
+    present: bool
 
 
 # ------------------------------------------------------------------------------------------------------ replication

@@ -31,6 +31,9 @@ class Requests:
         self._retry_at_s = float("inf")
         self._patience_s = timing.retry_s
         self._oldest_s = 0.0
+        self._handed_over = 0
+        """The sequence of the request that another message brings to the shard; 0: none."""
+        self._closes = False
 
     def beside(self, head: int) -> Requests:
         """Requests of the same worker to another shard, whose first copy is on node `head`."""
@@ -56,7 +59,7 @@ class Requests:
         """The requests that are sent for the first time now."""
         sent = []
         while self._queued:
-            if self._sent and isinstance(self._sent[-1], Pull):
+            if self._sent and (isinstance(self._sent[-1], Pull) or (self._handed_over and self._closes)):
                 break
             if self._sent and self._queued[0].sequence - self._sent[0].sequence >= WINDOW:
                 break  # the shard would forget what it has answered to the oldest
@@ -67,6 +70,27 @@ class Requests:
             sent.append(self._sent[-1])
         return sent
 
+    @property
+    def last(self) -> int:
+        """The sequence of the last request; 0: there was none."""
+        return self._sequence
+
+    def hand_over(self, now_s: float, patience_s: float, *, closes: bool) -> None:
+        """The only request under way reaches the shard in another message. It is sent only if no answer comes in time.
+
+        `closes`: the queue is closed until it is answered, or sent, for nothing here says when it reaches the shard.
+        """
+        assert not self._sent
+        assert len(self._queued) == 1
+        self._sent.append(self._queued.popleft())
+        self._handed_over, self._closes = self._sent[0].sequence, closes
+        self._oldest_s = now_s
+        self._rest(now_s, patience_s)
+
+    def alone(self, sequence: int, now_s: float) -> list[Request]:
+        """The other message did not bring request `sequence`: the requests to send now. None where it was answered."""
+        return self._again(now_s, self._timing.retry_s) if sequence == self._handed_over else []
+
     def answered(self, reply: Reply, now_s: float) -> bool:
         """Take an answer. False: it is a repeat, or of another life."""
         if reply.incarnation != self.incarnation:
@@ -74,6 +98,8 @@ class Requests:
         for place, request in enumerate(self._sent):
             if request.sequence == reply.sequence:
                 del self._sent[place]
+                if reply.sequence == self._handed_over:
+                    self._handed_over = 0
                 if place == 0:
                     self._oldest_s = now_s
                     self._rest(now_s, self._timing.retry_s)
@@ -97,6 +123,7 @@ class Requests:
 
     def _again(self, now_s: float, patience_s: float) -> list[Request]:
         self._rest(now_s, patience_s)
+        self._handed_over = 0
         return list(self._sent)
 
     def _rest(self, now_s: float, patience_s: float) -> None:

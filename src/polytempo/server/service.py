@@ -42,6 +42,25 @@ def check_service(service: Service) -> None:
             check_codec(codec)
     check_push_codec(service.codec)
     check_pull_codec(service.pull_codec)
+    if service.hierarchical:
+        _check_sums(service)
+
+
+def _check_sums(service: Service) -> None:
+    """Raise ValueError where a shard cannot use the sum of several workers' gradients as it would use each of them."""
+    if not service.rule.adds_sums:
+        raise ValueError(
+            f"hierarchical=True sums the gradients of a host's workers before they are pushed, and {service.rule.name} "
+            "treats each by its own staleness; leave hierarchical out, or take async_sgd, downpour, or softsync with "
+            'scale="constant"'
+        )
+    if service.codec is not None:
+        raise ValueError(
+            f"hierarchical=True sums gradients within a host, and codec={service.codec.facts.name} encodes each "
+            "worker's own, with a residual of its own; leave out one of the two (pull_codec may stay)"
+        )
+    assert not service.modifiers
+    assert service.reassigns is None
 
 
 def served(

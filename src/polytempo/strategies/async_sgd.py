@@ -15,6 +15,7 @@ def async_sgd(
     rate: float | None = None,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    hierarchical: bool = False,
 ) -> Strategy:
     """Every worker: pull the parameters, compute a gradient on them, push it; the server applies what arrives.
 
@@ -32,6 +33,11 @@ def async_sgd(
 
     `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
 
+    `hierarchical`: the workers of a host add up their gradients first, in its memory, and one of them pushes the sum,
+    which is one update: θ ← θ - ρ η Σ gᵢ, with the mean of their rates under a schedule. Plain SGD moves as far as by
+    single updates; momentum, Adam and Adagrad take the sum for one gradient. Pushes between hosts are divided by the
+    workers of a host, which go at the pace of the slowest of them. Not with `codec`, nor with tables of rows.
+
     Cost: a worker sends its gradient and receives the parameters in every step, one round trip.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (Downpour SGD with n_push =
@@ -46,5 +52,6 @@ def async_sgd(
             rate=rate_of(rate),
             codec=codec,
             pull_codec=pull_codec,
+            hierarchical=hierarchical,
         ),
     )

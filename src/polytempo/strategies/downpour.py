@@ -21,6 +21,7 @@ def downpour(
     overlap: bool = True,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    hierarchical: bool = False,
 ) -> Strategy:
     """Every worker: w ← w - α g by itself; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
 
@@ -39,6 +40,8 @@ def downpour(
     back goes with the worker's next sum, and is lost with the worker's life, as is what a shard drops. `pull_codec`
     encodes the parameters for those who fetch them, and must keep every one: bf16, fp16, int8, dynamic8.
 
+    `hierarchical`: the workers of a host add up their sums before one of them pushes that, as in `async_sgd`.
+
     Cost: a gradient each `push_every` steps, the parameters each `pull_every`; memory for two sums and a residual.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
@@ -54,6 +57,7 @@ def downpour(
             warm_start=warm_start,
             codec=codec,
             pull_codec=pull_codec,
+            hierarchical=hierarchical,
             decays="workers",
         ),
         gradients=push(push_every, overlap=overlap, steps_locally=True),

@@ -18,6 +18,7 @@ def softsync(
     rate: float | None = None,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    hierarchical: bool = False,
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - ρ η (1/c) Σ s(τᵢ) gᵢ as soon as c = ⌊λ/n⌋ gradients are there.
 
@@ -31,6 +32,9 @@ def softsync(
     with: a gradient counts what it counts in the synchronous step. With "inverse", which looks after that, ρ = 1.
 
     `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+
+    `hierarchical`: the workers of a host add up their gradients before one of them pushes the sum, as in `async_sgd`; it
+    counts as many gradients as it has, so an update may be of a few more than c. Only with `scale="constant"`.
 
     Cost: as `async_sgd`; the optimizer runs once every c gradients.
 
@@ -47,5 +51,6 @@ def softsync(
             rate=rate_of(1.0 if rate is None and scale == "inverse" else rate, lambda workers: max(1, workers // n)),
             codec=codec,
             pull_codec=pull_codec,
+            hierarchical=hierarchical,
         ),
     )

@@ -49,6 +49,11 @@ def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buf
             f"{strategy} computes a batch in slices, some of which other workers do, and a loop of one's own computes "
             "whole batches; make a job of it and use pt.run(job, strategy, workers=4), or ssp(), which does not help"
         )
+    if service.hierarchical:
+        raise ValueError(
+            f"{strategy} sums gradients within a host while its workers wait for each other, and between the calls of a "
+            "loop of one's own nothing happens; leave out hierarchical, or make a job of it and use pt.run"
+        )
     if buffers != "average":
         raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')
     devices = {str(p.device) for p in model.parameters()} - {"cpu"}

@@ -81,8 +81,10 @@ async def work(
                         break
             case "wait":
                 await worker.push_all()
+                client.rest()
             case "finish":
                 await worker.push_all()
+                client.rest()
                 await worker.fetch()
                 worker.look_at_final()
                 await work_client.ask(port, worker.taken_rows())  # which says goodbye
@@ -168,6 +170,7 @@ class _Worker:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
         if ticket.again:
             await self.push_all()
+        self._client.alone = ticket.again
         await self._step(ticket)
         if ticket.again:
             await self.push_all()
@@ -209,7 +212,9 @@ class _Worker:
         return done.samples
 
     async def push_all(self) -> None:
-        """Let the strategy push the gradients that it holds back, by steps without a gradient."""
+        """Let the strategy push the gradients that it holds back, by steps without a gradient; other workers of the
+        host have none to add now."""
+        self._client.alone = True
         for _ in range(_MOST_EMPTY_STEPS):
             if not self._client.held:
                 break

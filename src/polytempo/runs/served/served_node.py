@@ -138,7 +138,10 @@ class _Part:
         """A worker: what its model came to, and how it fared."""
         role, arenas = self._role, self._arenas
         memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
-        client = self._program.client(role.node, role.incarnation, self._timing, self._chains, memory=memory)
+        peers = self._program.peers_of(role.node)
+        client = self._program.client(
+            role.node, role.incarnation, self._timing, self._chains, memory=memory, peers=peers
+        )
         context = self._program.context()
         line, world = self._join()
         try:

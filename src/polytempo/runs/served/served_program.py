@@ -150,8 +150,12 @@ class ServedProgram:
         timing: Timing,
         chains: Sequence[Sequence[int]] | None = None,
         memory: LentGradients | None = None,
+        peers: Sequence[int] = (),
     ) -> Client:
-        """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began."""
+        """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began.
+
+        `peers`: see `peers_of`; a replay leaves them out, for its records say which gradients were summed.
+        """
         return Client(
             worker,
             incarnation,
@@ -161,7 +165,15 @@ class ServedProgram:
             timing,
             VectorFormat(self.dtype, self.parameters, self.service.codec, self.service.pull_codec),
             memory=memory,
+            peers=peers,
         )
+
+    def peers_of(self, worker: int) -> Sequence[int]:
+        """The workers of its host, where these sum their gradients before they push; () elsewhere."""
+        if not self.service.hierarchical:
+            return ()
+        host_of = self.topology.host_of
+        return [other for other in self.topology.workers if host_of(other) == host_of(worker)]
 
     def context(self, flops_per_sample: float = 0.0) -> ServedContext:
         """What a worker is to train; a virtual one charges `flops_per_sample`."""
@@ -233,6 +245,11 @@ class ServedProgram:
 
     def _service(self, service: Service, optimizer: Optimizer) -> Service:
         """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away."""
+        if service.hierarchical and (tables := [each.name for each in self.parameters if each.row_width]):
+            raise ValueError(
+                f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by their touched "
+                "rows; leave out hierarchical, or make the embeddings with sparse=False"
+            )
         made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=self.spec.options.allow_nan)
         if (schedule := made_schedule(self.spec.job)) is not None:
             check_schedule(optimizer, schedule, self._steps_per_epoch, _movable(service))

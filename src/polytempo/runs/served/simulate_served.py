@@ -78,11 +78,11 @@ class _Run:
             self.timing = _timing(_step_s(model, spec.batch_size * self.flops, spec.workers, cluster))
 
         self.spec, self.options, self.native = spec, spec.options, native
-        self.program = program = ServedProgram(spec, see=see)
+        served_by = replace(cluster, servers=spec.topology().num_servers)
+        hosts = served_by.hosts(spec.topology().num_nodes)
+        self.program = program = ServedProgram(spec, spec.topology(hosts), see=see)
         self.topology = topology = program.topology
-        self.world = VirtualWorld(
-            replace(cluster, servers=topology.num_servers), topology.coordinator + 1, seed=spec.seed
-        )
+        self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
         self.contexts = [program.context(self.flops) for _ in topology.workers]
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
@@ -122,7 +122,7 @@ class _Run:
         return None
 
     async def _work(self, port: Port) -> Attendance:
-        client = self.program.client(port.rank, 1, self.timing)
+        client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
         group = port.among(self.topology.workers)
         return await through(client, port, work(group, self.contexts[port.rank], client))
 

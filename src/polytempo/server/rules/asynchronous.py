@@ -20,10 +20,10 @@ def on_arrival(scale: Staleness = constant) -> Rule:
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
         if arrival.kind == "push":
-            return state, [*applied(arrival, situation, scale), Answer(arrival.worker)]
+            return state, [*applied(arrival, situation, scale), *map(Answer, (arrival.worker, *arrival.others))]
         return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
 
-    return Rule(call_name(on_arrival, locals()), dict, receive)
+    return Rule(call_name(on_arrival, locals()), dict, receive, adds_sums=scale is constant)
 
 
 def applied(arrival: Arrival, situation: Situation, scale: Staleness) -> list[Action]:

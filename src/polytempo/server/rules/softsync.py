@@ -36,13 +36,13 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
         actions: list[Action] = []
         if arrival.kind == "push":
             actions.append(weighed(arrival, situation, scale))
-        summed = state + sum(isinstance(action, Add) for action in actions)
+        summed = state + sum(1 + len(arrival.others) for action in actions if isinstance(action, Add))
         learners = (workers or len(situation.members)) if situation.members else 0
         if summed >= max(1, learners // n):
             actions.append(Update(float(summed)))
             summed = 0
         if arrival.kind == "push":
-            actions.append(Answer(arrival.worker))
+            actions += map(Answer, (arrival.worker, *arrival.others))
         return summed, actions
 
-    return Rule(call_name(softsync, locals()), int, receive)
+    return Rule(call_name(softsync, locals()), int, receive, adds_sums=scale is constant)

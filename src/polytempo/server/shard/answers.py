@@ -23,10 +23,11 @@ WINDOW = 8
 class RequestStatus(NamedTuple):
     """How a request stands to those before it.
 
-    "repeated": `replies` has the answer, if there is one yet. "stranger": `replies` has the refusal.
+    "repeated": `replies` has the answer, if there is one yet. "stranger": `replies` has the refusal. "split", of a push
+    with parts: `replies` has what becomes of each part.
     """
 
-    kind: Literal["new", "repeated", "ahead", "stranger"]
+    kind: Literal["new", "repeated", "ahead", "stranger", "split"]
     replies: tuple[Reply, ...] = ()
 
 

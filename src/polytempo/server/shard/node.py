@@ -39,6 +39,7 @@ from polytempo.server.message import (
     Reply,
     Reshape,
     Save,
+    Split,
     View,
 )
 from polytempo.server.shard.shard import Shard
@@ -174,10 +175,12 @@ class Node:
         status = self.shard.status_of(request)
         if status.kind == "new":
             return self._append(now_s, request)
-        key = (request.worker, request.incarnation, request.sequence)
-        if status.kind == "ahead" or key in self._unsaid or self.committed < self._silent_until:
-            return []
-        return self._addressed(status.replies)
+        return self._addressed(reply for reply in status.replies if self._may_say(reply))
+
+    def _may_say(self, reply: Reply) -> bool:
+        """Whether what `reply` answers is in all copies, or it only refuses."""
+        key = (reply.worker, reply.incarnation, reply.sequence)
+        return isinstance(reply, Split) or not (key in self._unsaid or self.committed < self._silent_until)
 
     def _append(self, now_s: float, entry: Entry) -> Outbox:
         """A new entry: apply it here, and send it to the next copy."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.server.message import Push
+from polytempo.server.message import Push, PushPart
 
 
 class RunningStatistics:
@@ -24,7 +24,7 @@ class RunningStatistics:
         self.total, self.count = total, count
         """The sum of the statistics that came with the gradients in the sum, and how many these are."""
 
-    def fault(self, push: Push, *, allow_nan: bool = False) -> str:
+    def fault(self, push: Push | PushPart, *, allow_nan: bool = False) -> str:
         """Why the statistics of a push are refused; "" if they are not."""
         if push.running is None and self.present is None:
             return ""

@@ -40,6 +40,7 @@ from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.buffers import Empty, plain_empty
 from polytempo.server.shard.decisions import Decisions, Verdict
 from polytempo.server.shard.holder import HeldElements, Holder, held_elements
+from polytempo.server.shard.host_push import can_add, requests_in, split, status_of_all, waiting_of
 from polytempo.server.shard.optimizer import Moments, can_be_native
 from polytempo.server.shard.queues import Queues
 from polytempo.server.shard.replies import pulled, pushed, refused
@@ -111,7 +112,7 @@ class Shard:
 
     def status_of(self, request: Request) -> RequestStatus:
         """Whether `request` is new, and the answer if it is not. Only a new request becomes an entry of the log."""
-        status = self._answers.status_of(request)
+        status = self._status_of(request)
         if status.kind == "new" and request.worker in self._roster.resting:
             return RequestStatus("ahead")  # its worker rests, and the change that ends the rest is still on its way
         if status.kind == "repeated":
@@ -126,14 +127,21 @@ class Shard:
         """Take an entry of the log; the answer is the replies to it and to any request that waited for it."""
         self.index += 1
         self.decisions.batches_before = self.decisions.batches
-        status = self._answers.status_of(entry)
+        status = self._status_of(entry)
         if status.kind != "new":
             return list(status.replies)
-        self._answers.take(entry)
-        if entry.worker in self._weights.leases:  # it asks again, so it has read what was lent to it
-            self._answers.settle(entry.worker, self._weights.settle(entry.worker))
+        if isinstance(entry, Push) and entry.parts and not can_add(
+            entry, self.version, self.service, self._admission, self._running
+        ):
+            return [split(self.number, request) for request in requests_in(entry)]
+        for request in requests_in(entry) if isinstance(entry, Push) else (entry,):
+            self._answers.take(request)
+            if request.worker in self._weights.leases:  # it asks again, so it has read what was lent to it
+                self._answers.settle(request.worker, self._weights.settle(request.worker))
         replies: list[Reply] = []
-        if isinstance(entry, Push):
+        if isinstance(entry, Push) and entry.parts:
+            self._push_of_host(entry, replies)
+        elif isinstance(entry, Push):
             self._push(entry, replies)
         elif isinstance(entry, Pull):
             self._queues.add(entry.worker, Waiting("pull", entry.incarnation, entry.sequence, entry.basis))
@@ -155,6 +163,23 @@ class Shard:
         if self._tables is not None:
             self._tables.keep_sum()
         return replies
+
+    def _status_of(self, request: Request) -> RequestStatus:
+        if isinstance(request, Push) and request.parts:
+            return status_of_all(self.number, request, self._answers, self.decisions)
+        return self._answers.status_of(request)
+
+    def _push_of_host(self, push: Push, replies: list[Reply]) -> None:
+        """Add a sum that was checked. It waits as its sender's; what becomes of the parts is settled here."""
+        self._queues.add(push.worker, waiting_for(push))
+        for part in push.parts:
+            waiting = waiting_of(part, self.version)
+            self._queues.add(part.worker, waiting)
+            self.decisions.use(part.tickets, waiting.staleness)
+            self._running.add(part.running)
+        others = tuple(part.worker for part in push.parts)
+        facts = push.clock, push.basis, push.samples, push.tickets
+        self._consult(Arrival("push", push.worker, *facts, others), replies)
 
     def _push(self, push: Push, replies: list[Reply]) -> None:
         verdict: Verdict = "refused"

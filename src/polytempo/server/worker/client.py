@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +17,34 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.encoding import Decoder, Encoder
 from polytempo.server.layout import Spans, part, place_
-from polytempo.server.message import Beat, Message, Outbox, Pull, Pulled, Push, Pushed, Reply, Rows, Stranger, View
+from polytempo.server.message import (
+    Attendance,
+    Beat,
+    Message,
+    Offer,
+    Outbox,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Reply,
+    Rows,
+    Split,
+    Stranger,
+    View,
+)
 from polytempo.server.pieces import split, without_tables
 from polytempo.server.requests import Requests
 from polytempo.server.shard.buffers import plain_empty
 from polytempo.server.timing import Timing
+from polytempo.server.worker.host_exchange import HostExchange, OwnPush
+from polytempo.server.worker.host_peers import HostPeers
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.next_push import NextPush
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
 from polytempo.server.worker.vector_format import VectorFormat
+
+R = TypeVar("R", Push, Pull)
 
 _MOST_STALENESS = 1000
 
@@ -55,7 +75,8 @@ class Client:
     `versions[s]` is the version of shard s that the worker's parameters come from. Every message to send comes out of
     `outbox`; every message that arrives goes into `receive`. Tables are no part of the flat vectors: they travel by
     touched rows, in by `accrue` and out by `pulled_rows`. `memory` lends what is pushed and holds what is pulled where
-    the shards read it in place; None: memory of this process.
+    the shards read it in place; None: memory of this process. `peers`: the workers of this one's host, where their gradients
+    are summed before they are pushed; a push while `alone` is set is left out of that.
 
     The residual of a codec belongs to one life: a worker that comes back begins without one.
     """
@@ -71,6 +92,7 @@ class Client:
         form: VectorFormat | None = None,
         *,
         memory: LentGradients | None = None,
+        peers: Sequence[int] = (),
     ) -> None:
         self.worker, self.incarnation, self.coordinator = worker, incarnation, coordinator
         self.timing = timing or Timing()
@@ -87,7 +109,8 @@ class Client:
         self._memory = memory
         self._begin_exchange(form, shards)
         heads = [chain[0] if chain else coordinator for chain in chains]  # a drained shard is never asked
-        self._asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
+        self.asked = [Requests(worker, incarnation, head, self.timing) for head in heads]
+        """The requests to each shard."""
         self.layout = 0
         """The layout (`View.layout`) that `shards` is of."""
         self.running: Callable[[], Tensor | None] = lambda: None
@@ -101,6 +124,10 @@ class Client:
         self._next_push = NextPush()
         self._pushed_batches: dict[PendingExchange, tuple[int, ...]] = {}
         self._done: list[int] = []
+        self.alone = False
+        self._host: HostExchange | None = None
+        if set(peers) - {worker}:
+            self._host = HostExchange(self, HostPeers(worker, peers), self.timing, memory)
 
     def _begin_exchange(self, form: VectorFormat, shards: Sequence[Spans]) -> None:
         """What pushes and pulls need: memory, tables, codecs."""
@@ -160,8 +187,8 @@ class Client:
         facts, running, rows = self._next_push.take(samples), self.running(), self._no_rows
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
-        for shard in self._live:
-            build = partial(
+        builds = {
+            shard: partial(
                 Push,
                 clock=clock,
                 basis=self.versions[shard],
@@ -172,8 +199,14 @@ class Client:
                 rows=rows[shard],
                 running=running,
             )
-            self._add(shard, build, pending)
+            for shard in self._live
+        }
         self._pushed_batches[pending] = facts.batches
+        if self._host is not None and not self.alone:
+            self._host.begin(OwnPush(pending, clock, flat, facts, running, builds))
+            return pending
+        for shard, build in builds.items():
+            self.add(shard, build, pending)
         return pending
 
     def pull(self, clock: int) -> PendingExchange:
@@ -181,7 +214,7 @@ class Client:
         pending = PendingExchange(f"pull after step {clock}", set(self._live))
         for shard in self._live:
             basis = -1 if self._touched is None else self._touched.bases[shard]
-            self._add(shard, partial(Pull, clock=clock, basis=basis), pending)
+            self.add(shard, partial(Pull, clock=clock, basis=basis), pending)
         pending.value = self._pulled
         return pending
 
@@ -195,6 +228,21 @@ class Client:
         """How many tickets' gradients have not been pushed yet."""
         return len(self._next_push.tickets)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a push has begun that waits, for other workers of the host or for an answer, before it leaves."""
+        return self._host is not None and self._host.gathers
+
+    def rest(self) -> None:
+        """There is nothing to push for now: other workers of the host need not wait for this one."""
+        if self._host is not None:
+            self._host.rest()
+
+    @property
+    def meets(self) -> bool:
+        """Whether pushes are summed with those of other workers of the host."""
+        return self._host is not None
+
     def flops(self, *, pushes: bool) -> float:
         """The cost of a push, or else of a pull, for this worker: the operations of its codec."""
         coded = self._encoder if pushes else self._decoder
@@ -206,20 +254,37 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """Whether every request has been answered."""
-        return not any(asked.unanswered for asked in self._asked)
+        """Whether every request has been answered, and none waits for other workers of the host."""
+        return self.all_answered and not self.gathers
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether no request is under way."""
+        return not any(asked.unanswered for asked in self.asked)
 
     # ------------------------------------------------------------------ the machine
 
     def outbox(self, now_s: float) -> Outbox:
         """The messages that are sent for the first time now."""
-        return [(asked.head, request) for asked in self._asked for request in asked.sendable(now_s)]
+        out = [] if self._host is None else self._host.go_on(now_s)
+        return out + [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take an answer or a view. Raises `Refused` where a shard has refused."""
-        if isinstance(message, Reply):
-            self._answer(message, now_s)
-        out = self._see(message, now_s) if isinstance(message, View) else []
+        out: Outbox = []
+        match message:
+            case Split():
+                out = self._split(message, now_s)
+            case Reply():
+                self._answer(message, now_s)
+            case View():
+                out = self._see(message, now_s)
+            case Offer() if self._host is not None:
+                self._host.peers.take(message)
+            case Attendance() if self._host is not None:
+                self._host.peers.attend(message)
+        if self._host is not None:
+            out += self._host.look(now_s)
         if self._coming is not None and self.idle:
             self._reshape(self._coming)
         return out + self.outbox(now_s)
@@ -230,21 +295,32 @@ class Client:
         It does not raise while mail is unread (`all_read`): the worker may have computed for hours since it came.
         """
         out: Outbox = []
-        for shard, asked in enumerate(self._asked):
+        for shard, asked in enumerate(self.asked):
             if all_read and asked.waited_s(now_s) > self.timing.deadline_s:
                 raise TimedOut(self.worker, None, f"request to shard {shard}", self.timing.deadline_s)
             out += [(asked.head, request) for request in asked.late(now_s)]
         if out:
             out.append((self.coordinator, Beat(self.worker, self.incarnation, self.epoch)))
+            out += [] if self._host is None else self._host.late()
         return out + self.outbox(now_s)
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
-        return min(asked.wait_s(now_s) for asked in self._asked)
+        gathering_s = float("inf") if self._host is None else self._host.wait_s(now_s)
+        return min(gathering_s, *(asked.wait_s(now_s) for asked in self.asked))
 
-    def _add(self, shard: int, build: Callable[[int, int, int], Push | Pull], pending: PendingExchange) -> None:
-        request = self._asked[shard].add(build)
+    def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
+        """Queue a request whose answer is of `pending`."""
+        request = self.asked[shard].add(build)
         self._pending[shard, request.sequence] = pending
+        return request
+
+    def _split(self, reply: Split, now_s: float) -> Outbox:
+        """The push of the host has not brought this worker's: it goes by itself."""
+        asked = self.asked[reply.shard]
+        life = reply.worker, reply.incarnation
+        again = asked.alone(reply.sequence, now_s) if life == (self.worker, self.incarnation) else []
+        return [(asked.head, request) for request in again]
 
     def _answer(self, reply: Reply, now_s: float) -> None:
         if not 0 <= reply.shard < len(self.shards) or reply.worker != self.worker:
@@ -253,7 +329,7 @@ class Client:
         if isinstance(reply, Stranger):
             self._refused(reply, pending, now_s)
             return
-        if pending is None or not self._asked[reply.shard].answered(reply, now_s):
+        if pending is None or not self.asked[reply.shard].answered(reply, now_s):
             return
         del self._pending[reply.shard, reply.sequence]
         if isinstance(reply, Pulled):
@@ -273,10 +349,12 @@ class Client:
             self._done += self._pushed_batches.pop(pending, ())
             if self._memory is not None:
                 self._memory.take_back(pending)
+            if self._host is not None and self.all_answered:
+                self._host.answered(now_s)
 
     def _refused(self, reply: Stranger, pending: PendingExchange | None, now_s: float) -> None:
         """Ignore refusals at first: a head that was deposed and does not know it yet knows no new workers."""
-        waited_s = self._asked[reply.shard].waited_s(now_s)
+        waited_s = self.asked[reply.shard].waited_s(now_s)
         if pending is not None and reply.incarnation == self.incarnation and waited_s > self.timing.lost_s:
             raise Refused(f"worker {self.worker} is refused by shard {reply.shard}: {reply.reason}")
 
@@ -295,13 +373,15 @@ class Client:
         out: Outbox = []
         if view.epoch >= self.epoch:
             self.members = view.members
+            if self._host is not None:
+                self._host.peers.see(view.members)
             self.finished = self.finished or view.finished
         if view.epoch > self.epoch:
             self.epoch = view.epoch
             if view.layout > self.layout:
                 self._coming = view
             for asked, chain in zip(
-                self._asked, view.chains, strict=False
+                self.asked, view.chains, strict=False
             ):  # a new shard is not asked before its layout takes effect
                 if chain and chain[0] != asked.head:
                     out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
@@ -318,8 +398,8 @@ class Client:
         for coded in (self._encoder, self._decoder):
             if coded is not None:
                 coded.move(view.spans)
-        for chain in view.chains[len(self._asked) : len(view.spans)]:
+        for chain in view.chains[len(self.asked) : len(view.spans)]:
             head = chain[0] if chain else self.coordinator  # a shard that was drained is never asked
-            self._asked.append(Requests(self.worker, self.incarnation, head, self.timing))
+            self.asked.append(Requests(self.worker, self.incarnation, head, self.timing))
             self.versions.append(0)
         self._no_rows = ((),) * len(view.spans)

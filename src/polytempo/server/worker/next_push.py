@@ -37,13 +37,13 @@ class NextPush:
 
     def take(self, samples: int) -> PushFacts:
         """The facts of a push of all gradients so far. `samples`: their number, 0 for that of `add`."""
-        lrs = _mean(self._lrs)
+        lrs = mean_rates(self._lrs)
         facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs)
         self.tickets, self._batches, self._samples, self._lrs = [], [], 0, [lrs]
         return facts
 
 
-def _mean(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def mean_rates(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Of each column; to the bit where all rows are alike."""
     first = several[0]
     if all(one == first for one in several):

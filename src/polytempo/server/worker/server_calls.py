@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
-from polytempo.server.message import Outbox, Reply, View
+from polytempo.server.message import Attendance, Offer, Outbox, Reply, View
 from polytempo.server.worker.client import Client, PendingExchange
 
 T = TypeVar("T")
@@ -56,10 +56,12 @@ class ServerCalls:
         client = self._client
         if flops := client.flops(pushes=isinstance(op, Push)):
             await self._port.compute(lambda: None, flops)  # the time that the codec takes on the virtual clock
-        while not client.idle and (taken := await self._port.take(0.0)) is not None:  # an answer may open the line
+        unread = client.meets or not client.idle  # an answer may open the line, and others may have offered
+        while unread and (taken := await self._port.take(0.0)) is not None:
             await self._sort(await self._port.now(), *taken)
         pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
+        await self._until(lambda: not client.gathers, None)
         return pending
 
     async def finished(self, pending: PendingExchange) -> Any:
@@ -69,6 +71,8 @@ class ServerCalls:
 
     async def taken(self, wait_s: float | None) -> tuple[int, Parcel] | None:
         """The next message that is not the client's."""
+        if self._client.meets:  # it may have to say that it has nothing to push
+            await self._post(self._client.outbox(await self._port.now()))
         await self._until(lambda: bool(self._rest), wait_s)
         return self._rest.popleft() if self._rest else None
 
@@ -90,7 +94,7 @@ class ServerCalls:
                 return
 
     async def _sort(self, now_s: float, source: int, message: Parcel) -> None:
-        if isinstance(message, Reply | View):
+        if isinstance(message, Reply | View | Offer | Attendance):
             await self._post(self._client.receive(now_s, source, message))
         else:
             self._rest.append((source, message))
