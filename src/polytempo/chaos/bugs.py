@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.chaos import bugs_at_coordinator, bugs_at_node, bugs_at_shard
+from polytempo.chaos import bugs_at_coordinator, bugs_at_host, bugs_at_node, bugs_at_shard
 
 Patch = tuple[Any, str, Any]
 """The owner of a method, the method's name, and its replacement."""
@@ -40,7 +40,7 @@ class Bug:
 
 BUGS: dict[str, Bug] = {
     function.__name__: Bug((function.__doc__ or "").strip(), function)
-    for module in (bugs_at_node, bugs_at_shard, bugs_at_coordinator)
+    for module in (bugs_at_node, bugs_at_shard, bugs_at_host, bugs_at_coordinator)
     for function in module.BUGS
 }
 """By name."""

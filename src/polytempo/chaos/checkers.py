@@ -14,7 +14,8 @@ from polytempo.chaos.copies import Copies, node_of
 from polytempo.chaos.worker import ChaosWorker
 from polytempo.chaos.world import Violation, World
 from polytempo.core.errors import PolytempoError
-from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, Reply
+from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, PushPart, Reply
+from polytempo.server.shard.host_push import requests_in
 from polytempo.server.worker.client import Client, Refused
 
 _HAD = "had already"
@@ -41,7 +42,7 @@ class Checkers:
         """`copies` knows which node holds what."""
         self._world, self._copies, self._promises = world, copies, promises
         self._num_tickets = num_tickets
-        self._pushes: dict[tuple[int, int, int, int], Push] = {}
+        self._pushes: dict[tuple[int, int, int, int], Push | PushPart] = {}
         self._tickets_by_clock: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._acknowledged: list[set[int]] = [set() for _ in copies.nodes]
         self._late: list[set[int]] = [set() for _ in copies.nodes]
@@ -59,7 +60,8 @@ class Checkers:
         """Note every request, and check every answer."""
         match message:
             case Push() if source == message.worker:
-                self._asked(self._copies.shard_of(target), message)
+                for request in requests_in(message):
+                    self._asked(self._copies.shard_of(target), request)
             case Pushed():
                 self._answers(source, message)
                 self._acknowledges(source, message)
@@ -97,7 +99,7 @@ class Checkers:
                 if ticket not in acknowledged and ticket not in self._late[shard]:
                     raise Violation(f"worker {ask.worker} says that ticket {ticket} is done, shard {shard} has not")
 
-    def _asked(self, shard: int, push: Push) -> None:
+    def _asked(self, shard: int, push: Push | PushPart) -> None:
         key = shard, push.worker, push.incarnation, push.sequence
         known = self._pushes.setdefault(key, push)
         if known.tickets != push.tickets or known.clock != push.clock:

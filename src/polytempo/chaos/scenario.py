@@ -18,7 +18,7 @@ from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import ChaosLauncher
 from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.saves import ScenarioSaves
-from polytempo.chaos.scenario_rules import draw_rule, undivided
+from polytempo.chaos.scenario_rules import draw_hosts, draw_rule, undivided
 from polytempo.chaos.storm import Participants, StormLimits, storm
 from polytempo.chaos.worker import ChaosWorker, Habits, spans
 from polytempo.chaos.world import ChaosMachine, Violation, World
@@ -76,10 +76,13 @@ class Scenario:
     lingers_s: float
     slowed: float
     """How much slower the last worker is than the others."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The workers of each host, where these sum their gradients before they push."""
 
     def __str__(self) -> str:
+        hosts = f" on hosts {self.hosts}, which push sums" if self.hosts else ""
         return (
-            f"{self.rule.name}, {self.workers} workers, {self.shards} shards with {self.replicas} replicas, "
+            f"{self.rule.name}, {self.workers} workers{hosts}, {self.shards} shards with {self.replicas} replicas, "
             f"{self.tickets} tickets dealt {self.deals}, {self.habits}, last one {self.slowed:g} times slower, "
             f"{'scores, ' if self.scores else ''}{'snapshots, ' if self.saves else ''}{self.disk}, "
             f"deaths are {'seen' if self.sees_deaths else 'noticed by silence'}"
@@ -142,6 +145,7 @@ def draw(seed: int) -> Scenario:
         saves=random.random() < 0.5,
         lingers_s=random.choice([0.0, 0.4, 0.8]),
         slowed=random.choice([1.0, 4.0]),
+        hosts=draw_hosts(Random(seed + 3), drawn.rule, workers),  # a stream of its own: the other choices stay
     )
 
 
@@ -229,6 +233,7 @@ class ScenarioRun:
             coordinator,
             TIMING,
             VectorFormat(parameters=parameters, codec=codec, pull_codec=codec),
+            peers=next((host for host in scenario.hosts if node in host), ()) if codec is None else (),
         )
         factor = scenario.slowed if node == scenario.workers - 1 else 1.0
         habits = scenario.habits.slowed(factor)
@@ -258,7 +263,8 @@ class ScenarioRun:
         scenario, coordinator = self.scenario, self.scenario.cast.coordinator
 
         def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
-            self.checkers.scored(number, flat, max(scenario.habits.push_every, scenario.workers))
+            together = scenario.workers * (scenario.habits.push_every if scenario.hosts else 1)
+            self.checkers.scored(number, flat, max(scenario.habits.push_every, together))
             return b"{}"
 
         chains, numel = scenario.cast.copies, scenario.tickets * scenario.shards

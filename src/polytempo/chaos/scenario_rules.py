@@ -51,6 +51,14 @@ def draw_rule(random: Random, workers: int) -> DrawnRule:
     return DrawnRule(on_arrival(), Promises())
 
 
+def draw_hosts(random: Random, rule: Rule, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Draw whether the workers of a host push their sum, where the rule takes sums, and who is on which of two hosts."""
+    if not rule.adds_sums or random.random() < 0.4:
+        return ()
+    first = random.randint(2, workers)
+    return tuple(range(first)), tuple(range(first, workers))
+
+
 def undivided(rule: Rule) -> Rule:
     """The same decisions, but every gradient counts 1: then weights are whole numbers that count tickets."""
 

@@ -152,7 +152,9 @@ class _Training:
             for ticket in deal.tickets:
                 await self.train(ticket)
             if deal.order != "train":
+                self.client.alone = True
                 await self.push()
+                self.client.rest()
                 await self.settle()
             if deal.order == "finish":
                 await self.say_goodbye()
@@ -166,6 +168,7 @@ class _Training:
         """One step: weights, a gradient, and perhaps a push."""
         if ticket.again:
             await self.push()
+        self.client.alone = ticket.again
         weights = await self.port.pull(self.clock)
         self.on_read(self.client, self.clock, weights)
         self.held.append(ticket.number)
