@@ -87,9 +87,14 @@ class Requests:
         self._oldest_s = now_s
         self._rest(now_s, patience_s)
 
-    def alone(self, sequence: int, now_s: float) -> list[Request]:
-        """The other message did not bring request `sequence`: the requests to send now. None where it was answered."""
-        return self._again(now_s, self._timing.retry_s) if sequence == self._handed_over else []
+    def alone(self, now_s: float, sequence: int | None = None) -> list[Request]:
+        """The other message does not bring its request: the requests to send now; none where that was answered.
+
+        `sequence`: that request's, where it is known.
+        """
+        if not self._handed_over or sequence not in (None, self._handed_over):
+            return []
+        return self._again(now_s, self._timing.retry_s)
 
     def answered(self, reply: Reply, now_s: float) -> bool:
         """Take an answer. False: it is a repeat, or of another life."""

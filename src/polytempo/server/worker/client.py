@@ -319,7 +319,7 @@ class Client:
         """The push of the host has not brought this worker's: it goes by itself."""
         asked = self.asked[reply.shard]
         life = reply.worker, reply.incarnation
-        again = asked.alone(reply.sequence, now_s) if life == (self.worker, self.incarnation) else []
+        again = asked.alone(now_s, reply.sequence) if life == (self.worker, self.incarnation) else []
         return [(asked.head, request) for request in again]
 
     def _answer(self, reply: Reply, now_s: float) -> None:

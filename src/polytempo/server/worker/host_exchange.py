@@ -125,8 +125,7 @@ class HostExchange:
         if self._offered_to is None or not self.peers.is_gone(self._offered_to):
             return []
         self._offered_to = None
-        lines = self._lines.asked
-        return [(asked.head, request) for asked in lines for request in asked.alone(asked.last, now_s)]
+        return [(asked.head, request) for asked in self._lines.asked for request in asked.alone(now_s)]
 
     def late(self) -> Outbox:
         """The push is sent by itself, since no answer came in time: the leader is not to send it any more."""
@@ -142,8 +141,8 @@ class HostExchange:
         self._begun_s, self._until_s = now_s, now_s + patience_s
         if not self._attends:
             self._attend(present=True)
-        elif self.peers.leader == self.peers.worker:  # those that did not come may not know that it leads
-            self._say(self.peers.absent)
+        elif self.peers.leader == self.peers.worker:  # some may not have heard that it takes part
+            self._say(self.peers.members)
         if self.peers.leader != self.peers.worker:  # another one leads, but some have offered to this one
             self._until_s = now_s
 

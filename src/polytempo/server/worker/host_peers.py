@@ -38,9 +38,9 @@ class HostPeers:
         return self._present - set(self._offers)
 
     @property
-    def absent(self) -> list[int]:
-        """The others that are members, and are not waited for."""
-        return [peer for peer in self.peers if self._is_member(peer) and peer in self._absent]
+    def members(self) -> list[int]:
+        """The others that are members, as far as is known, whether they are present or not."""
+        return [peer for peer in self.peers if self._is_member(peer)]
 
     @property
     def has_offers(self) -> bool:
@@ -87,7 +87,7 @@ class HostPeers:
 
     @property
     def _present(self) -> set[int]:
-        return {peer for peer in self.peers if self._is_member(peer) and peer not in self._absent}
+        return set(self.members) - self._absent
 
     def _is_member(self, peer: int) -> bool:
         return self._members is None or peer in self._members
