@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from polytempo.server.message import Push, PushPart, Reply
 from polytempo.server.shard import shard
 from polytempo.server.shard.answers import RequestStatus
+from polytempo.server.shard.host_push import status_of_all
 
 Patches = list[tuple[Any, str, Any]]
 
 
 def rest_of_split_push_admitted() -> Patches:
     """A shard takes the sum of a host although it has one of its parts, or its ticket, already."""
-    status_of_all = shard.status_of_all
 
     def wrong(number: int, push: Push, *tables: Any) -> RequestStatus:
         found = status_of_all(number, push, *tables)

@@ -52,7 +52,7 @@ def draw_rule(random: Random, workers: int) -> DrawnRule:
 
 
 def draw_hosts(random: Random, rule: Rule, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Draw whether the workers of a host push their sum, where the rule takes sums, and who is on which of two hosts."""
+    """Draw whether workers of a host push their sum, where the rule takes sums, and who is on which of two hosts."""
     if not rule.adds_sums or random.random() < 0.4:
         return ()
     first = random.randint(2, workers)

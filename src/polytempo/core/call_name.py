@@ -11,7 +11,9 @@ from polytempo.core.codec import Codec
 
 
 def call_name(
-    function: Callable[..., object], arguments: Mapping[str, object], brief: Collection[str] = ("codec", "pull_codec", "hierarchical")
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    brief: Collection[str] = ("codec", "pull_codec", "hierarchical"),
 ) -> str:
     """The call of `function` with these arguments as a person writes it: `local_sgd(period=8, route=native)`.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from msgspec.structs import asdict, replace
 
-from polytempo.server.message import COORDINATOR, Ask, Message, Noted, Push, Request
+from polytempo.server.message import COORDINATOR, Ask, Message, Noted, Push, PushPart, Request
 from polytempo.server.record import (
     Asking,
     Enrolling,
     Entry,
+    HostPushEntry,
     Inquiring,
     Lost,
     Noting,
@@ -17,6 +21,8 @@ from polytempo.server.record import (
     Saving,
     Stopping,
 )
+from polytempo.server.worker.lent_gradients import add_all_
+from polytempo.server.worker.next_push import mean_rates
 
 Key = tuple[str | int, int, int]
 """What a message and its entry have in common."""
@@ -41,8 +47,44 @@ def key_of_entry(entry: Entry) -> Key | None:
     return None
 
 
-def as_recorded(entry: Entry, message: Message) -> Message:
-    """The message with those fields as recorded that depend on when answers arrived (see `message_order`)."""
+def keys_of_parts(entry: Entry) -> list[Key]:
+    """The keys of the messages that were summed with that of an entry."""
+    parts = entry.parts if isinstance(entry, HostPushEntry) else ()
+    return [(part.worker, part.incarnation, part.sequence) for part in parts]
+
+
+def together(entry: HostPushEntry, pushes: Sequence[Push]) -> Push:
+    """The push of a host, of its workers' own `pushes`, as their leader made it: summed in the same order."""
+    first = pushes[0]
+    parts = tuple(
+        PushPart(
+            each.worker,
+            each.incarnation,
+            each.sequence,
+            each.clock,
+            told.basis,
+            each.samples,
+            each.tickets,
+            each.running,
+        )
+        for each, told in zip(pushes[1:], entry.parts, strict=True)
+    )
+    gradients = [push.gradient for push in pushes]
+    total = add_all_(torch.empty_like(gradients[0]), gradients[0], gradients[1:])
+    lrs = mean_rates([push.lrs for push in pushes])
+    return replace(first, basis=entry.basis, gradient=total, lrs=lrs, parts=parts)
+
+
+def as_recorded(entry: Entry, messages: Sequence[Message]) -> Message | None:
+    """The message of an entry, with those fields as recorded that depend on when answers arrived (see `message_order`).
+
+    `messages`: what workers have sent of it; several for the push of a host; None where the entry needs none.
+    """
+    if not messages:
+        return None
+    message = messages[0]
+    if isinstance(entry, HostPushEntry):
+        return together(entry, [each for each in messages if isinstance(each, Push)])
     if isinstance(entry, PushEntry) and isinstance(message, Push):
         return replace(message, basis=entry.basis)
     if isinstance(entry, Asking) and isinstance(message, Ask):
@@ -53,6 +95,10 @@ def as_recorded(entry: Entry, message: Message) -> Message:
 def words(entry: Entry) -> str:
     """An entry in words."""
     match entry:
+        case HostPushEntry():
+            workers = [entry.worker, *(part.worker for part in entry.parts)]
+            tickets = [*entry.tickets, *(ticket for part in entry.parts for ticket in part.tickets)]
+            return f"push of workers {workers} together (life {entry.incarnation}, tickets {tickets})"
         case PushEntry():
             return f"push of worker {entry.worker} (life {entry.incarnation}, tickets {list(entry.tickets)})"
         case PullEntry():

@@ -22,18 +22,27 @@ import torch
 from torch import Tensor
 
 from polytempo.core.ranges import Ranges
-from polytempo.replay.entries import Key, as_recorded, difference_of, key_of_entry, key_of_message, words
+from polytempo.replay.entries import (
+    Key,
+    as_recorded,
+    difference_of,
+    key_of_entry,
+    key_of_message,
+    keys_of_parts,
+    words,
+)
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import COORDINATOR, Deal, Message, Outbox, Push, Pushed, Reply, Request, View
 from polytempo.server.record import (
     Asking,
     Entry,
+    HostPushEntry,
     Lost,
-    PullEntry,
     PushEntry,
     Saving,
     Stopping,
     entry_of,
+    requests_of,
 )
 from polytempo.server.shard.node import Node
 
@@ -156,7 +165,9 @@ class ReplayProgress:
 
     def note_push(self, entry: PushEntry, version: int) -> None:
         """Shard 0 has taken a push in; stop if that is where to."""
-        for ticket in entry.tickets:
+        parts = entry.parts if isinstance(entry, HostPushEntry) else ()
+        tickets = [*entry.tickets, *(ticket for part in parts for ticket in part.tickets)]
+        for ticket in tickets:
             self.pushed.add(ticket)
         if self.stop is None:
             return
@@ -165,7 +176,7 @@ class ReplayProgress:
             case "step":
                 self.stopped = self.pushed.covers(0, number * self.workers - 1)
             case "ticket":
-                self.stopped = number in entry.tickets
+                self.stopped = number in tickets
             case "version":
                 self.stopped = version >= number
 
@@ -234,13 +245,13 @@ class MessageOrder:
         while not progress.over and self.passed < len(self.entries):
             entry = self.entries[self.passed]
             key = key_of_entry(entry)
-            message = None if key is None else self._held.pop(key, None)
-            if key is not None and message is None:
+            keys = [] if key is None else [key, *keys_of_parts(entry)]
+            if any(each not in self._held for each in keys):
                 return out + self._machine.missing(entry)
-            expected = None if message is None else as_recorded(entry, message)
-            out += progress.addressed(self._machine.enter(now_s, entry, expected))
-            if isinstance(entry, PushEntry | PullEntry | Asking):
-                out += progress.done((entry.worker, entry.incarnation))
+            messages = [self._held.pop(each) for each in keys]
+            out += progress.addressed(self._machine.enter(now_s, entry, as_recorded(entry, messages)))
+            for request in requests_of(entry):
+                out += progress.done((request.worker, request.incarnation))
             self.passed += 1
         return out
 

@@ -31,7 +31,7 @@ from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.loop import serve
 from polytempo.server.message import View
-from polytempo.server.record import Asking, PullEntry, PushEntry
+from polytempo.server.record import requests_of
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.optimizer import can_be_native
 from polytempo.server.shard.snapshot import read
@@ -66,7 +66,7 @@ class Rerun:
         self.topology = Topology(tuple(range(facts.workers)), chains, coordinator=first + shards)
         self.program = ServedProgram(RunSpec.of(job, strategy, facts.workers, options_of(facts, data)), self.topology)
         entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
-        taken = Counter((e.worker, e.incarnation) for e in entries if isinstance(e, Asking | PullEntry | PushEntry))
+        taken = Counter((each.worker, each.incarnation) for entry in entries for each in requests_of(entry))
         self.progress = ReplayProgress(self.rank_of, taken, facts.workers, stop)
         self.rows: list[dict[str, Any]] = []
         self.scored: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ class _Cue(BaseException):
     """Nothing more of a program is in the records. The program cannot catch it."""
 
 
-async def _until_cue(program: Program[Attendance]) -> Attendance | None:
+async def _until_cue(program: Program[Attendance]) -> Presence | None:
     """What `program` returns; None where the records have nothing more of it."""
 
     async def perform(op: Op[Any]) -> Any:

@@ -102,7 +102,7 @@ class Push(Request, frozen=True, eq=False):
     running: Tensor | None = None
     """The running statistics of the worker's norm layers, float64; None where its model has none."""
     parts: tuple[PushPart, ...] = ()
-    """The requests of the other workers whose gradients are in the sum; all are taken, or none is (`Split`)."""
+    """The requests of the other workers whose gradients are in the sum; all are taken, or none is (`PushAlone`)."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -227,7 +227,7 @@ class Lent(Reply, frozen=True, eq=False):
     running: Tensor | None = None
 
 
-class Split(Reply, frozen=True, eq=False):
+class PushAlone(Reply, frozen=True, eq=False):
     """Not taken: it came within the push of its host, of which another part was refused. It is to come by itself."""
 
 
@@ -235,37 +235,6 @@ class Stranger(Reply, frozen=True, eq=False):
     """Refused: the incarnation is over, or its worker is no member. The worker must end, or join in a new life."""
 
     reason: str
-
-
-# ------------------------------------------------------------------------------------------- between workers of a host
-
-
-class Offer(Message, frozen=True, eq=False):
-    """From a worker to the one that leads its host: a gradient to be pushed within the host's sum.
-
-    It is lent until the push is answered. `sequences`, `bases`: of the request to each shard.
-    """
-
-    worker: int
-    incarnation: int
-    layout: int
-    sequences: tuple[int, ...]
-    clock: int
-    bases: tuple[int, ...]
-    samples: int
-    lrs: tuple[float, ...]
-    tickets: tuple[int, ...]
-    gradient: Tensor
-    """Flat: of all shards."""
-    running: Tensor | None = None
-
-
-class Attendance(Message, frozen=True, eq=False):
-    """From a worker to the others of its host: whether it takes part in their pushes. An offer before it is void."""
-
-    worker: int
-    incarnation: int
-    present: bool
 
 
 # ------------------------------------------------------------------------------------------------------ replication

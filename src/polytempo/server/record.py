@@ -28,7 +28,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.files import opened, write
-from polytempo.server.message import Ask, Inquire, Members, Pull, Push, Request, Save
+from polytempo.server.message import Ask, Inquire, Members, Pull, Push, PushPart, Request, Save
 
 FORMAT = "polytempo-record"
 VERSION = 2
@@ -55,6 +55,24 @@ class PushEntry(msgspec.Struct, frozen=True, array_like=True, tag="push"):
     version: int
     check: int = 0
     """`check_of` the gradient, its rows included."""
+
+
+class PartEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Another worker's request within a push of a host."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+    clock: int
+    basis: int
+    samples: int
+    tickets: tuple[int, ...]
+
+
+class HostPushEntry(PushEntry, frozen=True, array_like=True, tag="host_push"):
+    """A shard applied a `Push` with parts; the check is of the sum."""
+
+    parts: tuple[PartEntry, ...] = ()
 
 
 class PullEntry(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
@@ -118,7 +136,7 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """The coordinator ended the run early, for a score had reached its target."""
 
 
-Entry = PushEntry | PullEntry | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
+Entry = PushEntry | HostPushEntry | PullEntry | Enrolling | Saving | Inquiring | Asking | Noting | Lost | Stopping
 
 
 class Record(NamedTuple):
@@ -146,7 +164,10 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     match request:
         case Push():
             check = check_of(request.gradient, *(rows.values for rows in request.rows))
-            return PushEntry(*who, request.clock, request.basis, request.samples, request.tickets, version, check)
+            facts = (*who, request.clock, request.basis, request.samples, request.tickets, version, check)
+            if not request.parts:
+                return PushEntry(*facts)
+            return HostPushEntry(*facts, tuple(map(_part_entry, request.parts)))
         case Pull():
             return PullEntry(*who, request.clock, request.basis, version)
         case Members():
@@ -160,6 +181,17 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
     raise ValueError(
         f"a {type(request).__name__} is no entry of a machine's record; record requests and calls for work"
     )
+
+
+def _part_entry(part: PushPart) -> PartEntry:
+    return PartEntry(part.worker, part.incarnation, part.sequence, part.clock, part.basis, part.samples, part.tickets)
+
+
+def requests_of(entry: Entry) -> list[PushEntry | PullEntry | PartEntry | Asking]:
+    """The workers' requests that an entry stands for: several where it is the push of a host."""
+    if isinstance(entry, HostPushEntry):
+        return [entry, *entry.parts]
+    return [entry] if isinstance(entry, PushEntry | PullEntry | Asking) else []
 
 
 def check_of(*gradients: Tensor) -> int:

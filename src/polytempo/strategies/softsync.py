@@ -33,7 +33,7 @@ def softsync(
 
     `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
 
-    `hierarchical`: the workers of a host add up their gradients before one of them pushes the sum, as in `async_sgd`; it
+    `hierarchical`: the workers of a host sum their gradients before one of them pushes, as in `async_sgd`. It
     counts as many gradients as it has, so an update may be of a few more than c. Only with `scale="constant"`.
 
     Cost: as `async_sgd`; the optimizer runs once every c gradients.

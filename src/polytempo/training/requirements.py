@@ -51,8 +51,8 @@ def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buf
         )
     if service.hierarchical:
         raise ValueError(
-            f"{strategy} sums gradients within a host while its workers wait for each other, and between the calls of a "
-            "loop of one's own nothing happens; leave out hierarchical, or make a job of it and use pt.run"
+            f"{strategy} sums gradients within a host while its workers wait for each other, and between the calls of "
+            "a loop of one's own nothing happens; leave out hierarchical, or make a job of it and use pt.run"
         )
     if buffers != "average":
         raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')

@@ -247,8 +247,8 @@ class ServedProgram:
         """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away."""
         if service.hierarchical and (tables := [each.name for each in self.parameters if each.row_width]):
             raise ValueError(
-                f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by their touched "
-                "rows; leave out hierarchical, or make the embeddings with sparse=False"
+                f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by "
+                "their touched rows; leave out hierarchical, or make the embeddings with sparse=False"
             )
         made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=self.spec.options.allow_nan)
         if (schedule := made_schedule(self.spec.job)) is not None:

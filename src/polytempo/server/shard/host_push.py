@@ -2,10 +2,10 @@
 
     Push(worker 0, sum of 3 gradients, parts = requests of workers 1 and 2)
         every request new, no ticket applied ──▶ one entry, one sum; each worker gets its own answer
-        worker 1's is known                  ──▶ worker 1 gets that answer, 0 and 2 get `Split` and push alone
+        worker 1's is known                  ──▶ worker 1 gets that answer, 0 and 2 get `PushAlone` and push alone
 
-Part of a sum cannot be taken out again, so a push is refused as a whole as soon as one of its parts is; nothing of it is
-remembered then, and each worker's next message is judged by itself, with the same sequence number.
+Nothing can be taken out of a sum again, so a push is refused as a whole as soon as one part is. Nothing of it is
+remembered then; each worker's next message is judged by itself, with the same sequence number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polytempo.core.rule import Service
-from polytempo.server.message import Push, PushPart, Reply, Split
+from polytempo.server.message import Push, PushAlone, PushPart
 from polytempo.server.shard.admission import Admission
 from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.decisions import Decisions
@@ -43,9 +43,9 @@ def status_of_all(shard: int, push: Push, answers: AnswerTable, decisions: Decis
     return RequestStatus("split", tuple(replies))
 
 
-def split(shard: int, request: Push | PushPart) -> Split:
+def split(shard: int, request: Push | PushPart) -> PushAlone:
     """The reply to a request that must come by itself."""
-    return Split(shard, request.worker, request.incarnation, request.sequence)
+    return PushAlone(shard, request.worker, request.incarnation, request.sequence)
 
 
 def can_add(push: Push, version: int, service: Service, admission: Admission, running: RunningStatistics) -> bool:
@@ -61,6 +61,4 @@ def can_add(push: Push, version: int, service: Service, admission: Admission, ru
 
 def waiting_of(part: PushPart, version: int) -> Waiting:
     """The queue's entry for a part of a push whose sum is being added: its worker waits for the answer alone."""
-    return Waiting(
-        "push", part.incarnation, part.sequence, part.basis, part.tickets, staleness=version - part.basis
-    )
+    return Waiting("push", part.incarnation, part.sequence, part.basis, part.tickets, staleness=version - part.basis)

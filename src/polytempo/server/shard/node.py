@@ -34,12 +34,12 @@ from polytempo.server.message import (
     Outbox,
     Pull,
     Push,
+    PushAlone,
     Replicate,
     Replicated,
     Reply,
     Reshape,
     Save,
-    Split,
     View,
 )
 from polytempo.server.shard.shard import Shard
@@ -180,7 +180,7 @@ class Node:
     def _may_say(self, reply: Reply) -> bool:
         """Whether what `reply` answers is in all copies, or it only refuses."""
         key = (reply.worker, reply.incarnation, reply.sequence)
-        return isinstance(reply, Split) or not (key in self._unsaid or self.committed < self._silent_until)
+        return isinstance(reply, PushAlone) or not (key in self._unsaid or self.committed < self._silent_until)
 
     def _append(self, now_s: float, entry: Entry) -> Outbox:
         """A new entry: apply it here, and send it to the next copy."""

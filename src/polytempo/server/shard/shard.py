@@ -130,8 +130,10 @@ class Shard:
         status = self._status_of(entry)
         if status.kind != "new":
             return list(status.replies)
-        if isinstance(entry, Push) and entry.parts and not can_add(
-            entry, self.version, self.service, self._admission, self._running
+        if (
+            isinstance(entry, Push)
+            and entry.parts
+            and not can_add(entry, self.version, self.service, self._admission, self._running)
         ):
             return [split(self.number, request) for request in requests_in(entry)]
         for request in requests_in(entry) if isinstance(entry, Push) else (entry,):

@@ -18,18 +18,16 @@ from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.encoding import Decoder, Encoder
 from polytempo.server.layout import Spans, part, place_
 from polytempo.server.message import (
-    Attendance,
     Beat,
     Message,
-    Offer,
     Outbox,
     Pull,
     Pulled,
     Push,
+    PushAlone,
     Pushed,
     Reply,
     Rows,
-    Split,
     Stranger,
     View,
 )
@@ -41,6 +39,8 @@ from polytempo.server.worker.host_exchange import HostExchange, OwnPush
 from polytempo.server.worker.host_peers import HostPeers
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.next_push import NextPush
+from polytempo.server.worker.offers import Offer, Presence
+from polytempo.server.worker.pending_exchange import PendingExchange
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
 from polytempo.server.worker.vector_format import VectorFormat
 
@@ -53,30 +53,14 @@ class Refused(PolytempoError):
     """A shard refused a request of this worker: a NaN, a wrong shape, or a worker that is no member."""
 
 
-class PendingExchange:
-    """A push or pull under way. `value` is its answer once it is `done`."""
-
-    def __init__(self, what: str, waits_for: set[int]) -> None:
-        self.what, self.waits_for = what, waits_for
-        self.value: Tensor | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether every shard has answered."""
-        return not self.waits_for
-
-    def __str__(self) -> str:
-        return f"{self.what} (shards {sorted(self.waits_for)} have not answered)"
-
-
 class Client:
     """Worker `worker` in its life `incarnation`. Shard s holds the ranges `shards[s]`, on the nodes `chains[s]`.
 
     `versions[s]` is the version of shard s that the worker's parameters come from. Every message to send comes out of
     `outbox`; every message that arrives goes into `receive`. Tables are no part of the flat vectors: they travel by
     touched rows, in by `accrue` and out by `pulled_rows`. `memory` lends what is pushed and holds what is pulled where
-    the shards read it in place; None: memory of this process. `peers`: the workers of this one's host, where their gradients
-    are summed before they are pushed; a push while `alone` is set is left out of that.
+    the shards read it in place; None: memory of this process. `peers`: the workers of this one's host, where their
+    gradients are summed before they are pushed; a push while `alone` is set is left out of that.
 
     The residual of a codec belongs to one life: a worker that comes back begins without one.
     """
@@ -273,7 +257,7 @@ class Client:
         """Take an answer or a view. Raises `Refused` where a shard has refused."""
         out: Outbox = []
         match message:
-            case Split():
+            case PushAlone():
                 out = self._split(message, now_s)
             case Reply():
                 self._answer(message, now_s)
@@ -281,7 +265,7 @@ class Client:
                 out = self._see(message, now_s)
             case Offer() if self._host is not None:
                 self._host.peers.take(message)
-            case Attendance() if self._host is not None:
+            case Presence() if self._host is not None:
                 self._host.peers.attend(message)
         if self._host is not None:
             out += self._host.look(now_s)
@@ -315,7 +299,7 @@ class Client:
         self._pending[shard, request.sequence] = pending
         return request
 
-    def _split(self, reply: Split, now_s: float) -> Outbox:
+    def _split(self, reply: PushAlone, now_s: float) -> Outbox:
         """The push of the host has not brought this worker's: it goes by itself."""
         asked = self.asked[reply.shard]
         life = reply.worker, reply.incarnation

@@ -2,10 +2,10 @@
 
     begin ──▶ leads? ── yes ─▶ waits for offers ──▶ Push of the sum to every shard ──▶ each worker gets its own answer
                  └──── no ──▶ Offer to the leader ──────────────────────────────────▶     │
-                                    └─ Split, no answer in time, the leader is gone ──▶ Push by itself, same sequence
+                                    └─ PushAlone, no answer in time, the leader is gone ─▶ Push by itself, same number
 
-Nothing depends on what becomes of an offer. The requests of all workers are numbered and awaited as always; the leader's
-message only brings them to the shards, first and once. What is sent again is sent by each worker, by itself.
+Nothing depends on what becomes of an offer. The requests of all workers are numbered and awaited as always; the
+leader's message only brings them to the shards, first and once. What is sent again is sent by each worker, by itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from polytempo.server.layout import Spans, part
-from polytempo.server.message import Attendance, Offer, Outbox, Push, PushPart
+from polytempo.server.message import Outbox, Push, PushPart
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
 from polytempo.server.worker.host_peers import HostPeers
 from polytempo.server.worker.lent_gradients import LentGradients, add_all_
 from polytempo.server.worker.next_push import PushFacts, mean_rates
+from polytempo.server.worker.offers import Offer, Presence
+from polytempo.server.worker.pending_exchange import PendingExchange
 
 _STEPS = 2.0
 """A worker waits for the others as long as this many of its own steps."""
@@ -36,7 +38,7 @@ _RECENT = 8
 class OwnPush(NamedTuple):
     """A push that has begun: `builds` makes each shard's request."""
 
-    pending: object
+    pending: PendingExchange
     clock: int
     flat: Tensor
     facts: PushFacts
@@ -51,11 +53,14 @@ class ShardLines(Protocol):
     incarnation: int
     layout: int
     versions: list[int]
-    shards: Sequence[Spans]
     asked: list[Requests]
 
-    def add(self, shard: int, build: Callable[[int, int, int], Push], pending: object) -> Push:
+    def add(self, shard: int, build: Callable[[int, int, int], Push], pending: PendingExchange) -> Push:
         """Queue a request whose answer is of `pending`."""
+
+    @property
+    def shards(self) -> Sequence[Spans]:
+        """Of each shard the ranges of the flat vector."""
 
     @property
     def all_answered(self) -> bool:
@@ -133,7 +138,7 @@ class HostExchange:
             return []
         leader, self._offered_to = self._offered_to, None
         self.peers.give_up(leader)
-        return [(leader, Attendance(self._lines.worker, self._lines.incarnation, True))]
+        return [(leader, Presence(self._lines.worker, self._lines.incarnation, True))]
 
     def _gather(self, now_s: float) -> None:
         """Begin to wait for the others."""
@@ -151,7 +156,7 @@ class HostExchange:
         self._say(self.peers.peers)
 
     def _say(self, to: Sequence[int]) -> None:
-        said = Attendance(self._lines.worker, self._lines.incarnation, self._attends)
+        said = Presence(self._lines.worker, self._lines.incarnation, self._attends)
         self._unsaid += [(peer, said) for peer in to]
 
     def _patience_s(self, least_s: float) -> float:

@@ -5,14 +5,14 @@
                            └── Push(sum of 0, 1, 2) ──▶ every shard
 
 Who leads needs no agreement: a worker that gets an offer pushes it with its own, and one whose offer comes to nothing
-pushes by itself. So it is enough that workers agree most of the time; it costs time, and no gradient, where they do not.
+pushes by itself. So it is enough that workers agree mostly; where they do not, it costs time, and no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polytempo.server.message import Attendance, Offer
+from polytempo.server.worker.offers import Offer, Presence
 
 
 class HostPeers:
@@ -62,7 +62,7 @@ class HostPeers:
         self._offers[offer.worker] = offer
         self._absent.discard(offer.worker)
 
-    def attend(self, message: Attendance) -> None:
+    def attend(self, message: Presence) -> None:
         """Another worker takes part from now on, or no more. What it has offered, it pushes by itself."""
         if message.worker not in self.peers:
             return

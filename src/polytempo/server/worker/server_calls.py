@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
-from polytempo.server.message import Attendance, Offer, Outbox, Reply, View
-from polytempo.server.worker.client import Client, PendingExchange
+from polytempo.server.message import Outbox, Reply, View
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.offers import Offer, Presence
+from polytempo.server.worker.pending_exchange import PendingExchange
 
 T = TypeVar("T")
 
@@ -94,7 +96,7 @@ class ServerCalls:
                 return
 
     async def _sort(self, now_s: float, source: int, message: Parcel) -> None:
-        if isinstance(message, Reply | View | Offer | Attendance):
+        if isinstance(message, Reply | View | Offer | Presence):
             await self._post(self._client.receive(now_s, source, message))
         else:
             self._rest.append((source, message))
