@@ -197,7 +197,7 @@ class _Cue(BaseException):
     """Nothing more of a program is in the records. The program cannot catch it."""
 
 
-async def _until_cue(program: Program[Attendance]) -> Presence | None:
+async def _until_cue(program: Program[Attendance]) -> Attendance | None:
     """What `program` returns; None where the records have nothing more of it."""
 
     async def perform(op: Op[Any]) -> Any:
