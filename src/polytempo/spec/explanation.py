@@ -110,7 +110,7 @@ def explain(
         found.memory_bytes
 
     `parameters`: a model, tensors by name (they may lie on the meta device), or how many float32 there are, as one
-    vector. `hosts[r]`: the host of worker r, for `hierarchical`; None: a host each.
+    vector. `hosts[r]`: the host of worker r, for routes and pushes that are `hierarchical`; None: a host each.
 
     Units: messages, bytes, floating-point operations, each of one step; `memory_bytes` of one worker. Numbers are those
     that the virtual world counts when the strategy exchanges all parameters at once (a world that overlaps exchanges
@@ -134,7 +134,7 @@ def explain(
     memory = 0
     for of, transform in slots:
         cost = cost_of(transform, bundle, workers)
-        found += [Planned(of, _summed(each, where)) for each in _served(cost, strategy.server, bundle, workers)]
+        found += [Planned(of, _summed(each, where)) for each in _served(cost, strategy.server, bundle, where)]
         memory += cost.memory_bytes
     return Explanation(
         str(strategy),
@@ -167,8 +167,12 @@ def _summed(exchange: Exchange, hosts: Sequence[int]) -> Exchange:
     return exchange._replace(sent=reduce(Sent.plus, costs, exchange.sent))
 
 
-def _served(cost: Cost, service: Service | None, parameters: Bundle, workers: int) -> Iterable[Exchange]:
-    """Pushes and pulls with their bytes, which the server's codecs decide: a message to, or from, each shard."""
+def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequence[int]) -> Iterable[Exchange]:
+    """Pushes and pulls with their bytes, which the server's codecs decide: a message to, or from, each shard.
+
+    Where a host's workers push their sum, one of them pushes, and the others send it their gradients, each as a whole.
+    """
+    workers = len(hosts)
     for exchange in cost.exchanges:
         if not exchange.server or service is None:
             yield exchange
@@ -177,6 +181,8 @@ def _served(cost: Cost, service: Service | None, parameters: Bundle, workers: in
         each, exact, flops = _encoded(parameters, codec)
         to_server = exchange.server == "push"
         sent = Sent(workers * service.shards, workers * each, busiest_bytes=each if to_server else 0, rounds=1)
+        if to_server and service.hierarchical and (offers := workers - len(set(hosts))):
+            sent = sent._replace(messages=offers + len(set(hosts)) * service.shards, rounds=2)
         name = None if codec is None else codec.facts.name
         yield exchange._replace(
             sent=sent, exact=exact and (codec is None or service.shards == 1), codec=name, flops=flops
