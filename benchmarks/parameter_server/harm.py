@@ -225,9 +225,16 @@ def told(launch: Launch, job: pt.Job, **more: Any) -> Story:
     return Story(result, launchers[0], wrong_with(result, launchers[0]) + left)
 
 
-def performed(launch: Launch, job: pt.Job, *, timing: dict[str, float] | None = None, **options: Any) -> pt.Result:
+def performed(
+    launch: Launch,
+    job: pt.Job,
+    *,
+    timing: dict[str, float] | None = None,
+    hierarchical: bool = False,
+    **options: Any,
+) -> pt.Result:
     """Run `job` with two shards, each with one further copy, under a launcher that does harm."""
-    strategy = pt.strategies.async_sgd(shards=SHARDS, replicas=COPIES - 1, rate=1.0)
+    strategy = pt.strategies.async_sgd(shards=SHARDS, replicas=COPIES - 1, rate=1.0, hierarchical=hierarchical)
     with (
         patch.object(run_served, "Launcher", launch),
         patch.object(served_program, "Timing", partial(Timing, **(timing or {}))),

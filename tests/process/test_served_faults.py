@@ -95,6 +95,15 @@ def test_every_process_may_be_killed_once_and_each_ticket_still_counts_once() ->
     assert told["worker-0"] == ("was killed by SIGKILL", "started again")
 
 
+def test_each_ticket_counts_once_where_workers_push_their_sum_and_the_leader_is_killed_too() -> None:
+    victims = (("worker", 0), ("head", 0), ("worker", 2), ("worker", 0), ("tail", 1))
+    faults = [Fault(60 + 80 * number, *victim) for number, victim in enumerate(victims)]
+    story = harm.told(faulty(*faults), harm.counting(800), hierarchical=True)
+    assert story.wrong == []
+    assert len(story.launcher.recoveries) == len(victims)
+    assert story.result.server["updates"] < 800  # of each shard; some were of several tickets
+
+
 def test_a_stopped_head_and_a_stopped_worker_are_replaced() -> None:
     faults = Fault(40, "head", 0, signal.SIGSTOP), Fault(80, "worker", 2, signal.SIGSTOP)
     story = harm.told(faulty(*faults), harm.counting(400), timing=QUICK)
