@@ -15,9 +15,11 @@ import torch
 import polytempo as pt
 from polytempo.engines.engine import EngineAddress, Launch, Role
 from polytempo.engines.local_engine import Local, LocalEngine
+from polytempo.replay.replay import replay
 from polytempo.runs.program import perform
 from polytempo.runs.served.host_mail import HostMailboxes, HostMemory, KeeperMail, host_memory
 from polytempo.server.message import Beat, Push
+from polytempo.server.record import HostPushEntry, PartEntry, PushEntry, read_record
 from polytempo.wire.address_book import Addresses, Here, Place
 from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
@@ -164,6 +166,9 @@ def test_a_book_is_only_taken_from_the_keeper() -> None:
 class PretendedHosts:
     """Forks processes as agents of `hosts` hosts would: those of one host share memory, nothing else is shared."""
 
+    known_hosts = 1
+    """As the run knows it, which decides which node is where."""
+
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
 
@@ -181,7 +186,7 @@ class PretendedHosts:
             assert home is not None
             for host in range(self.hosts):
                 (home / f"host-{host}").mkdir(mode=0o700)
-            engine = _Forks(inner, lambda: self._meet(launch, home, memories))
+            engine = _Forks(inner, lambda: self._meet(launch, home, memories), self.known_hosts)
             yield engine
 
     def host_of(self, role: Role) -> int:
@@ -195,15 +200,25 @@ class PretendedHosts:
 
 
 class _Forks:
-    def __init__(self, inner: LocalEngine, meet: object) -> None:
+    def __init__(self, inner: LocalEngine, meet: object, num_hosts: int = 1) -> None:
         self._inner, self._meet = inner, meet
-        self.address = EngineAddress(HOST, inner.address.threads)
+        self.address = EngineAddress(HOST, inner.address.threads, num_hosts=num_hosts)
         self.poll, self.stop = inner.poll, inner.stop
 
     def start(self, role: Role, host: int = 0) -> object:
         """See `Engine`."""
         self._meet()
         return self._inner.start(role, host)
+
+
+class TwoPairs(PretendedHosts):
+    """Four workers, two on each of two hosts; the others are on the first."""
+
+    known_hosts = 2
+
+    def host_of(self, role: Role) -> int:
+        """The host on which a process is."""
+        return int(role.node in (2, 3))
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -228,6 +243,32 @@ def test_a_run_uses_shared_memory_within_a_host_and_tcp_between_hosts(
     assert list(private.glob("polytempo-*")) == []
     ways = {line.split()[0] for line in said.read_text().splitlines()}
     assert ways == ({"ipc"} if hosts == 1 else {"ipc", "tcp"})
+
+
+def test_workers_of_each_host_push_their_sum_and_the_run_can_be_replayed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("p")))
+    job, out = pt.jobs.find("digits"), tmp_path / "run"
+    strategy = pt.strategies.async_sgd(shards=2, hierarchical=True)
+    result = pt.run(job, strategy, workers=4, epochs=4, engine=TwoPairs(2), out=out)
+    assert result.server is not None
+    together = []
+    for path in (out / "record" / "0000").glob("shard-*.jsonl"):
+        entries = [entry for entry in read_record(path).entries if isinstance(entry, PushEntry)]
+        workers = [[entry.worker, *(part.worker for part in parts_of(entry))] for entry in entries]
+        tickets = [t for entry in entries for each in (entry, *parts_of(entry)) for t in each.tickets]
+        assert sorted(tickets) == list(range(180))
+        together += [sorted(several) for several in workers if len(several) > 1]
+    assert together
+    assert all(several in ([0, 1], [2, 3]) for several in together)
+    assert result.server["updates"] < 180
+    again = replay(out, job, strategy)
+    assert again.difference is None
+
+
+def parts_of(entry: PushEntry) -> tuple[PartEntry, ...]:
+    return entry.parts if isinstance(entry, HostPushEntry) else ()
 
 
 def _report_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ def test_the_coordinator_takes_in_losses_in_between() -> None:
 
 
 def test_what_depends_on_the_arrival_of_answers_is_taken_from_the_record() -> None:
-    taken = as_recorded(entry_of(push(0, 1, basis=7)), push(0, 1, basis=5))
+    taken = as_recorded(entry_of(push(0, 1, basis=7)), [push(0, 1, basis=5)])
     assert isinstance(taken, Push)
     assert taken.basis == 7
-    asked = as_recorded(Asking(0, 1, 4, (1, 2)), Ask(0, 1, 4, (1,), (b"{}",)))
+    asked = as_recorded(Asking(0, 1, 4, (1, 2)), [Ask(0, 1, 4, (1,), (b"{}",))])
     assert isinstance(asked, Ask)
     assert (asked.done, asked.rows) == ((1, 2), (b"{}",))
 
