@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from polytempo.core import Strategy, is_idle
+from polytempo.core import Strategy
 from polytempo.partition.schedules.action import Schedule
 
 
 def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
     """Stages that work by `schedule`, and `inner` between the workers that hold the same stage.
 
-    Errors: ValueError for an `inner` that does more than exchange gradients, or by another way than messages.
+    Errors: ValueError for an `inner` with a parameter server, one copy of the parameters, slices or stages.
     """
     between = checked_inner(inner)
     by_optimizer = between.by_optimizer
@@ -27,15 +27,11 @@ def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
 
 def checked_inner(strategy: Strategy) -> Strategy:
     """The strategy itself. ValueError for one that replicas of a stage cannot have."""
-    if strategy.server is not None:
+    ways = (strategy.server, strategy.one_copy, strategy.slices, strategy.schedule)
+    if any(way is not None for way in ways):
         raise ValueError(
-            f"{strategy} has a parameter server, and replicas of a stage meet each other; give a strategy without one "
-            "as inner, such as sync_sgd() or int8_sgd()"
-        )
-    exchanges_more = strategy.one_copy is not None or strategy.slices is not None or strategy.schedule is not None
-    if exchanges_more or not is_idle(strategy.parameters, 2):
-        raise ValueError(
-            f"replicas of a stage exchange their gradients, and {strategy} exchanges more, or by another way; give a "
-            "strategy of gradients alone as inner, such as sync_sgd(), int8_sgd() or top_k_sgd()"
+            f"replicas of a stage exchange gradients or parameters by messages among themselves, and {strategy} works "
+            "by another way (a parameter server, one copy of the weights, slices of a batch, or stages of its own); "
+            "give an inner strategy such as sync_sgd(), int8_sgd() or local_sgd(period=8)"
         )
     return strategy

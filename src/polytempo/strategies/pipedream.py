@@ -11,8 +11,10 @@ from polytempo.strategies.sync_sgd import sync_sgd
 def pipedream(stages: int = 2, vertical_sync: bool = False, inner: Strategy | None = None) -> Strategy:
     """Each batch comes back with the parameters that it went forward with, and makes an update at once.
 
-    w(t+1) = w(t) - ν ∇f(w₁(t-K+1), …, w_K(t)): stage k of K is K-1-k updates late. With `vertical_sync` a batch sees the
-    parameters of one moment at all stages, w(t-K+1), and all are K-1 late.
+    w(t+1) = w(t) - ν ∇f(w₁(t-K+1), …, w_K(t))
+
+    Stage k of K is K-1-k updates late. With `vertical_sync` a batch sees the parameters of one moment at all stages,
+    w(t-K+1), and all are K-1 late.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.

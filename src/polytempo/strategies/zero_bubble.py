@@ -9,7 +9,7 @@ from polytempo.strategies.sync_sgd import sync_sgd
 
 
 def zero_bubble(stages: int = 2, micro_batches: int = 4, inner: Strategy | None = None) -> Strategy:
-    """1F1B whose backward pass is cut in two: what the stage before waits for at once, weights' gradients when it suits.
+    """1F1B whose backward pass is cut in two: what the stage before waits for, and the gradients of weights, later.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
 

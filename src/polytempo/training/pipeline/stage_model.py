@@ -25,11 +25,11 @@ class StageModel(nn.Module):
         for part in self.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # its overloads
         """The stage's entries of the whole model's state."""
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the stage's entries of a state, which may be the whole model's. KeyError where one is missing."""
         for part in self.parts:
-            part.load_state_dict({name: state[name] for name in part.state_dict()})
+            part.load_state_dict({name: state_dict[name] for name in part.state_dict()}, strict, assign)
