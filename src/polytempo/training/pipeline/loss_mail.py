@@ -28,6 +28,10 @@ class LossMail:
         self._late = late
         self._arriving: deque[Work[Tensor]] = deque()
         self._leaving: deque[Work[None]] = deque()
+        self.under_way: deque[Tensor] = deque(maxlen=late)
+        """At the last stage: the losses that the first one has not been asked for yet."""
+        self._again: list[Tensor] = []
+        self._missing = 0
 
     async def step(self, stages: Port, loss: Tensor | None) -> Tensor | None:
         """After a step with a batch. Of the last stage `loss` is that of its batch.
@@ -40,15 +44,24 @@ class LossMail:
         if stages.rank == last:
             assert loss is not None, "the last stage has forwarded a batch"
             sent = loss.detach().reshape(1).to("cpu", torch.float64, copy=True)
-            self._leaving.append(await port.start(port.send(sent, 0)))
-            if len(self._leaving) > self._late + _MOST_LEAVING:
+            self.under_way.append(sent)
+            for each in [*self._again, sent]:
+                self._leaving.append(await port.start(port.send(each, 0)))
+            while len(self._leaving) > self._late + _MOST_LEAVING:
                 await self._leaving.popleft()
+            self._again = []
         elif stages.rank == 0:
-            like = torch.empty(1, dtype=torch.float64)
-            self._arriving.append(await port.start(port.recv(like, last)))
+            for _ in range(1 + self._missing):
+                self._arriving.append(await port.start(port.recv(torch.empty(1, dtype=torch.float64), last)))
+            self._missing = 0
             if len(self._arriving) > self._late:
                 return (await self._arriving.popleft())[0]
         return None
+
+    def restore(self, losses: list[Tensor], step: int) -> None:
+        """Go on after `step` steps. `losses`: those that were under way, at the last stage."""
+        self.under_way.extend(losses)
+        self._again, self._missing = list(losses), min(step, self._late)
 
     async def rest(self) -> list[Tensor]:
         """Losses that have not been answered yet; what was sent has been received."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
+from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
@@ -20,6 +21,7 @@ from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.pipeline.gathered import gathered
 from polytempo.training.pipeline.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
+from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import StageProgram
@@ -69,7 +71,9 @@ class PipelineStage:
         self.optimizer = optimizer(self.model)
         self.replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan)
         self._shared = SharedGradients(parts, self.schedule, self.number)
-        self.program = StageProgram(parts, self.schedule, self.number, self._update)
+        operations = [cost.operations for cost in parts.costs]
+        shares = [each / sum(operations) for each in operations]
+        self.program = StageProgram(parts, self.schedule, self.number, self._update, shares)
         self._losses = LossMail(self.late)
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
@@ -108,6 +112,25 @@ class PipelineStage:
     def facts(self) -> StageFacts:
         """What the schedule lets this stage hold, and how late its updates are."""
         return facts(self.schedule, self.number)
+
+    def state(self) -> Saved:
+        """What is under way here after a step; see `ProgramState`."""
+        about = {"shares": list(self._shares)}
+        found = saved_state(self.program.state(), about)
+        return Saved(found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}, found.scalars)
+
+    def restore(self, source: Saved) -> None:
+        """Go on from what `state` answered, in the same stage of the same schedule. Parameters are loaded before."""
+        state, about = restored_state(source)
+        micro_batches = self.schedule.micro_batches
+        self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
+        self._shares = deque(about["shares"])
+        losses = [tensor for name, tensor in source.tensors.items() if name.startswith("loss/")]
+        self._losses.restore(losses, state.step)
+
+    def begin(self, step: int) -> None:
+        """Go on after `step` steps with nothing under way."""
+        self.program.begin(step)
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
