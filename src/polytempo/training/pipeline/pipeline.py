@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port, Strategy, is_idle
+from polytempo.core import Codec, Port, Strategy, is_idle
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.schedules.action import Schedule
@@ -22,6 +22,7 @@ from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import StageProgram
+from polytempo.training.pipeline.wires import Wires, sent_bytes
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replica import Replica
 from polytempo.worlds import ProcessWorld, current
@@ -42,6 +43,8 @@ def pipeline(
     by: By | Sequence[str] = "operations",
     inner: Strategy | None = None,
     max_norm: float | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
     seed: int = 0,
     world: ProcessWorld | None = None,
 ) -> Pipeline:
@@ -66,10 +69,14 @@ def pipeline(
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
-    Errors: ValueError where the ranks are no multiple of the stages, or a late schedule shares weights between stages;
-    `Mismatch` where ranks disagree.
+    `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
+    gradients back; None: as they are. See `training.pipeline.wires`.
+
+    Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
+    a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
-    return Pipeline(world or current(), model, optimizer, loss, schedule, sample, by, inner, max_norm, seed)
+    wires = Wires(activations, gradients)
+    return Pipeline(world or current(), model, optimizer, loss, schedule, sample, by, inner, max_norm, wires, seed)
 
 
 class Pipeline:
@@ -86,9 +93,10 @@ class Pipeline:
         by: By | Sequence[str],
         inner: Strategy | None,
         max_norm: float | None,
+        wires: Wires,
         seed: int,
     ) -> None:
-        self._world, self.schedule, self._max_norm = world, schedule, max_norm
+        self._world, self.schedule, self._max_norm, self._wires = world, schedule, max_norm, wires
         whole = laid_out(world.port, schedule.stages)
         self.ports = ports_of(whole)
         strategy = checked_inner(inner or sync_sgd())
@@ -98,6 +106,7 @@ class Pipeline:
             self.cut = cut(model, sample=sample, by=begins)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
+        told |= {"activations": str(wires.activations), "gradients": str(wires.gradients)}
         world.drive(agree(whole, told))
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
@@ -106,7 +115,7 @@ class Pipeline:
         self.optimizer = optimizer(self.model.parameters())
         self._replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size)
         self._shared = SharedGradients(self.cut, schedule, self.stage)
-        self._program = StageProgram(self.cut, schedule, self.stage, self._update)
+        self._program = StageProgram(self.cut, schedule, self.stage, self._update, wires)
         self._batches = MicroBatches(self.cut, schedule, loss, seed, self.ports.data.rank)
 
     def step(self, *batch: Any) -> Tensor | None:
@@ -118,6 +127,15 @@ class Pipeline:
         split = self._batches.of(batch[:-1], batch[-1], self._program.step_number)
         loss: Tensor | None = self._world.drive(self._program.step(self.ports.model, split))
         return loss
+
+    def sent_bytes(self, *batch: Any) -> list[int]:
+        """Bytes that each stage of a replica sends to the others in a step with a batch of these sizes.
+
+        What replicas of a stage exchange is not among them: see `Strategy.gradients.cost`.
+        """
+        split = self._batches.of(batch[:-1], batch[-1], self._program.step_number)
+        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self._wires) for part in split]
+        return [sum(column) for column in zip(*each, strict=True)]
 
     def finish(self) -> None:
         """Take the gradients that are under way back through all stages, and update by them. All ranks call it."""
