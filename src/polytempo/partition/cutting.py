@@ -21,10 +21,11 @@ from torch import Tensor, fx, nn
 from polytempo.partition.balance import prefix, slowest_least, total_least
 from polytempo.partition.chain import Chain, chain_of, has_parameters
 from polytempo.partition.cut import Cut, Stage, StageCost, Value
+from polytempo.partition.exported import exported
 from polytempo.partition.places import Places
 from polytempo.partition.profile import counted, measured
 from polytempo.partition.split import split
-from polytempo.partition.trace import inputs_of, trace
+from polytempo.partition.trace import Traced, Untraceable, inputs_of, trace
 
 By = Literal["operations", "time", "memory", "traffic"]
 _WITHIN = 1.5
@@ -68,28 +69,41 @@ def cut(
     """
     _check(stages, by, within)
     inputs = inputs_of(model, sample)
-    traced = trace(model, inputs)
-    facts = counted(model, traced, inputs)
-    chain = chain_of(model, traced, facts, keep_tied=tied == "together", state_per_parameter=state_per_parameter)
-    places = Places(chain)
-    seconds = None
-    if measure or by == "time":
-        seconds = prefix(_of_units(chain, measured(model, traced, inputs)))
-    if isinstance(by, str):
-        assert stages is not None
-        _check_parts(chain, stages, traced.whole)
-        ends = _chosen(chain, stages, by, seconds, within=within, memory_bytes=memory_bytes)
-    else:
-        ends = places.ends(by, stages)
-    made, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
-    return Cut(
-        stages=tuple(made),
-        values=tuple(sizes),
-        shared=_shared(model, made),
-        inputs=inputs.names,
-        begins=tuple(places.begin(chain.begins[end]) for end in ends[1:-1]),
-        costs=tuple(_costs(chain, places, ends, seconds, sizes)),
-    )
+
+    def made(traced: Traced) -> Cut:
+        """The cut of the graph."""
+        facts = counted(model, traced, inputs)
+        chain = chain_of(model, traced, facts, keep_tied=tied == "together", state_per_parameter=state_per_parameter)
+        places = Places(chain)
+        seconds = None
+        if measure or by == "time":
+            seconds = prefix(_of_units(chain, measured(model, traced, inputs)))
+        if isinstance(by, str):
+            assert stages is not None
+            _check_parts(chain, stages, traced.whole)
+            ends = _chosen(chain, stages, by, seconds, within=within, memory_bytes=memory_bytes)
+        else:
+            _check_names(by, traced.whole)
+            ends = places.ends(by, stages)
+        parts, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
+        return Cut(
+            stages=tuple(parts),
+            values=tuple(sizes),
+            shared=_shared(model, parts),
+            inputs=inputs.names,
+            begins=tuple(places.begin(chain.begins[end]) for end in ends[1:-1]),
+            costs=tuple(_costs(chain, places, ends, seconds, sizes)),
+            check=traced.check,
+        )
+
+    try:
+        return made(trace(model, inputs))
+    except Untraceable as error:
+        other = exported(model, inputs, error)
+        try:
+            return made(other)
+        except ValueError:
+            raise error from None
 
 
 def _check(stages: int | None, by: By | Sequence[str], within: float | None) -> None:
@@ -117,10 +131,19 @@ def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
     allowed = has_parameters(chain)
     most = sum(bool(allowed[unit, unit + 1]) for unit in range(chain.units))
     if stages > most:
-        kept = "".join(f"; {name} stays whole: {reason}" for name, reason in whole.items())
-        raise ValueError(
-            f"stages={stages}, and the model can be cut into at most {most} parts that have parameters{kept}"
-        )
+        said = f"stages={stages}, and the model can be cut into at most {most} parts that have parameters"
+        if whole:
+            kept = "; ".join(f"{name} stays whole: {reason}" for name, reason in whole.items())
+            raise Untraceable(f"{said}; {kept}")
+        raise ValueError(said)
+
+
+def _check_names(by: Sequence[str], whole: Mapping[str, str]) -> None:
+    """`Untraceable` for a name within a module that stays whole."""
+    for name in by:
+        for kept, reason in whole.items():
+            if name.startswith(f"{kept}."):
+                raise Untraceable(f"no stage can begin at {name}, for {kept} stays whole: {reason}")
 
 
 def _chosen(
