@@ -33,6 +33,7 @@ from polytempo.partition.trace import (
     Inputs,
     Traced,
     Untraceable,
+    is_own,
     one_at_a_time,
     two_graphs,
     untraceable,
@@ -247,7 +248,7 @@ class _Rebuilding:
         target = str(node.target)
         found = operator.attrgetter(target)(self._module)
         if not isinstance(found, Tensor):
-            raise _region(self._model, node)
+            raise _region(self._model, node, found)
         if target not in self._own:
             target = target.replace(".", "_")
             self._constants[target] = found
@@ -282,8 +283,8 @@ class _Rebuilding:
             except AssertionError as error:
                 raise ValueError(
                     f"the model decides by sizes, and was cut for {str(error).removeprefix('Guard failed: ')}, as the "
-                    "sample has it; call it with such inputs, or cut it with another sample (in the model's code, len(x) "
-                    "and int(…) fix a size, and x.shape[0] does not)"
+                    "sample has it; call it with such inputs, or cut it with another sample (len(x) and int(…) in the "
+                    "model's code fix a size; x.shape[0] does not)"
                 ) from None
 
         return check
@@ -296,13 +297,15 @@ def _is_check(node: fx.Node) -> bool:
     return not node.users and getattr(node.target, "__name__", "").startswith(_CHECKS)
 
 
-def _region(model: nn.Module, node: fx.Node) -> Untraceable:
-    """The error for lines that run in another mode than the rest, or only sometimes."""
-    user = next(iter(node.users), node)
-    found = re.findall(r'File "(.+)", line (\d+), in .*\n(.*)', str(user.meta.get("stack_trace", "")))
+def _region(model: nn.Module, node: fx.Node, region: Any) -> Untraceable:
+    """The error for lines that run in another mode than the rest, or only sometimes: export has a graph for each."""
+    inner = region.graph.nodes if isinstance(region, fx.GraphModule) else ()
+    kind = str(next(iter(node.users), node).target)
+    stacks = [str(each.meta["stack_trace"]) for each in inner if each.meta.get("stack_trace")]
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n(.*)', stacks[0]) if stacks else []
+    found = [frame for frame in frames if is_own(frame[0])]
     file, line, code = found[-1] if found else ("", "0", "")
-    where = f"{file}:{line}: `{code.strip()}`" if found else str(user.target)
+    where = f"{file}:{line}: `{code.strip()}` is in" if found else "it has"
     return Untraceable(
-        f"{type(model).__name__} cannot be cut: {where} is a region of its own ({user.target}); {REMEDY}",
-        (file, int(line)) if found else None,
+        f"{type(model).__name__} cannot be cut: {where} a region of its own ({kind}); {REMEDY}", (file, int(line))
     )

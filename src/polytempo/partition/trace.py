@@ -175,8 +175,12 @@ def _construct(error: Exception) -> str:
 
 
 def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not frame.filename.startswith((_OURS, _TORCH, "<"))]
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+
+
+def is_own(file: str) -> bool:
+    """Whether it is the user's, neither ours nor torch's."""
+    return not file.startswith((_OURS, _TORCH, "<"))
 
 
 def _reads_mode(module: nn.Module) -> bool:
