@@ -21,7 +21,7 @@ from polytempo.core import Port, Program
 from polytempo.partition.cut import Cut, Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
-from polytempo.partition.schedules.facts import version_of
+from polytempo.partition.schedules.facts import facts, version_of
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.sent_ahead import SentAhead
@@ -67,7 +67,8 @@ class StageProgram:
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = self._parameters = [p for part in own for p in part.module.parameters()]
-        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current")
+        overtaken = facts(schedule, stage).delay > 0
+        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", overtaken=overtaken)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
             part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
