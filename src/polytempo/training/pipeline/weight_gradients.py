@@ -25,7 +25,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @contextmanager
 def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
-    """Inside, forward passes of `layers` (see `layers_of`) build graphs whose backward passes hand their weight gradients to `take`.
+    """Inside, forward passes of `layers` (see `layers_of`) build graphs that hand their weight gradients to `take`.
 
     Of convolutions only where `take` is not `at_once`: they cannot add in place, and two halves cost more than a whole.
     """
