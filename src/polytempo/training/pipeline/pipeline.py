@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Port, Strategy, is_idle
-from polytempo.partition.cut import Cut
+from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts, steps_late
@@ -101,6 +102,8 @@ class Pipeline:
         self.ports = ports_of(whole)
         strategy = checked_inner(inner or sync_sgd())
         self.cut: Cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
+        if not isinstance(by, str) and whole.rank == 0:
+            _warn_unbalanced(self.cut)
         if by == "time" and whole.size > 1:  # each rank has measured for itself
             begins = world.drive(gather_json(whole, list(self.cut.begins)))[0]
             self.cut = cut(model, sample=sample, by=begins)
@@ -124,6 +127,9 @@ class Pipeline:
         Returns the batch's mean loss on the last stage, None on the others. With a schedule that does not wait the
         update by this batch's gradient comes `delay` steps later.
         """
+        if len(batch) != len(self.cut.inputs) + 1:
+            names = ", ".join((*self.cut.inputs, "target"))
+            raise ValueError(f"step takes the model's inputs and the target, ({names}); got {len(batch)} arguments")
         split = self._batches.of(batch[:-1], batch[-1], self._program.step_number)
         loss: Tensor | None = self._world.drive(self._program.step(self.ports.model, split))
         return loss
@@ -164,6 +170,12 @@ class Pipeline:
         self.optimizer.step()
         await self._replica.finish_step(ports.data)
         self.optimizer.zero_grad()
+
+
+def _warn_unbalanced(found: Cut) -> None:
+    """A cut by hand may be far from the best."""
+    if said := unbalanced(found.costs, [cost.operations for cost in found.costs], most=1.5):
+        warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=4)
 
 
 def checked_inner(strategy: Strategy) -> Strategy:
