@@ -130,7 +130,7 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.step()
         optimizer.zero_grad()
 
-    return StageProgram(whole, schedule, stage, update, wires)
+    return StageProgram(whole, schedule, stage, update, wires=wires)
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

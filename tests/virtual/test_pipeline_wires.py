@@ -126,7 +126,7 @@ def test_a_tensor_is_encoded_once_for_all_who_use_it_and_numbers_and_masks_trave
     wires = Wires(Coded(activations), None)  # type: ignore[arg-type]
     layouts = whole.layouts(x)
     seen: dict[str, Tensor] = {}
-    parts = [StageProgram(whole, one_f_one_b(3, 1), stage, _nothing, wires) for stage in range(3)]
+    parts = [StageProgram(whole, one_f_one_b(3, 1), stage, _nothing, wires=wires) for stage in range(3)]
 
     def note(stage: Stage, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen.update({f"{stage.index}.{name}": arg.detach() for name, arg in zip(stage.takes, args, strict=True)})
@@ -191,7 +191,7 @@ def test_what_cannot_be_encoded_names_the_tensor_and_its_stage() -> None:
     whole = chain(model, 2)
     with torch.no_grad():
         model[0][0].bias[1] = torch.nan
-    parts = [StageProgram(whole, one_f_one_b(2, 1), stage, _nothing, Wires(c.int8())) for stage in range(2)]
+    parts = [StageProgram(whole, one_f_one_b(2, 1), stage, _nothing, wires=Wires(c.int8())) for stage in range(2)]
 
     async def program(port: Port) -> None:
         await parts[port.rank].step(port, micro_batches(batches(1)[0], 1, whole))
