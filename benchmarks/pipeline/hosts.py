@@ -1,12 +1,11 @@
 """Four stages on four hosts, measured and predicted: seconds of a step, by schedule, over emulated links.
 
     export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for what the script has to do; needs root
-    python benchmarks/pipeline/hosts.py [--mbit 1000] [--forward-ms 4] [--codec 'int8()'] [--computes]
+    python benchmarks/pipeline/hosts.py [--mbit 1000] [--forward-ms 4]
 
 One process a host, one thread each. A host is a network namespace with a PID namespace and a /dev/shm of its own, so
 no memory is shared. The hosts share this machine's cores. So that they do not compute for each other, a layer waits for
-the time that an accelerator would take; what the cores do is to send, to receive, to encode, and to run the executor.
-With `--computes` the layers are real ones, whose times are measured in the same run, with all four processes at work.
+the time that an accelerator would take; what the cores do is to send, to receive, and to run the executor.
 
 The prediction is the virtual world's: the same stages, schedule and sizes, with those times, on links of that rate.
 """
@@ -38,18 +37,16 @@ from polytempo.core import Port
 from polytempo.partition import schedules
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
-from polytempo.spec.catalogue import NAMES
 from polytempo.training.pipeline.pipeline import pipeline
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import Wires
 from polytempo.worlds import ProcessWorld, VirtualWorld
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compression"))
 from lab import lab, on_every_host
 
 STAGES, MICRO_BATCHES, SAMPLES = 4, 8, 64
-WIDTH = {False: 16_384, True: 256}
-"""Of a layer: numbers that a sample sends to the next stage. Real layers are narrow, so that the links are busy."""
+WIDTH = 16_384
+"""Of a layer: numbers that a sample sends to the next stage."""
 GOODPUT = 1448 / 1514
 """Of a shaped link's rate: what TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
 WARM_UP = 6
@@ -70,18 +67,10 @@ OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
 class Settings:
     """What a run measures."""
 
-    computes: bool
     forward_s: float
     """That a layer takes for a micro-batch; backward takes twice as long."""
-    codec: str
     steps: int
     bytes_per_s: float
-
-    @property
-    def wires(self) -> Wires:
-        """One codec for both ways."""
-        codec: Any = NAMES.codec(self.codec) if self.codec else None
-        return Wires(codec, codec)
 
 
 class _Waits(torch.autograd.Function):
@@ -115,12 +104,8 @@ class Layer(nn.Module):
 def made(settings: Settings, *, waits: bool) -> tuple[nn.Module, Tensor]:
     """A model of one layer a stage, and a batch."""
     torch.manual_seed(0)
-    width = WIDTH[settings.computes]
-    if settings.computes:
-        samples = SAMPLES * WIDTH[False] // width
-        return nn.Sequential(*[nn.Linear(width, width) for _ in range(STAGES)]), torch.randn(samples, width)
     each_s = settings.forward_s / (SAMPLES // MICRO_BATCHES) if waits else 0.0
-    return nn.Sequential(*[Layer(width, each_s) for _ in range(STAGES)]), torch.randn(SAMPLES, width)
+    return nn.Sequential(*[Layer(WIDTH, each_s) for _ in range(STAGES)]), torch.randn(SAMPLES, WIDTH)
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:
@@ -157,10 +142,8 @@ def _end_with_launcher() -> None:
 def _measured(world: ProcessWorld, settings: Settings, schedule: schedules.Schedule) -> dict[str, list[float]]:
     """Of each stage: seconds of a step, those of them that it computed, and those of the update."""
     model, x = made(settings, waits=True)
-    wires = settings.wires
-    codecs = {"activations": wires.activations, "gradients": wires.gradients}
     begins = [str(number) for number in range(1, STAGES)]
-    pipe = pipeline(model, sgd, half_square, schedule, sample=x[:1], by=begins, world=world, **codecs)
+    pipe = pipeline(model, sgd, half_square, schedule, sample=x[:1], by=begins, world=world)
     update_s, own_step = [0.0], pipe.optimizer.step
 
     def timed_step(*args: Any) -> Any:
@@ -199,7 +182,7 @@ def predicted(settings: Settings, schedule: schedules.Schedule, computed_s: floa
         async def update() -> None:
             await port.compute(_nothing, update_s * link.flops_per_s)
 
-        stage = StageProgram(parts, schedule, port.rank, update, settings.wires)
+        stage = StageProgram(parts, schedule, port.rank, update)
         for _ in range(WARM_UP + settings.steps):
             await stage.step(port, split)
             ends[port.rank].append(await port.now())
@@ -247,7 +230,7 @@ def main() -> None:
     given = parsed(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of `lab`, which takes it down
     bytes_per_s = GOODPUT * given.mbit * 1e6 / 8
-    settings = Settings(given.computes, given.forward_ms / 1e3, given.codec, given.steps, bytes_per_s)
+    settings = Settings(given.forward_ms / 1e3, given.steps, bytes_per_s)
     runs = [measured(given.lab, given.mbit, settings, given.only) for _ in range(given.rounds)]
     rows = []
     for name in given.only:
@@ -274,8 +257,6 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lab", type=Path, default=os.environ.get("POLYTEMPO_NETLAB"), help="the script of the lab")
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--forward-ms", type=float, default=4.0, help="that a layer waits for a micro-batch")
-    parser.add_argument("--computes", action="store_true", help="real layers instead of layers that wait")
-    parser.add_argument("--codec", default="", help="of activations and gradients, such as 'int8()'")
     parser.add_argument("--only", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)

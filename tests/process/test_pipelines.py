@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -250,6 +252,53 @@ def test_what_cannot_be_is_refused() -> None:
         assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
         assert "got the lengths [2, 3]" in lengths
         assert "8" in layers
+
+
+def test_a_mistake_in_a_batch_names_stage_layer_and_sizes_on_all_ranks() -> None:
+    """All stages know the sizes of a batch before one of them computes, so that none waits for another."""
+
+    def said(make: Callable[[], object]) -> str:
+        try:
+            make()
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    def work(world: ProcessWorld) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            by_hand = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 2), sample=SAMPLE, by=["7"])
+        pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 2), sample=SAMPLE)
+        [(x, y)] = batches(1)
+        answers = [
+            said(lambda: pipe.step(x[:, :5], y)),
+            said(lambda: pipe.step(x)),
+            said(lambda: pipe.step(x[:0], y[:0])),
+            said(lambda: by_hand.step(x, y)),
+        ]
+        norm = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, WIDTH)).double()
+        normed = pt.pipeline(norm, sgd, mse, one_f_one_b(2, 4), sample=torch.cat([SAMPLE, SAMPLE]))
+        normed.step(x, y)
+        answers.append(said(lambda: normed.step(x[:5], y[:5])))  # micro-batches of 2, 1, 1 and 1
+        return [*answers, [str(each.message) for each in caught]]
+
+    first, last = together(2, work)
+    assert first[:-1] == last[:-1]
+    width, none, empty, works, short, warned = first
+    assert re.search(
+        r"stage 0 at `.*\(input_1\)` cannot take inputs of these sizes: input \(4, 5\) of torch.float64", width
+    )
+    assert "step takes the model's inputs and the target, (input, target); got 1 arguments" in none
+    assert "got the lengths [0]" in empty
+    assert works == "accepted"
+    assert re.search(
+        r"at `.*` cannot take .* input \(1, 6\) of torch.float64: Expected more than 1 value per channel", short
+    )
+    [warning] = warned
+    assert re.search(
+        r"stage 0 \(0, 1, .*\) takes 1.7 times the mean, .*: 2 stages are at most 1.1 times as fast", warning
+    )
+    assert last[-1] == []
 
 
 def test_a_short_last_batch_and_another_shape_are_taken() -> None:

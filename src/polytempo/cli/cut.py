@@ -13,7 +13,7 @@ from polytempo.cli.cut_schedules import COLUMNS, predictions
 from polytempo.cli.plan import found_job
 from polytempo.cli.request import CutRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
-from polytempo.partition.cut import Cut, StageCost
+from polytempo.partition.cut import Cut, StageCost, unbalanced
 from polytempo.partition.cutting import cut as cut_model
 from polytempo.report.summary import human_seconds
 from polytempo.spec.job import Job
@@ -22,9 +22,6 @@ from polytempo.training.staged_training import sample_of
 
 MICRO_BATCHES = 8
 """In how many a batch is taken to be cut, for the table of schedules."""
-_UNBALANCED = 1.25
-"""How many times the mean time of a stage the slowest may have without a warning."""
-_LONG = 40
 _COLUMNS = ("stage", "layers", "parameters", "time", "share", "memory", "in", "out")
 
 
@@ -58,8 +55,8 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
                 f"\nin {MICRO_BATCHES} micro-batches, or at once where gradients are late; messages take no time here:"
             )
             show_table(COLUMNS, [each.row for each in foreseen])
-    if warning := unbalanced(found):
-        print(f"warning: {warning}", file=sys.stderr)
+    if warning := unbalanced(found.costs, [_seconds(cost) for cost in found.costs]):
+        print(f"warning: {warning}; take fewer stages, another --by, or divide that layer", file=sys.stderr)
 
 
 def state_per_parameter(job: Job) -> float:
@@ -84,26 +81,12 @@ def notes(found: Cut) -> list[str]:
     return said
 
 
-def unbalanced(found: Cut) -> str:
-    """What to say where a stage takes much longer than the others; "" where none does."""
-    times = [_seconds(cost) for cost in found.costs]
-    slowest = max(range(len(times)), key=times.__getitem__)
-    mean = sum(times) / len(times)
-    if times[slowest] <= _UNBALANCED * mean:
-        return ""
-    return (
-        f"stage {slowest} ({_layers(found.costs[slowest])}) takes {times[slowest] / mean:.1f} times the mean, and a "
-        f"pipeline is as slow as its slowest stage: {len(times)} stages are at most {sum(times) / times[slowest]:.1f} "
-        "times as fast as one; take fewer stages, another --by, or divide that layer"
-    )
-
-
 def _row(found: Cut, index: int, memory: float) -> tuple[str, ...]:
     cost = found.costs[index]
     total = sum(_seconds(each) for each in found.costs)
     return (
         str(index),
-        _layers(cost),
+        cost.shown,
         f"{cost.parameters:,}",
         human_seconds(_seconds(cost)),
         f"{100 * _seconds(cost) / total:.0f} %",
@@ -111,12 +94,6 @@ def _row(found: Cut, index: int, memory: float) -> tuple[str, ...]:
         size(cost.bytes_in) if cost.bytes_in else "-",
         size(cost.bytes_out) if cost.bytes_out else "-",
     )
-
-
-def _layers(cost: StageCost) -> str:
-    """All layers if they are short, or the first and the last."""
-    every = ", ".join(cost.layers)
-    return every if len(every) <= _LONG else f"{cost.layers[0]} … {cost.layers[-1]}"
 
 
 def _seconds(cost: StageCost) -> float:

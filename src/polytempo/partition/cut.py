@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.func import functional_call
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 """What a receiver allocates: a shape and a dtype."""
+
+
+_LONG = 40
 
 
 def any_size(inputs: Sequence[Any]) -> None:
@@ -56,6 +60,12 @@ class StageCost:
     """Values that it receives."""
     bytes_out: int
     """Values that it sends, each once per target."""
+
+    @property
+    def shown(self) -> str:
+        """All layers if they are short, or the first and the last."""
+        every = ", ".join(self.layers)
+        return every if len(every) <= _LONG else f"{self.layers[0]} … {self.layers[-1]}"
 
     def memory_bytes(self, state_per_parameter: float) -> float:
         """Parameters, gradients, the optimizer's state, and what is kept of one micro-batch."""
@@ -113,6 +123,7 @@ class Cut:
         if len(inputs) != len(self.inputs):
             raise ValueError(f"the model was cut for the inputs {', '.join(self.inputs)}; got {len(inputs)} of them")
         self.check(inputs)
+        sizes = ", ".join(f"{n} {described(value)}" for n, value in zip(self.inputs, inputs, strict=True))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         given = [fake(value, mode) for value in inputs]
         known: dict[str, Tensor] = {}
@@ -120,9 +131,37 @@ class Cut:
             for stage in self.stages:
                 state = fake_state(stage.module, mode)
                 taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))
-                answer = functional_call(stage.module, state, taken)
+                try:
+                    answer = functional_call(stage.module, state, taken)
+                except Exception as error:
+                    raise ValueError(
+                        f"{located(stage.index, error)} cannot take inputs of these sizes: {sizes}: {error}"
+                    ) from error
                 known |= dict(zip(stage.gives, answer, strict=False))
         return {name: (tuple(value.shape), value.dtype) for name, value in known.items()}
+
+
+def unbalanced(costs: Sequence[StageCost], each: Sequence[float], most: float = 1.25) -> str:
+    """What to say where a stage costs more than `most` times the mean of `each`; "" where none does."""
+    slowest, mean = max(range(len(each)), key=each.__getitem__), sum(each) / len(each)
+    if each[slowest] <= most * mean:
+        return ""
+    return (
+        f"stage {slowest} ({costs[slowest].shown}) takes {each[slowest] / mean:.1f} times the mean, and a "
+        f"pipeline is as slow as its slowest stage: {len(each)} stages are at most {sum(each) / each[slowest]:.1f} "
+        "times as fast as one"
+    )
+
+
+def located(stage: int, error: Exception) -> str:
+    """Where in a stage's graph an error was raised: its line names the layer or the operation."""
+    lines = [frame.line for frame in extract_tb(error.__traceback__) if frame.filename.startswith("<eval_with_key")]
+    return f"stage {stage}" + (f" at `{lines[-1].partition(';')[0]}`" if lines and lines[-1] else "")
+
+
+def described(value: Any) -> str:
+    """A tensor's shape and dtype; else the value."""
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Strategy
+from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
@@ -93,6 +95,8 @@ class Pipeline:
         self._world, self.schedule, self._wires = world, schedule_of(strategy), wires
         whole, schedule = laid_out(world.port, self.schedule.stages), self.schedule
         self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
+        if not isinstance(by, str) and whole.rank == 0:
+            _warn_unbalanced(self.cut)
         if by == "time" and whole.size > 1:  # each rank has measured for itself
             begins = world.drive(gather_json(whole, list(self.cut.begins)))[0]
             self.cut = cut(model, sample=sample, by=begins)
@@ -115,6 +119,9 @@ class Pipeline:
         Returns the batch's mean loss on the last stage, None on the others. With a schedule that does not wait the
         update by this batch's gradient comes `delay` steps later.
         """
+        if len(batch) != len(self.cut.inputs) + 1:
+            names = ", ".join((*self.cut.inputs, "target"))
+            raise ValueError(f"step takes the model's inputs and the target, ({names}); got {len(batch)} arguments")
         loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1]))
         return loss
 
@@ -139,6 +146,12 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, by its own names, on every rank. All ranks call it."""
         return self._world.drive(self._stage.state_dict())
+
+
+def _warn_unbalanced(found: Cut) -> None:
+    """A cut by hand may be far from the best."""
+    if said := unbalanced(found.costs, [cost.operations for cost in found.costs], most=1.5):
+        warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=4)
 
 
 def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:

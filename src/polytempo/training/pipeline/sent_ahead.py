@@ -56,7 +56,8 @@ class SentAhead:
     async def again(self, port: Port, mail: StageMail) -> None:
         """Send what was restored."""
         for sent in self._again:
-            await mail.put(port, self._values[sent.value], (sent.target,), sent.way, sent.tensor)
+            value = self._values[sent.value]
+            await mail.put(port, value, sent.target, sent.way, sent.tensor, sent.micro_batch)
         self._again = []
 
     def _taken(self, sent: SentTensor) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict, deque
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.compression.point_to_point import decoded, encoded, wire_like
-from polytempo.core import EncodeContext, Port
+from polytempo.core import Codec, EncodeContext, Port
 from polytempo.core.op import Work
 from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
@@ -26,13 +25,14 @@ class _Lane(NamedTuple):
     way: Way
 
 
-class _Arriving(NamedTuple):
-    """A message that is received: its wire, and the tensor that it is to become."""
+class _Encoded(NamedTuple):
+    """A wire that is received, and the tensor that it becomes."""
 
-    work: Work[Tensor]
+    wire: Work[Tensor]
     like: Tensor
-    source: int
-    """The part that sends it."""
+    codec: Codec
+    when: EncodeContext
+    port: Port
 
 
 class StageMail:
@@ -47,50 +47,46 @@ class StageMail:
         self._wires = wires
         self._held = max(facts(schedule, each).held for each in range(schedule.stages))
         self._numbers = {value.name: number for number, value in enumerate(cut.values)}
-        self._arriving: dict[_Lane, deque[Tensor | _Arriving]] = defaultdict(deque)
+        self._arriving: dict[_Lane, deque[Tensor | Work[Tensor] | _Encoded]] = defaultdict(deque)
         self._leaving: dict[_Lane, deque[Work[None]]] = defaultdict(deque)
-        self._encoded: Counter[_Lane] = Counter()
-        self._decoded: Counter[_Lane] = Counter()
+        self._last: tuple[EncodeContext, Tensor] | None = None
+        """What was encoded last, for all who use it."""
 
-    async def expect(self, port: Port, value: Value, target: int, way: Way, like: Tensor) -> None:
-        """Begin to receive the next tensor of a lane, unless it is of this stage itself."""
+    async def expect(self, port: Port, value: Value, target: int, way: Way, like: Tensor, micro_batch: int) -> None:
+        """Begin to receive the next tensor of a lane, which is of `micro_batch`, unless it is of this stage itself."""
         lane, source = _Lane(value.name, target, way), value.source if way == "forward" else target
         peer = self._stage_of(source)
-        if peer != self._stage:
-            codec = self._wires.codec(way, like)
-            room = like if codec is None else wire_like(codec, like)
-            work = await port.start(port.recv(room, peer, self._tag(lane)))
-            self._arriving[lane].append(_Arriving(work, like, source))
+        if peer == self._stage:
+            return
+        codec = self._wires.codec(way, like)
+        room = like if codec is None else wire_like(codec, like)
+        work = await port.start(port.recv(room, peer, self._tag(lane)))
+        when = self._when(port, lane, source, micro_batch)
+        self._arriving[lane].append(work if codec is None else _Encoded(work, like, codec, when, port))
 
-    async def take(self, port: Port, name: str, target: int, way: Way) -> Tensor:
+    async def take(self, name: str, target: int, way: Way) -> Tensor:
         """The next tensor of a lane; waits for it."""
-        lane = _Lane(name, target, way)
-        arrived = self._arriving[lane].popleft()
+        arrived: Any = self._arriving[_Lane(name, target, way)].popleft()
         if isinstance(arrived, Tensor):
             return arrived
-        wire = await arrived.work
-        codec = self._wires.codec(way, arrived.like)
-        if codec is None:
-            return wire
-        self._decoded[lane] += 1
-        when = self._when(port, lane, arrived.source, self._decoded[lane])
+        if not isinstance(arrived, _Encoded):
+            found: Tensor = await arrived
+            return found
         like = torch.empty(arrived.like.shape, dtype=arrived.like.dtype, device=arrived.like.device)
-        return await decoded(port, wire, like, codec, when)
+        return await decoded(arrived.port, await arrived.wire, like, arrived.codec, arrived.when)
 
-    async def put(self, port: Port, value: Value, targets: Sequence[int], way: Way, tensor: Tensor) -> None:
-        """Send a tensor, encoded once, to the parts that use it, or its gradient from one of them; it must stay as it
-        is."""
-        wire: Tensor | None = None
-        for target in targets:
-            peer, lane = self._stage_of(target if way == "forward" else value.source), _Lane(value.name, target, way)
-            if peer == self._stage:
-                self._arriving[lane].append(tensor)
-                continue
-            wire = await self._wire(port, value, lane, tensor) if wire is None else wire
-            leaving = self._leaving[lane]
-            leaving.append(await port.start(port.send(wire, peer, self._tag(lane))))
-            if len(leaving) > self._held:
-                await leaving.popleft()
+    async def put(self, port: Port, value: Value, target: int, way: Way, tensor: Tensor, micro_batch: int) -> None:
+        """Send a tensor on its lane; it must stay as it is."""
+        lane, peer = _Lane(value.name, target, way), self._stage_of(target if way == "forward" else value.source)
+        if peer == self._stage:
+            self._arriving[lane].append(tensor)
+            return
+        when = self._when(port, lane, value.source if way == "forward" else target, micro_batch)
+        wire = await self._wire(port, lane, tensor, when)
+        leaving = self._leaving[lane]
+        leaving.append(await port.start(port.send(wire, peer, self._tag(lane))))
+        if len(leaving) > self._held:
+            await leaving.popleft()
 
     async def settle(self) -> None:
         """Wait until everything that was sent has been taken."""
@@ -98,20 +94,19 @@ class StageMail:
             while leaving:
                 await leaving.popleft()
 
-    async def _wire(self, port: Port, value: Value, lane: _Lane, tensor: Tensor) -> Tensor:
+    async def _wire(self, port: Port, lane: _Lane, tensor: Tensor, when: EncodeContext) -> Tensor:
         codec = self._wires.codec(lane.way, tensor)
         if codec is None:
             return tensor
-        self._encoded[lane] += 1
-        source = value.source if lane.way == "forward" else lane.target
-        when = self._when(port, lane, source, self._encoded[lane])
-        what = value.name if lane.way == "forward" else f"the gradient of {value.name}"
-        return await encoded(port, tensor, codec, when, f"{what}, which stage {self._stage} sends")
+        if self._last is None or self._last[0] != when:
+            what = lane.name if lane.way == "forward" else f"the gradient of {lane.name}"
+            self._last = when, await encoded(port, tensor, codec, when, f"{what}, which stage {self._stage} sends")
+        return self._last[1]
 
-    def _when(self, port: Port, lane: _Lane, source: int, number: int) -> EncodeContext:
-        """The same at all receivers of a tensor, and another for each replica."""
+    def _when(self, port: Port, lane: _Lane, source: int, micro_batch: int) -> EncodeContext:
+        """The same for all who use a tensor, also in a run that goes on; another for each replica."""
         tensor = self._tag(_Lane(lane.name, source, lane.way))
-        return EncodeContext(step=number, rank=port.members[self._stage_of(source)], tensor=tensor)
+        return EncodeContext(step=micro_batch + 1, rank=port.members[self._stage_of(source)], tensor=tensor)
 
     def _stage_of(self, part: int) -> int:
         return part % self._num_stages

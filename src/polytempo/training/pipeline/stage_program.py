@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
-from polytempo.partition.cut import Cut, Layout, Stage
+from polytempo.partition.cut import Cut, Layout, Stage, described, located
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import facts, version_of
@@ -147,12 +147,13 @@ class StageProgram:
         stage = self._parts[part_of(self._schedule, self._stage, turn.action)]
         if turn.action.kind == "forward":
             for name in stage.takes:
-                await self._mail.expect(port, self._values[name], stage.index, "forward", self._like(turn, name))
+                value, like = self._values[name], self._like(turn, name)
+                await self._mail.expect(port, value, stage.index, "forward", like, turn.micro_batch)
         elif turn.action.kind in ("backward", "input"):
             for name in stage.gives:
                 like = self._like(turn, name)
                 for target in self._back(name):
-                    await self._mail.expect(port, self._values[name], target, "backward", like)
+                    await self._mail.expect(port, self._values[name], target, "backward", like, turn.micro_batch)
 
     def _like(self, turn: Turn, name: str) -> Tensor:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
@@ -220,7 +221,7 @@ class StageProgram:
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
         stage, batch = self._parts[part], self._batches[turn.micro_batch]
-        taken = [await self._mail.take(port, name, part, "forward") for name in stage.takes]
+        taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
         version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
         work = partial(
             self._work[part].forward,
@@ -231,17 +232,22 @@ class StageProgram:
             partial(batch.seeded, part),
             batch.head if stage.is_last else None,
         )
-        given, loss = await port.compute(work, self._flops(turn) / 3)
+        try:
+            given, loss = await port.compute(work, self._flops(turn) / 3)
+        except Exception as error:
+            what = ", ".join(described(value) for value in batch.inputs)
+            error.add_note(f"in {located(part, error)}, micro-batch {turn.micro_batch} of the run; inputs {what}")
+            raise
         self.most_held = max(self.most_held, sum(len(work.under_way) for work in self._work.values()))
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
                 self._sent.note(turn.micro_batch, self._values[name], target, "forward", tensor)
-            await self._mail.put(port, self._values[name], self._values[name].targets, "forward", tensor)
+                await self._mail.put(port, self._values[name], target, "forward", tensor, turn.micro_batch)
         return loss
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
-        gradients = [await self._gradient(port, name) for name in stage.gives]
+        gradients = [await self._gradient(name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
@@ -249,16 +255,16 @@ class StageProgram:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient
                 self._sent.note(turn.micro_batch, self._values[name], part, "backward", answer)
-                await self._mail.put(port, self._values[name], (part,), "backward", answer)
+                await self._mail.put(port, self._values[name], part, "backward", answer, turn.micro_batch)
         if whole:
             self._has_gradient = True
             self._end(turn)
 
-    async def _gradient(self, port: Port, name: str) -> Tensor | None:
+    async def _gradient(self, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
         for target in self._back(name):
-            gradient = await self._mail.take(port, name, target, "backward")
+            gradient = await self._mail.take(name, target, "backward")
             total = gradient if total is None else total + gradient
         return total
 
