@@ -44,6 +44,7 @@ from polytempo.engines.on_ray.train import RayTorchConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
 
+NODES, CPUS = 2, 6
 STORE_BYTES = 100 << 20
 INTERRUPTED = """
 import sys
@@ -72,8 +73,8 @@ def cluster(mark: str) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         try:
-            started(cluster, num_cpus=6, include_dashboard=False)
-            started(cluster, num_cpus=6, resources={"extra": 1})
+            started(cluster, num_cpus=CPUS, include_dashboard=False)
+            started(cluster, num_cpus=CPUS, resources={"extra": 1})
             yield cluster
         finally:
             cluster.shutdown()
@@ -103,11 +104,14 @@ def nothing_is_left(cluster: Cluster, mark: str) -> Iterator[None]:
 def connected(cluster: Cluster) -> Iterator[None]:
     """As inside a Ray job: connected already, and still so afterwards. All that was reserved is free again."""
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    whole = ray.cluster_resources()["CPU"]
-    yield
-    assert ray.is_initialized()
-    awaited(lambda: ray.available_resources().get("CPU") == whole, "the end of all reservations")
-    ray.shutdown()
+    try:
+        awaited(lambda: sum(node["Alive"] for node in ray.nodes()) == NODES, "the end of nodes that tests have killed")
+        awaited(lambda: ray.cluster_resources().get("CPU") == NODES * CPUS, "the end of their resources")
+        yield
+        assert ray.is_initialized()
+        awaited(lambda: ray.available_resources().get("CPU") == NODES * CPUS, "the end of all reservations")
+    finally:
+        ray.shutdown()
 
 
 # --- runs
