@@ -5,16 +5,17 @@
 Four workers train digits with a global batch of 96; a step lasts 10 ms at least. A random worker gets SIGKILL at random
 moments, drawn from a seed, the same for all contenders, which run one after the other:
 
-    torchrun    DistributedDataParallel over gloo, one node, `--max-restarts`; rank 0 saves a checkpoint each `every` steps.
-                All workers end, start anew and load it
+    torchrun    DistributedDataParallel over gloo, one node, `--max-restarts`; all workers end, start anew, and load the
+                checkpoint that rank 0 saves each `every` steps
     pt.elastic  `state.commit()` after each step; the others go on, and a new worker gets the state from one of them
 
-*Next step*: from the signal until a step of the new group is finished, whichever. *New step*: until one is that had not been
-finished before. *All workers*: until a step of four workers is. *Again*: samples whose gradients were computed more
-than once, of all kills together, for each kill.
+*Next step*: from the signal until a step of the new group is finished, whichever. *New step*: until one is that had not
+been finished before. *All workers*: until a step of four workers is. *Again*: samples whose gradients were computed
+once more, of all kills together, for each kill.
 
-torchrun keeps its rendezvous' store for the workers' groups, so that after a restart gloo may read the address of a process
-that has ended (pytorch issue 135712); `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which is set here, avoids that.
+torchrun keeps its rendezvous' store for the workers' groups, so that after a restart gloo may read the address of a
+process that has ended (pytorch issue 135712); `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which is set here unless the
+environment says 0, avoids that.
 """
 
 from __future__ import annotations
@@ -184,10 +185,10 @@ def contender(name: str, folder: Path) -> list[str]:
 def driven(name: str, kills: int, seed: int) -> tuple[list[Recovery], float]:
     """The recoveries of a run, and the samples that were computed again for each kill."""
     plan, found, furthest = random.Random(seed), list[Recovery](), 0
-    more = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as text, (Path(text) / "said").open("wb") as said:
         folder = Path(text)
-        run = subprocess.Popen(contender(name, folder), env=os.environ | more, stdout=said, stderr=said)
+        run = subprocess.Popen(contender(name, folder), env=environment, stdout=said, stderr=said)
         try:
             steps = Steps(folder, run)
             for _ in range(kills):
