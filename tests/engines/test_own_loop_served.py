@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop_served.py"
 STRATEGIES = ["downpour(shards=2,replicas=1,lr=0.02)", "async_sgd()", "ssp(bound=2)", "easgd(period=4)"]
 LONG_S = 240.0
 EPOCHS = 12
-"""More than the example's: after 5, asynchronous runs still differ by a point and more from one to the next."""
+"""More than the example's: the later the nearer to each other are runs whose workers take turns differently."""
 LR = 0.05
 LOOP = """
 import os, signal, sys, torch
