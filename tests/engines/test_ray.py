@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +35,7 @@ from engines.cluster_runs import (
     local_hashes,
     marked,
     parent,
+    program,
 )
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.failures import WorkerDied
@@ -189,12 +188,10 @@ def test_a_job_that_fails_says_why(connected: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_nothing(cluster: Cluster, number: signal.Signals, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, cluster.address, str(tmp_path / "run")], stderr=subprocess.PIPE
-    )
-    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
-    os.kill(process.pid, number)
-    process.communicate(timeout=LONG_S)
+    with program(INTERRUPTED, cluster.address, str(tmp_path / "run")) as process:
+        awaited(lambda: begun(tmp_path / "run"), "the run's begin")
+        os.kill(process.pid, number)
+        process.communicate(timeout=LONG_S)
     assert process.returncode != 0
 
 
