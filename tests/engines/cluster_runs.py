@@ -11,8 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,17 @@ def begun(out: Path, rows: int = 1) -> bool:
     """Whether a run has written so many rows of metrics."""
     metrics = out / "metrics.jsonl"
     return metrics.exists() and metrics.read_text().count("\n") >= rows
+
+
+@contextmanager
+def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs Python's `text`, and ends it also where a test fails: it would keep the cores from those that follow."""
+    process = subprocess.Popen([sys.executable, "-c", text, *arguments], stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Killer(threading.Thread):

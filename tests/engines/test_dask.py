@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from engines.cluster_runs import (
     local_hashes,
     marked,
     parent,
+    program,
 )
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.on_dask.engine import DaskStarter
@@ -117,21 +116,17 @@ def test_a_cancelled_task_ends_its_agent(client: Client, mark: str) -> None:
 
 
 def test_ctrl_c_leaves_nothing(client: Client, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, client.scheduler.address, str(tmp_path / "run")], stderr=subprocess.PIPE
-    )
-    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=LONG_S)
+    with program(INTERRUPTED, client.scheduler.address, str(tmp_path / "run")) as process:
+        awaited(lambda: begun(tmp_path / "run"), "the run's begin")
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=LONG_S)
     assert process.returncode != 0
     assert b"KeyboardInterrupt" in errors
 
 
 def test_a_killed_launcher_leaves_nothing(client: Client, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, client.scheduler.address, str(tmp_path / "run")])
-    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
-    process.kill()
-    process.wait(LONG_S)
+    with program(INTERRUPTED, client.scheduler.address, str(tmp_path / "run")):
+        awaited(lambda: begun(tmp_path / "run"), "the run's begin")
 
 
 def test_a_wrong_address_is_refused() -> None:

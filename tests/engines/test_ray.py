@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +35,7 @@ from engines.cluster_runs import (
     local_hashes,
     marked,
     parent,
+    program,
 )
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.failures import WorkerDied
@@ -44,6 +43,7 @@ from polytempo.engines.on_ray.train import RayTorchConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
 
+NODES, CPUS = 2, 6
 STORE_BYTES = 100 << 20
 INTERRUPTED = """
 import sys
@@ -72,8 +72,8 @@ def cluster(mark: str) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         try:
-            started(cluster, num_cpus=6, include_dashboard=False)
-            started(cluster, num_cpus=6, resources={"extra": 1})
+            started(cluster, num_cpus=CPUS, include_dashboard=False)
+            started(cluster, num_cpus=CPUS, resources={"extra": 1})
             yield cluster
         finally:
             cluster.shutdown()
@@ -103,11 +103,14 @@ def nothing_is_left(cluster: Cluster, mark: str) -> Iterator[None]:
 def connected(cluster: Cluster) -> Iterator[None]:
     """As inside a Ray job: connected already, and still so afterwards. All that was reserved is free again."""
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    whole = ray.cluster_resources()["CPU"]
-    yield
-    assert ray.is_initialized()
-    awaited(lambda: ray.available_resources().get("CPU") == whole, "the end of all reservations")
-    ray.shutdown()
+    try:
+        awaited(lambda: sum(node["Alive"] for node in ray.nodes()) == NODES, "the end of nodes that tests have killed")
+        awaited(lambda: ray.cluster_resources().get("CPU") == NODES * CPUS, "the end of their resources")
+        yield
+        assert ray.is_initialized()
+        awaited(lambda: ray.available_resources().get("CPU") == NODES * CPUS, "the end of all reservations")
+    finally:
+        ray.shutdown()
 
 
 # --- runs
@@ -185,12 +188,10 @@ def test_a_job_that_fails_says_why(connected: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_nothing(cluster: Cluster, number: signal.Signals, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, cluster.address, str(tmp_path / "run")], stderr=subprocess.PIPE
-    )
-    awaited(lambda: begun(tmp_path / "run"), "the run's begin")
-    os.kill(process.pid, number)
-    process.communicate(timeout=LONG_S)
+    with program(INTERRUPTED, cluster.address, str(tmp_path / "run")) as process:
+        awaited(lambda: begun(tmp_path / "run"), "the run's begin")
+        os.kill(process.pid, number)
+        process.communicate(timeout=LONG_S)
     assert process.returncode != 0
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import polytempo as pt
 from polytempo.engines.engine import Launch, Role
+from polytempo.engines.remote import remote_engine
 from polytempo.engines.remote.messages import (
     AgentBeat,
     Bye,
@@ -188,6 +191,25 @@ def test_an_agent_that_was_taken_for_lost_and_comes_back_is_ended() -> None:
         agent.closed = False  # as if that had been lost
         agent.say(AgentBeat())
         until(engine, agent, lambda: agent.closed)
+
+
+def test_an_agent_that_comes_long_before_the_last_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing until it is welcome: here for 20 s, in which the other one loads torch."""
+    admit, ahead_s = RemoteEngine._admit, [0.0]
+
+    def admitted(engine: RemoteEngine, peer: bytes, hello: Hello) -> None:
+        admit(engine, peer, hello)
+        ahead_s[0] = 20.0
+
+    monkeypatch.setattr(RemoteEngine, "_admit", admitted)
+    monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0]))
+    starter = Starter("n1", "n2")
+    with opened(starter, 2) as engine:
+        for worker in range(2):
+            engine.start(Role("worker", worker, worker), host=worker)
+        assert engine.poll() == []
+        assert sorted(agent.read(1) for agent in starter.agents) == [["worker-0"], ["worker-1"]]
+        assert [agent.lost for agent in engine._agents] == [None, None]
 
 
 def test_without_room_and_without_another_agent_it_ends() -> None:

@@ -115,6 +115,7 @@ class RemoteEngine:
             self._started[agent.number] = agent
 
     def _welcome(self, agent: Agent) -> None:
+        agent.heard_s = time.monotonic()  # until it is welcome it says nothing more; others may load torch for long
         for message in self._run.messages(agent.number, self._launch.most, self._threads):
             self._channel.send(agent.peer, message)
 
