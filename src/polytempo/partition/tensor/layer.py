@@ -1,0 +1,48 @@
+"""`SplitLayer`: a layer of which this rank holds a part; and `Cutter`, which makes its parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from polytempo.partition.tensor.model_group import ModelGroup
+from polytempo.partition.tensor.parts import Parts
+
+
+class SplitLayer(nn.Module):
+    """Takes a layer's place under its name. Its parameters have the names that they had."""
+
+    def __init__(self, group: ModelGroup, parts: dict[str, Parts] | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.parts = parts or {}
+        """How the parameters of these names are cut; of the others every rank has the whole."""
+
+
+class Cutter:
+    """Makes local parameters: one for each of the model's, however many layers share it."""
+
+    def __init__(self, group: ModelGroup) -> None:
+        self.group = group
+        self.made: dict[int, tuple[nn.Parameter, Parts, nn.Parameter, str]] = {}
+        """By identity: the whole parameter, how it is cut, this rank's part, and the first name."""
+
+    def cut(self, name: str, whole: nn.Parameter | None, parts: Parts) -> nn.Parameter | None:
+        """This rank's part of a parameter. ValueError where tied layers cut it in different ways."""
+        if whole is None:
+            return None
+        if id(whole) not in self.made:
+            mine = nn.Parameter(parts.take(whole.detach(), self.group.rank), whole.requires_grad)
+            self.made[id(whole)] = whole, parts, mine, name
+        _, before, mine, first = self.made[id(whole)]
+        if before != parts:
+            raise ValueError(
+                f"{first} and {name} are one tied parameter, cut along dimension {before.dim} into {before.sizes} and "
+                f"along dimension {parts.dim} into {parts.sizes}; split both layers by the same dimension, for example "
+                'the embedding by "embedding" and the output layer by "vocabulary"'
+            )
+        return mine
+
+
+def own_slice(whole: Tensor, parts: Parts, rank: int) -> Tensor:
+    """A rank's indices of a tensor that it has whole, without copying."""
+    return whole.narrow(parts.dim, parts.begin(rank), parts.sizes[rank])
