@@ -28,9 +28,9 @@ def split(
         optimizer = torch.optim.AdamW(model.parameters())
         pt.attach(model, optimizer, pt.strategies.sync_sgd())
 
-    Every rank makes the whole model and takes the parameters of the first rank along the axis "model" of the mesh. Ranks
-    along that axis are given the same batches and the same random seed; `pt.shard` and `pt.Trainer` do that by
-    themselves. Parameters keep their names; `full_parameters()` and `full_gradients()` show the whole model's.
+    Every rank makes the whole model and takes the parameters of the first rank along the axis "model" of the mesh.
+    Ranks along that axis are given the same batches, which `pt.shard` does, and the same random seed. Parameters keep
+    their names; `full_parameters()` and `full_gradients()` show the whole model's.
 
     | way | layers | what a rank has |
     |---|---|---|
@@ -40,7 +40,7 @@ def split(
     | "vocabulary" | `Linear`, `Embedding` | some classes: the loss is `model.cross_entropy(logits, target)` |
     | "heads" | `MultiheadAttention`, `Dropout` | some heads |
     | "sequence" | `LayerNorm`, `RMSNorm`, `Linear`, `Dropout` | some positions, with `sequence=True` |
-    | "scatter" | `Embedding`, `Linear`, `LayerNorm` | the whole, and some positions of the answer, with `sequence=True` |
+    | "scatter" | `Embedding`, `Linear`, `LayerNorm` | the whole; some positions of its answer, with `sequence=True` |
 
     `pt.partition.tensor.column(heads=8, packed=3)` and `row(heads=8)` split by whole heads the linear layers of an
     attention of one's own. With `sequence` each rank has some positions between split layers, so norms and dropouts are

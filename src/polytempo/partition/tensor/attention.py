@@ -11,8 +11,9 @@ from torch.nn import functional
 from polytempo.partition.tensor.dropout import sliced_dropout
 from polytempo.partition.tensor.exchange import gathered, summed
 from polytempo.partition.tensor.layer import Cutter, SplitLayer
+from polytempo.partition.tensor.linear import RowLinear
 from polytempo.partition.tensor.parts import Parts, even_sizes
-from polytempo.partition.tensor.stream import entered, left, own_parameter
+from polytempo.partition.tensor.stream import entered
 
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -28,6 +29,8 @@ class SplitAttention(SplitLayer):
     Source: M. Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
 
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
     _qkv_same_embed_dim = False
     """Keeps `nn.TransformerEncoderLayer` from its way around the modules, which knows whole ones."""
 
@@ -51,9 +54,7 @@ class SplitAttention(SplitLayer):
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
         for each in ("in_proj_weight", "in_proj_bias", *_PROJECTIONS):
             self.register_parameter(each, cutter.cut(f"{name}.{each}", getattr(whole, each), self.parts[each]))
-        self.out_proj = SplitLayer(cutter.group, {"weight": Parts(1, features)})
-        self.out_proj.weight = cutter.cut(f"{name}.out_proj.weight", whole.out_proj.weight, Parts(1, features))
-        self.out_proj.bias = whole.out_proj.bias
+        self.out_proj = RowLinear(cutter, f"{name}.out_proj", whole.out_proj, Parts(1, features))
 
     def forward(
         self,
@@ -85,9 +86,9 @@ class SplitAttention(SplitLayer):
             context = functional.scaled_dot_product_attention(q, k, v, mask)
         own = context.transpose(1, 2).flatten(2)  # (batch, positions, this rank's features)
         own = own if not batched or self.batch_first else own.transpose(0, 1)
-        output = left(self.group, functional.linear(own if batched else own.squeeze(0), self.out_proj.weight))
-        if self.out_proj.bias is not None:
-            output = output + own_parameter(self.group, self.out_proj.bias)
+        output = self.out_proj(own if batched else own.squeeze(0))
+        if batched and self.batch_first:  # in memory as torch has it: a dropout behind draws in the order of memory
+            output = output.transpose(0, 1).contiguous().transpose(0, 1)
         return output, self._shown(weights, average_attn_weights, batched) if need_weights else None
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

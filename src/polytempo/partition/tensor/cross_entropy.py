@@ -79,7 +79,7 @@ class _Rows(torch.autograd.Function):
         return loss - smoothing / classes.total * found[:, 3].sum(0) if smoothing else loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, place, own = ctx.saved_tensors
         expected = own.unsqueeze(-1).to(softmax.dtype) * (1 - ctx.smoothing)

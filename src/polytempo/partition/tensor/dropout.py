@@ -14,11 +14,15 @@ from polytempo.partition.tensor.stream import POSITIONS, check_positions
 def sliced_dropout(part: Tensor, p: float, begin: int, total: int, dim: int) -> Tensor:
     """Dropout as on the whole tensor, with `total` indices along `dim`, of which `part` begins at `begin`.
 
-    Ranks with the same random state drop what one process would. Cost: memory for the whole mask, for a moment.
+    Ranks with the same random state drop what one process would, which draws in the order of memory. Cost: memory for
+    the whole mask, for a moment.
     """
     shape = list(part.shape)
     shape[dim] = total
-    mask = functional.dropout(torch.ones(shape, dtype=part.dtype, device=part.device), p, training=True)
+    outer_first = sorted(range(part.dim()), key=part.stride, reverse=True)
+    laid_out = torch.ones([shape[each] for each in outer_first], dtype=part.dtype, device=part.device)
+    whole = laid_out.permute([outer_first.index(each) for each in range(part.dim())])
+    mask = functional.dropout(whole, p, training=True)
     return part * mask.narrow(dim, begin, part.shape[dim])
 
 

@@ -39,7 +39,6 @@ class RowEmbedding(SplitLayer):
             raise IndexError(f"an embedding of {self.num_embeddings} rows got indices from {low} to {high}")
         begin, end = self.rows.spans()[self.group.rank]
         others = (indices < begin) | (indices >= end)
-        assert self.weight is not None
         rows = functional.embedding((indices - begin).masked_fill(others, 0), self.weight)
         if self.padding_idx is not None:  # its row gets no gradient
             rows = torch.where((indices == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -59,6 +58,5 @@ class ColumnEmbedding(SplitLayer):
 
     def forward(self, indices: Tensor) -> Tensor:
         """(…) to (…, features)."""
-        assert self.weight is not None
         own = functional.embedding(indices, self.weight, self.padding_idx)
         return passed(self.group, gathered(self.group, own, self.features.sizes, -1))

@@ -37,7 +37,7 @@ class _Pair(torch.autograd.Function):
         return forward(tensor)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(gradient), None, None
 

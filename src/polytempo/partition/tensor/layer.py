@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 from torch import Tensor, nn
 
 from polytempo.partition.tensor.model_group import ModelGroup
@@ -26,10 +28,17 @@ class Cutter:
         self.made: dict[int, tuple[nn.Parameter, Parts, nn.Parameter, str]] = {}
         """By identity: the whole parameter, how it is cut, this rank's part, and the first name."""
 
-    def cut(self, name: str, whole: nn.Parameter | None, parts: Parts) -> nn.Parameter | None:
+    @overload
+    def cut(self, name: str, whole: Tensor, parts: Parts) -> nn.Parameter: ...
+
+    @overload
+    def cut(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None: ...
+
+    def cut(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None:
         """This rank's part of a parameter. ValueError where tied layers cut it in different ways."""
         if whole is None:
             return None
+        assert isinstance(whole, nn.Parameter)
         if id(whole) not in self.made:
             mine = nn.Parameter(parts.take(whole.detach(), self.group.rank), whole.requires_grad)
             self.made[id(whole)] = whole, parts, mine, name
@@ -41,8 +50,3 @@ class Cutter:
                 'the embedding by "embedding" and the output layer by "vocabulary"'
             )
         return mine
-
-
-def own_slice(whole: Tensor, parts: Parts, rank: int) -> Tensor:
-    """A rank's indices of a tensor that it has whole, without copying."""
-    return whole.narrow(parts.dim, parts.begin(rank), parts.sizes[rank])

@@ -55,7 +55,7 @@ class RowLinear(SplitLayer):
         super().__init__(cutter.group, {"weight": inputs})
         self.in_features, self.out_features, self.inputs = whole.in_features, whole.out_features, inputs
         self.weight = cutter.cut(f"{name}.weight", whole.weight, inputs)
-        self.bias = whole.bias
+        self.bias: nn.Parameter | None = whole.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, this rank's inputs) or (…, inputs) to (…, outputs)."""
@@ -67,6 +67,5 @@ class RowLinear(SplitLayer):
                 f"rank {self.group.rank} has {own} of the {self.in_features} inputs of a row layer, and got "
                 f"{inputs.shape[-1]}; let the column layer before it be split into the same sizes (the same heads)"
             )
-        assert self.weight is not None
         answer = left(self.group, functional.linear(inputs, self.weight))
         return answer if self.bias is None else answer + own_parameter(self.group, self.bias)

@@ -70,7 +70,7 @@ class SplitModel(nn.Module):
     @property
     def parts(self) -> dict[str, Parts]:
         """How each split parameter is cut, by its name. Of all others every rank has the whole."""
-        found = {}
+        found: dict[str, Parts] = {}
         for prefix, module in self.named_modules(remove_duplicate=False):
             if isinstance(module, SplitLayer):
                 held = [name for name in module.parts if module._parameters.get(name) is not None]
@@ -94,7 +94,8 @@ class SplitModel(nn.Module):
         return self._full(lambda parameter: parameter.grad)
 
     def _full(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        parts, found = self.parts, {}
+        parts = self.parts
+        found: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             tensor = of(parameter)
             if tensor is not None:
@@ -135,7 +136,7 @@ class SplitModel(nn.Module):
                 return layer.outputs
         own = [layer.outputs.sizes[self.group.rank] for layer in layers]
         raise ValueError(
-            f'logits have {logits.shape[-1]} classes, and rank {self.group.rank} has {own} in layers split by "vocabulary"'
+            f'logits have {logits.shape[-1]} classes; rank {self.group.rank} has {own} in layers split by "vocabulary"'
         )
 
     # ------------------------------------------------------------------ checks

@@ -1,0 +1,29 @@
+"""Parameters that every rank of a split model has whole, such as norms: counted once, and kept the same.
+
+Their gradients are the same bits on all ranks of a model. What ranks then exchange along "data" may not be: a codec
+chooses by what else lies in its bucket, and a ring adds in an order that depends on the place in it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from polytempo.core import Bundle
+from polytempo.partition.tensor.split_model import split_models
+from polytempo.training.tensor_groups import by_kind
+
+
+def counted_elsewhere(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the first rank of the model counts, where this is another one."""
+    return [p for split in split_models(model) if split.group.rank for p in split.replicated()]
+
+
+async def align(model: nn.Module) -> None:
+    """Take the first rank's values of parameters that all ranks of a model have whole. Cost: a broadcast of these."""
+    for split in split_models(model):
+        held = {str(i): p.detach() for i, p in enumerate(split.replicated())}
+        for group in by_kind(held).values() if split.group.size > 1 else ():
+            bundle = Bundle(group).copy()
+            first = bundle.with_flat(await split.group.port.broadcast(bundle.flat))
+            for name, view in first.views.items():
+                group[name].copy_(view)
