@@ -1,4 +1,4 @@
-"""Split models on real processes: what a virtual world computes, to the bit; and attached, what the whole model does."""
+"""Split models on real processes: what a virtual world computes, to the bit; attached, what the whole model does."""
 
 from __future__ import annotations
 

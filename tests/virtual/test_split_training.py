@@ -24,7 +24,6 @@ from polytempo.worlds import VirtualWorld
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks
 
 s, c = pt.strategies, pt.collectives
-STEPS = 3
 
 
 def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
@@ -65,8 +64,10 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return indices[:, :-1], indices[:, 1:]
 
 
-def trained(strategy: Strategy, optimizer: str, model: int, *, sequence: bool = False) -> list[list[Any]]:
-    """Two data ranks of `model` ranks each: what each has of the whole model, and of what all its ranks hold."""
+def trained(
+    strategy: Strategy, optimizer: str, model: int, *, data: int = 2, steps: int = 3, sequence: bool = False
+) -> list[list[Any]]:
+    """`data` ranks of `model` ranks each: what each has of the whole model, and of what all its ranks hold."""
     job = pt.Job(
         model=Transformer,
         data=lambda folder: pt.Data([]),
@@ -76,24 +77,24 @@ def trained(strategy: Strategy, optimizer: str, model: int, *, sequence: bool = 
     )
 
     async def program(port: Port) -> list[Any]:
-        place = port.meshed(data=2, model=model)
-        data = ports_of(place).data
+        place = port.meshed(data=data, model=model)
+        others = ports_of(place).data
         rules = SEQUENCE_RULES if sequence else RULES
         whole = made(lambda: Transformer(0.2, blocks=1))
         net = whole if model == 1 else await suspendable(lambda: pt.split(whole, rules, sequence=sequence, port=place))
         scored = Scored(net)
-        replica = Replica(scored, optimizers()[optimizer](scored.parameters()), strategy, data.size)
+        replica = Replica(scored, optimizers()[optimizer](scored.parameters()), strategy, others.size)
         step = priced_step(replica, job, 100.0, Updates(None))
-        for number in range(STEPS):
+        for number in range(steps):
             await port.mark(number)
-            torch.manual_seed(10 * number + data.rank)
-            await step(data, batch(number, data.rank), 2)
+            torch.manual_seed(10 * number + others.rank)
+            await step(others, batch(number, others.rank), 2)
         await replica.settle()
         if not isinstance(net, SplitModel):
             return [{n: p.detach() for n, p in net.named_parameters()}, []]
         return [await suspendable(net.full_parameters), [p.detach() for p in net.replicated()]]
 
-    outcome = VirtualWorld(one_host(2 * model), 2 * model).run(program)
+    outcome = VirtualWorld(one_host(data * model), data * model).run(program)
     assert outcome.unreceived == 0
     return outcome.results  # type: ignore[return-value]
 
@@ -115,15 +116,12 @@ def test_a_split_model_trains_as_the_whole_one(strategy: Strategy, optimizer: st
             assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-10), (rank, name)
 
 
-@pytest.mark.parametrize("strategy", [s.top_k_sgd(0.1, exact_below=4), s.qsgd(exact_below=4)], ids=str)
-def test_what_all_ranks_of_a_model_hold_stays_equal_under_codecs_that_look_at_a_whole_bucket(
-    strategy: Strategy,
-) -> None:
-    found = trained(strategy, "sgd", 2)
-    for data in (0, 1):
-        first, second = found[2 * data][1], found[2 * data + 1][1]
-        assert first
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def test_what_all_ranks_of_a_model_hold_stays_equal_where_a_strategy_looks_at_whole_gradients() -> None:
+    """Krum takes one data rank's gradient, and may take another one's on each rank of the model."""
+    found = trained(s.robust_sgd(pt.aggregation.krum()), "sgd", 2, data=5, steps=1)
+    for rank in range(0, 10, 2):
+        assert found[rank][1]
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][1], found[rank + 1][1], strict=True))
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -32,8 +32,8 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
     for pattern, asked in rules.items():
         way, fitting = way_of(asked), [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
-            close = get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.4)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            near = _nearest(pattern, names)
+            meant = f" (did you mean {near!r}?)" if near else ""
             raise ValueError(f"the model has no layer {pattern!r}{meant}; it has {', '.join(names[:12])}")
         for name in fitting:
             before, rule = found.setdefault(name, (way, pattern))
@@ -46,6 +46,14 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
         if inside is not None:
             raise ValueError(f"{inside} lies inside of {name}, which is split as a whole; drop one of the two rules")
     return {name: found[name][0] for name in names if name in found}
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str | None:
+    """The name most like a pattern; of a pattern with `*`, the first whose last part is."""
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    whole = get_close_matches(pattern, names, n=1)
+    last = get_close_matches(pattern.rpartition(".")[2], by_last, n=1)
+    return whole[0] if whole else by_last[last[0]] if last else None
 
 
 def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel:
