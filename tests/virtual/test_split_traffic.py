@@ -36,7 +36,7 @@ def sent(
             return price(net)
 
         outcome = outcome_of(num_ranks, work)
-        return sum(outcome.trace.bytes_sent), outcome.results[0]
+        return sum(outcome.trace.bytes_sent.values()), outcome.results[0]
 
     (two, _), (three, priced) = bytes_of(2), bytes_of(3)
     return three - two, priced
