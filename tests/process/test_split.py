@@ -81,6 +81,28 @@ def test_an_attached_split_model_trains_as_the_whole_one(strategy: Strategy) -> 
             assert torch.allclose(torch.tensor(found[name]), torch.tensor(values), rtol=1e-7, atol=1e-9), name
 
 
+def test_ranks_that_split_differently_are_told_so() -> None:
+    def work(world: ProcessWorld) -> str:
+        rules = RULES if world.rank else {**RULES, "*.up": "row"}
+        with pytest.raises(pt.Mismatch, match="ranks disagree about rules") as error:
+            pt.split(made(Transformer), rules)
+        return str(error.value)
+
+    assert in_mesh(2, work, model=2) == ["ranks disagree about rules.*.up: rank 0 has 'row', rank 1 has 'column'"] * 2
+
+
+def test_a_job_with_a_split_model_is_refused_by_the_trainer() -> None:
+    job = pt.Job(
+        model=lambda: pt.split(made(Transformer), RULES),
+        data=lambda folder: pt.Data([]),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        name="texts",
+    )
+    with pytest.raises(ValueError, match="job texts splits its model's layers, and pt.Trainer scores on one rank"):
+        pt.Trainer(job, steps=1)
+
+
 def test_a_mesh_without_the_axis_is_refused() -> None:
     def work(world: ProcessWorld) -> str:
         with pytest.raises(ValueError, match="along the axis 'model' of the mesh, and this one is") as error:

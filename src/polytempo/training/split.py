@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from polytempo.core import Port
 from polytempo.core.suspension import drive
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
+from polytempo.training.agree import agree
 from polytempo.worlds import ProcessWorld, current
 
 MODEL = "model"
@@ -49,12 +50,16 @@ def split(
     `port`: this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and
     backward passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
-    Errors: ValueError for names that fit no layer, for layers that cannot be split so, for parameters that are tied and
-    not split alike, for ranks without a mesh that has the axis "model".
+    Errors: `Mismatch` where ranks of a model give other rules or models; ValueError for names that fit no layer, for
+    layers that cannot be split so, for parameters that are tied and not split alike, for ranks without a mesh that has
+    the axis "model".
     """
     whole = port or (world or current()).port
     group = ModelGroup(_along(whole), drive if port is not None else (world or current()).drive, sequence)
     if group.size > 1:
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
+        group.drive(agree(group.port, told))
         group.drive(_take_first(group.port, model))
     return apply_rules(model, rules, group)
 
