@@ -53,7 +53,7 @@ class SplitAttention(SplitLayer):
         )
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
         for each in ("in_proj_weight", "in_proj_bias", *_PROJECTIONS):
-            self.register_parameter(each, cutter.cut(f"{name}.{each}", getattr(whole, each), self.parts[each]))
+            self.register_parameter(each, cutter.cut_if_any(f"{name}.{each}", getattr(whole, each), self.parts[each]))
         self.out_proj = RowLinear(cutter, f"{name}.out_proj", whole.out_proj, Parts(1, features))
 
     def forward(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import overload
-
 from torch import Tensor, nn
 
 from polytempo.partition.tensor.model_group import ModelGroup
@@ -28,16 +26,12 @@ class Cutter:
         self.made: dict[int, tuple[nn.Parameter, Parts, nn.Parameter, str]] = {}
         """By identity: the whole parameter, how it is cut, this rank's part, and the first name."""
 
-    @overload
-    def cut(self, name: str, whole: Tensor, parts: Parts) -> nn.Parameter: ...
+    def cut_if_any(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None:
+        """`cut` of what a layer may lack, such as a bias."""
+        return None if whole is None else self.cut(name, whole, parts)
 
-    @overload
-    def cut(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None: ...
-
-    def cut(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None:
+    def cut(self, name: str, whole: Tensor, parts: Parts) -> nn.Parameter:
         """This rank's part of a parameter. ValueError where tied layers cut it in different ways."""
-        if whole is None:
-            return None
         assert isinstance(whole, nn.Parameter)
         if id(whole) not in self.made:
             mine = nn.Parameter(parts.take(whole.detach(), self.group.rank), whole.requires_grad)

@@ -32,7 +32,7 @@ class ColumnLinear(SplitLayer):
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.outputs, self.gathers = outputs, gathers
         self.weight = cutter.cut(f"{name}.weight", whole.weight, outputs)
-        self.bias = cutter.cut(f"{name}.bias", whole.bias, outputs)
+        self.bias = cutter.cut_if_any(f"{name}.bias", whole.bias, outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, inputs) to (…, this rank's outputs), or (…, outputs)."""
