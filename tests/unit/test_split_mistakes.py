@@ -14,7 +14,7 @@ import polytempo as pt
 from polytempo.core import Port
 from polytempo.core.suspension import drive
 from polytempo.partition.tensor import Rules, column
-from polytempo.partition.tensor.parts import Parts, even_sizes
+from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.worlds import ProcessWorld
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks
 
@@ -137,7 +137,7 @@ def test_alone_nothing_is_exchanged() -> None:
 def test_sizes() -> None:
     assert even_sizes(10, 4) == (3, 3, 2, 2)
     assert even_sizes(12, 2, unit=4) == (8, 4)
-    packed = Parts(0, (2, 1), packed=2)
+    packed = Division(0, (2, 1), packed=2)
     whole = torch.arange(6)
     assert [packed.take(whole, rank).tolist() for rank in (0, 1)] == [[0, 1, 3, 4], [2, 5]]
     assert packed.join([packed.take(whole, 0), packed.take(whole, 1)]).tolist() == whole.tolist()

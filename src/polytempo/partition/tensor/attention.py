@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.partition.tensor.dropout import sliced_dropout
 from polytempo.partition.tensor.exchange import gathered, summed
 from polytempo.partition.tensor.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.linear import RowLinear
-from polytempo.partition.tensor.parts import Parts, even_sizes
 from polytempo.partition.tensor.stream import entered
 
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -35,9 +35,9 @@ class SplitAttention(SplitLayer):
     """Keeps `nn.TransformerEncoderLayer` from its way around the modules, which knows whole ones."""
 
     def __init__(self, cutter: Cutter, name: str, whole: nn.MultiheadAttention) -> None:
-        heads = Parts(0, even_sizes(whole.num_heads, cutter.group.size, what="heads"))
+        heads = Division(0, even_sizes(whole.num_heads, cutter.group.size, what="heads"))
         features = tuple(whole.head_dim * each for each in heads.sizes)
-        packed, rows = Parts(0, features, packed=3), Parts(0, features)
+        packed, rows = Division(0, features, packed=3), Division(0, features)
         super().__init__(
             cutter.group, {"in_proj_weight": packed, "in_proj_bias": packed, **dict.fromkeys(_PROJECTIONS, rows)}
         )
@@ -54,7 +54,7 @@ class SplitAttention(SplitLayer):
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
         for each in ("in_proj_weight", "in_proj_bias", *_PROJECTIONS):
             self.register_parameter(each, cutter.cut_if_any(f"{name}.{each}", getattr(whole, each), self.parts[each]))
-        self.out_proj = RowLinear(cutter, f"{name}.out_proj", whole.out_proj, Parts(1, features))
+        self.out_proj = RowLinear(cutter, f"{name}.out_proj", whole.out_proj, Division(1, features))
 
     def forward(
         self,

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.attention import SplitAttention
+from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.partition.tensor.dropout import SplitDropout
 from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
 from polytempo.partition.tensor.layer import Cutter
 from polytempo.partition.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
-from polytempo.partition.tensor.parts import Parts, even_sizes
 from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
 from polytempo.partition.tensor.stream import POSITIONS
 from polytempo.partition.tensor.way import Way
@@ -39,7 +39,7 @@ def built(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
         raise ValueError(f"{name} cannot be split by {way}: {error}") from None
 
 
-def _parts(cutter: Cutter, total: int, way: Way, dim: int, what: str = "features") -> Parts:
+def _parts(cutter: Cutter, total: int, way: Way, dim: int, what: str = "features") -> Division:
     """`total` indices in `packed` blocks, each of so many heads."""
     block, over = divmod(total, way.packed)
     if over:
@@ -47,7 +47,7 @@ def _parts(cutter: Cutter, total: int, way: Way, dim: int, what: str = "features
     if way.heads is not None and (way.heads < 1 or block % way.heads):
         raise ValueError(f"{block} {what} are no {way.heads} equal heads")
     unit = 1 if way.heads is None else block // way.heads
-    return Parts(dim, even_sizes(block, cutter.group.size, unit, what), way.packed)
+    return Division(dim, even_sizes(block, cutter.group.size, unit, what), way.packed)
 
 
 def _column_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:

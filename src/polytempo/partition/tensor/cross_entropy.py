@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.parts import Parts
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -18,7 +18,7 @@ def split_cross_entropy(
     group: ModelGroup,
     logits: Tensor,
     target: Tensor,
-    classes: Parts,
+    classes: Division,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -59,7 +59,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: ModelGroup, classes: Parts, smoothing: float
+        ctx: Any, logits: Tensor, target: Tensor, group: ModelGroup, classes: Division, smoothing: float
     ) -> Tensor:
         begin, end = classes.spans()[group.rank]
         own = (target >= begin) & (target < end)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import gathered
 from polytempo.partition.tensor.layer import Cutter, SplitLayer
-from polytempo.partition.tensor.parts import Parts
 from polytempo.partition.tensor.stream import left, passed
 
 
@@ -25,7 +25,7 @@ class RowEmbedding(SplitLayer):
     Cost of N ranks, for P positions: forward a sum of P · features; with `sequence` a reduction, and backward a gather.
     """
 
-    def __init__(self, cutter: Cutter, name: str, whole: nn.Embedding, rows: Parts) -> None:
+    def __init__(self, cutter: Cutter, name: str, whole: nn.Embedding, rows: Division) -> None:
         super().__init__(cutter.group, {"weight": rows})
         check_embedding(name, whole)
         self.num_embeddings, self.embedding_dim, self.rows = whole.num_embeddings, whole.embedding_dim, rows
@@ -49,7 +49,7 @@ class RowEmbedding(SplitLayer):
 class ColumnEmbedding(SplitLayer):
     """Some features of each row; all ranks get all of them. Cost, for P positions: forward a gather of P · features."""
 
-    def __init__(self, cutter: Cutter, name: str, whole: nn.Embedding, features: Parts) -> None:
+    def __init__(self, cutter: Cutter, name: str, whole: nn.Embedding, features: Division) -> None:
         super().__init__(cutter.group, {"weight": features})
         check_embedding(name, whole)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.parts import Parts
 
 
 class SplitLayer(nn.Module):
     """Takes a layer's place under its name. Its parameters have the names that they had."""
 
-    def __init__(self, group: ModelGroup, parts: dict[str, Parts] | None = None) -> None:
+    def __init__(self, group: ModelGroup, parts: dict[str, Division] | None = None) -> None:
         super().__init__()
         self.group = group
         self.parts = parts or {}
@@ -23,14 +23,14 @@ class Cutter:
 
     def __init__(self, group: ModelGroup) -> None:
         self.group = group
-        self.made: dict[int, tuple[nn.Parameter, Parts, nn.Parameter, str]] = {}
+        self.made: dict[int, tuple[nn.Parameter, Division, nn.Parameter, str]] = {}
         """By identity: the whole parameter, how it is cut, this rank's part, and the first name."""
 
-    def cut_if_any(self, name: str, whole: Tensor | None, parts: Parts) -> nn.Parameter | None:
+    def cut_if_any(self, name: str, whole: Tensor | None, parts: Division) -> nn.Parameter | None:
         """`cut` of what a layer may lack, such as a bias."""
         return None if whole is None else self.cut(name, whole, parts)
 
-    def cut(self, name: str, whole: Tensor, parts: Parts) -> nn.Parameter:
+    def cut(self, name: str, whole: Tensor, parts: Division) -> nn.Parameter:
         """This rank's part of a parameter. ValueError where tied layers cut it in different ways."""
         assert isinstance(whole, nn.Parameter)
         if id(whole) not in self.made:

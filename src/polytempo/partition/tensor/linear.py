@@ -14,9 +14,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import gathered, scattered
 from polytempo.partition.tensor.layer import Cutter, SplitLayer
-from polytempo.partition.tensor.parts import Parts
 from polytempo.partition.tensor.stream import entered, left, own_parameter
 
 
@@ -27,7 +27,7 @@ class ColumnLinear(SplitLayer):
     `sequence`, a gather of P · inputs forward and a reduction of as many backward instead of the sum.
     """
 
-    def __init__(self, cutter: Cutter, name: str, whole: nn.Linear, outputs: Parts, *, gathers: bool) -> None:
+    def __init__(self, cutter: Cutter, name: str, whole: nn.Linear, outputs: Division, *, gathers: bool) -> None:
         super().__init__(cutter.group, {"weight": outputs, "bias": outputs})
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.outputs, self.gathers = outputs, gathers
@@ -51,7 +51,7 @@ class RowLinear(SplitLayer):
     P · inputs. With `sequence`, a reduction of P · outputs forward and a gather of as many backward instead.
     """
 
-    def __init__(self, cutter: Cutter, name: str, whole: nn.Linear, inputs: Parts) -> None:
+    def __init__(self, cutter: Cutter, name: str, whole: nn.Linear, inputs: Division) -> None:
         super().__init__(cutter.group, {"weight": inputs})
         self.in_features, self.out_features, self.inputs = whole.in_features, whole.out_features, inputs
         self.weight = cutter.cut(f"{name}.weight", whole.weight, inputs)

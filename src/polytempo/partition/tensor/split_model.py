@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.partition.tensor.cross_entropy import Reduction, split_cross_entropy
+from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.dropout import same_everywhere
 from polytempo.partition.tensor.exchange import gathered
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.parts import Parts
 
 
 class LossOptions(TypedDict, total=False):
@@ -68,9 +68,9 @@ class SplitModel(nn.Module):
     # ------------------------------------------------------------------ the whole
 
     @property
-    def parts(self) -> dict[str, Parts]:
+    def parts(self) -> dict[str, Division]:
         """How each split parameter is cut, by its name. Of all others every rank has the whole."""
-        found: dict[str, Parts] = {}
+        found: dict[str, Division] = {}
         for prefix, module in self.named_modules(remove_duplicate=False):
             if isinstance(module, SplitLayer):
                 held = [name for name in module.parts if module._parameters.get(name) is not None]
@@ -102,7 +102,7 @@ class SplitModel(nn.Module):
                 found[name] = self._joined(tensor, parts[name]) if name in parts else tensor.clone()
         return found
 
-    def _joined(self, part: Tensor, how: Parts) -> Tensor:
+    def _joined(self, part: Tensor, how: Division) -> Tensor:
         sizes = [how.packed * size for size in how.sizes]
         return how.join(self.group.gather(part, sizes, how.dim).split(sizes, how.dim))
 
@@ -129,7 +129,7 @@ class SplitModel(nn.Module):
     def _vocabularies(self) -> list[VocabularyLinear]:
         return [module for module in self.modules() if isinstance(module, VocabularyLinear)]
 
-    def _classes(self, logits: Tensor) -> Parts:
+    def _classes(self, logits: Tensor) -> Division:
         layers = self._vocabularies()
         for layer in layers:
             if layer.outputs.sizes[self.group.rank] == logits.shape[-1]:

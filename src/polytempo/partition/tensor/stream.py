@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.exchange import copied, gathered_to_split, reduced, scattered, summed
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.parts import even_sizes
 
 POSITIONS = -2
 """The dimension of positions in what passes between layers."""

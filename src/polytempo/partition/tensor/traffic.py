@@ -15,14 +15,14 @@ from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
 from polytempo.partition.tensor.split_model import SplitModel
 
 
-class Traffic(NamedTuple):
+class LayerTraffic(NamedTuple):
     """Bytes of all ranks of a model together."""
 
     forward_bytes: int
     backward_bytes: int
 
 
-def layer_traffic(layer: SplitLayer, positions: int, itemsize: int) -> Traffic:
+def layer_traffic(layer: SplitLayer, positions: int, itemsize: int) -> LayerTraffic:
     """What one layer sends for so many positions (samples times their length), of numbers of `itemsize` bytes.
 
     With N ranks, P positions and I inputs, O outputs, in units of (N-1) · itemsize bytes:
@@ -41,7 +41,7 @@ def layer_traffic(layer: SplitLayer, positions: int, itemsize: int) -> Traffic:
     """
     forward, backward = _numbers(layer, positions)
     each = (layer.group.size - 1) * itemsize
-    return Traffic(forward * each, backward * each)
+    return LayerTraffic(forward * each, backward * each)
 
 
 def _numbers(layer: SplitLayer, positions: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def loss_traffic(num_ranks: int, positions: int, itemsize: int, *, smooths: bool
 
 def model_traffic(
     model: SplitModel, positions: int, itemsize: int, other: Mapping[str, int] | None = None
-) -> dict[str, Traffic]:
+) -> dict[str, LayerTraffic]:
     """`layer_traffic` of every split layer, by name. `other`: how many positions layers see that see others."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SplitLayer)}
     outer = {n: m for n, m in layers.items() if not any(n.startswith(f"{o}.") for o in layers)}

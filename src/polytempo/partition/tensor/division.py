@@ -28,7 +28,7 @@ def even_sizes(total: int, num_ranks: int, unit: int = 1, what: str = "features"
 
 
 @dataclass(frozen=True)
-class Parts:
+class Division:
     """How a tensor is cut along `dim`: `sizes[r]` indices of each of `packed` equal blocks are rank r's.
 
     packed=3, sizes=(2, 1):   q q q k k k v v v   ──▶   rank 0: q q k k v v     rank 1: q k v
