@@ -140,7 +140,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(sequence: bool) -> None:
     def work(port: Port) -> Any:
         net = pt.split(made(Transformer), SEQUENCE_RULES if sequence else RULES, sequence=sequence, port=port)
         gradients(net)
-        again = counted_elsewhere(net)
+        again = counted_elsewhere([net])
         found = drive(clip_grad_norm_(port.along("model"), list(net.parameters()), 0.1, again))
         return found, net.full_gradients()
 

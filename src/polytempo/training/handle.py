@@ -206,7 +206,7 @@ class Handle:
         """
         if self.one_copy is None:
             parameters = self.replica.trainable.values()
-            again = counted_elsewhere(self.replica.model)
+            again = counted_elsewhere(self.replica.splits)
             return self.world.drive(clip_grad_norm_(self.ports.model, parameters, max_norm, again))
         if self._members.joining:
             raise ValueError(

@@ -6,21 +6,23 @@ chooses by what else lies in its bucket, and a ring adds in an order that depend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from polytempo.core import Bundle
-from polytempo.partition.tensor.split_model import split_models
+from polytempo.partition.tensor import SplitModel
 from polytempo.training.tensor_groups import by_kind
 
 
-def counted_elsewhere(model: nn.Module) -> list[nn.Parameter]:
+def counted_elsewhere(splits: Sequence[SplitModel]) -> list[nn.Parameter]:
     """Parameters that the first rank of the model counts, where this is another one."""
-    return [p for split in split_models(model) if split.group.rank for p in split.replicated()]
+    return [p for split in splits if split.group.rank for p in split.replicated()]
 
 
-async def align(model: nn.Module) -> None:
+async def align(splits: Sequence[SplitModel]) -> None:
     """Take the first rank's values of parameters that all ranks of a model have whole. Cost: a broadcast of these."""
-    for split in split_models(model):
+    for split in splits:
         held = {str(i): p.detach() for i, p in enumerate(split.replicated())}
         for group in by_kind(held).values() if split.group.size > 1 else ():
             bundle = Bundle(group).copy()

@@ -146,7 +146,8 @@ class StepHooks:
         if self._ports.data.size > 1 and self._replica.exchanges_parameters:
             self._world.record("compute", self._backward.mark_s)
         self._world.drive(self._replica.finish_step(self._ports.data))
-        self._world.drive(align(self._replica.model))
+        if self._replica.splits:
+            self._world.drive(align(self._replica.splits))
         if self._replica.drift is not None:
             if not self._replica.exchanges_gradients:
                 self._replica.drift.after_exchange()

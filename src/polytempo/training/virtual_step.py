@@ -16,7 +16,6 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
-from polytempo.partition.tensor.split_model import split_models
 from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
 from polytempo.training.program import TakeStep
@@ -101,13 +100,13 @@ async def _step(
         await exchange
     await updates.perform(port, update, _UPDATE_FLOPS * size)
     await replica.finish_step(port)
-    await align(replica.model)
+    await align(replica.splits)
     return answer
 
 
 async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float) -> Any:
     """A split model exchanges while it computes; its operations are charged before."""
-    if not split_models(replica.model):
+    if not replica.splits:
         return await port.compute(gradients, flops)
     seeded = torch.get_rng_state()
     await port.compute(lambda: None, flops)

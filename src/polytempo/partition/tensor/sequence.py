@@ -39,6 +39,12 @@ class ScatterLayer(SplitLayer):
         self._parameters, self._modules, self._buffers = whole._parameters, whole._modules, whole._buffers
         self.__dict__["layer"] = whole
 
+    @property
+    def whole(self) -> nn.Module:
+        """The layer itself."""
+        layer: nn.Module = self.__dict__["layer"]
+        return layer
+
     def forward(self, *inputs: Any) -> Tensor:
         """(…, positions, features) of the layer to (…, this rank's positions, features)."""
-        return passed(self.group, self.__dict__["layer"](*inputs))
+        return passed(self.group, self.whole(*inputs))

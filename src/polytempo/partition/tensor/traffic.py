@@ -66,7 +66,7 @@ def _numbers(layer: SplitLayer, positions: int) -> tuple[int, int]:
         case SequenceLayer():
             return 0, 2 * sum(p.numel() for p in layer.parameters())
         case ScatterLayer():
-            return 0, positions * _features(layer.layer)
+            return 0, positions * _features(layer.whole)
     return 0, 0
 
 
