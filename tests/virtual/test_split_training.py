@@ -13,6 +13,7 @@ import polytempo as pt
 from polytempo.cluster import one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.suspension import drive, suspendable
+from polytempo.large_batch.lars import LARS
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.tensor import SplitModel
 from polytempo.training.clipping import clip_grad_norm_
@@ -148,3 +149,14 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(sequence: bool) -> None:
         assert float(found) == pytest.approx(float(norm), rel=1e-12)
         for name, parameter in whole.named_parameters():
             assert torch.allclose(clipped[name], parameter.grad, rtol=1e-9, atol=1e-14), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Muon, LARS], ids=str)
+def test_optimizers_of_whole_layers_are_refused(optimizer: Any) -> None:
+    def work(port: Port) -> str:
+        net = pt.split(nn.Sequential(nn.Linear(4, 4, bias=False)), {"0": "row"}, port=port)
+        with pytest.raises(ValueError, match="looks at whole layers, of which this rank has parts") as error:
+            Replica(net, optimizer(net.parameters(), lr=0.1), s.sync_sgd(), 1)
+        return str(error.value)
+
+    assert all(on_ranks(2, work))

@@ -28,6 +28,7 @@ from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
 from polytempo.training.parameter_exchange import ParameterExchange
+from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.requirements import fitted
 from polytempo.training.tensor_groups import by_kind
 from polytempo.training.trainable_parameters import sparse_tables, trainable
@@ -57,6 +58,7 @@ class Replica:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.splits = split_models(model)
         """Models in it whose layers lie on several ranks."""
+        check_optimizer(optimizer, self.splits)
         self.step = 0
         self.share: float | None = None
         self.member = MemberWeight()

@@ -1,4 +1,4 @@
-"""Parameters that every rank of a split model has whole, such as norms: counted once, and kept the same.
+"""What training asks of a split model: parameters that every rank has whole, such as norms, and its optimizer.
 
 Their gradients are the same bits on all ranks of a model. What ranks then exchange along "data" may not be: a codec
 chooses by what else lies in its bucket, and a ring adds in an order that depends on the place in it.
@@ -9,10 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from polytempo.core import Bundle
+from polytempo.large_batch.layer_wise import LayerWise
 from polytempo.partition.tensor import SplitModel
 from polytempo.training.tensor_groups import by_kind
+
+_OF_WHOLE_LAYERS = (LayerWise, Adafactor, LBFGS, Muon)
+
+
+def check_optimizer(optimizer: Optimizer, splits: Sequence[SplitModel]) -> None:
+    """Raise ValueError for an optimizer that would take a rank's part of a layer for the layer."""
+    if isinstance(optimizer, _OF_WHOLE_LAYERS) and any(split.group.size > 1 for split in splits):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole layers, of which this rank has parts; with pt.split use an "
+            "optimizer that treats each element by itself, such as SGD or AdamW"
+        )
 
 
 def counted_elsewhere(splits: Sequence[SplitModel]) -> list[nn.Parameter]:
