@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds"},
     "one_host": {"core", "native", "data", "strategies", "worlds"},
-    "training": {*BELOW_TRAINING, "one_host", "report.metrics"},
+    "training": {*BELOW_TRAINING, "large_batch", "one_host", "report.metrics"},
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from polytempo.training.pipeline.pipeline import Pipeline, pipeline
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
+    from polytempo.training.split import split
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
 
@@ -120,6 +121,7 @@ _HOMES = {
     "polytempo.spec.result": ("Result",),
     "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
+    "polytempo.training.split": ("split",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
 }
@@ -179,6 +181,7 @@ __all__ = [
     "shard",
     "shared_empty",
     "simulate",
+    "split",
     "strategies",
     "synchronization",
     "worlds",

@@ -15,6 +15,7 @@ UNDER_TORCHRUN = {
     "own_loop.py": "worker",
     "own_loop_served.py": "worker",
     "pipeline.py": "stage",
+    "split_layers.py": "part",
     "trainer.py": "worker",
 }
 QUOTED = ("simulate_stragglers.py",)

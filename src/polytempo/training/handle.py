@@ -24,6 +24,7 @@ from polytempo.training.ownership import Ownership
 from polytempo.training.ports import Ports
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.replica import Replica
+from polytempo.training.replicated_parameters import counted_elsewhere
 from polytempo.training.step_checks import StepChecks
 from polytempo.training.step_hooks import StepHooks
 from polytempo.training.weak_hook import WeakHook
@@ -205,7 +206,8 @@ class Handle:
         """
         if self.one_copy is None:
             parameters = self.replica.trainable.values()
-            return self.world.drive(clip_grad_norm_(self.ports.model, parameters, max_norm))
+            again = counted_elsewhere(self.replica.splits)
+            return self.world.drive(clip_grad_norm_(self.ports.model, parameters, max_norm, again))
         if self._members.joining:
             raise ValueError(
                 "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"

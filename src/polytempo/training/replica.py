@@ -21,12 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.partition.tensor.split_model import split_models
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
 from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
 from polytempo.training.parameter_exchange import ParameterExchange
+from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.requirements import fitted
 from polytempo.training.tensor_groups import by_kind
 from polytempo.training.trainable_parameters import sparse_tables, trainable
@@ -54,6 +56,9 @@ class Replica:
         _check(strategy)
         strategy = fitted(strategy, optimizer)
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
+        self.splits = split_models(model)
+        """Models in it whose layers lie on several ranks."""
+        check_optimizer(optimizer, self.splits)
         self.step = 0
         self.share: float | None = None
         self.member = MemberWeight()

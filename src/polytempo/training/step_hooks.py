@@ -21,6 +21,7 @@ from polytempo.training.join import JoinMembership
 from polytempo.training.loaded_parameters import Loaded
 from polytempo.training.ports import Ports
 from polytempo.training.replica import Replica
+from polytempo.training.replicated_parameters import align
 from polytempo.training.step_checks import StepChecks
 from polytempo.worlds import ProcessWorld
 
@@ -145,6 +146,8 @@ class StepHooks:
         if self._ports.data.size > 1 and self._replica.exchanges_parameters:
             self._world.record("compute", self._backward.mark_s)
         self._world.drive(self._replica.finish_step(self._ports.data))
+        if self._replica.splits:
+            self._world.drive(align(self._replica.splits))
         if self._replica.drift is not None:
             if not self._replica.exchanges_gradients:
                 self._replica.drift.after_exchange()

@@ -18,6 +18,7 @@ from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, replica_of, schedule_of
@@ -79,6 +80,11 @@ class Trainer:
         options = self.options
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
         self.model, optimizer = replica_of(spec)
+        if split_models(self.model):
+            raise ValueError(
+                f"job {job.name} splits its model's layers, and pt.Trainer scores on one rank, which has only its "
+                "parts; write the loop yourself, with pt.attach"
+            )
         self.data = data_of(job, options.data)
         self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}

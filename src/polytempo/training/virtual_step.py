@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port
+from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.spec.objective import loss_of
 from polytempo.training.program import TakeStep
 from polytempo.training.replica import Replica
+from polytempo.training.replicated_parameters import align
 from polytempo.training.sliced_step import BatchSlice, SlicedGradients
 
 _UPDATE_FLOPS = 4.0
@@ -88,7 +90,7 @@ async def _step(
     size = sum(p.numel() for p in replica.trainable.values())
     buckets = replica.buckets
     overlaps = bool(buckets) and replica.strategy.slices is None
-    answer = await port.compute(gradients, flops / 3 if overlaps else flops)
+    answer = await _computed(port, replica, gradients, flops / 3 if overlaps else flops)
     exchanges = []
     for bucket in buckets:
         if overlaps:
@@ -98,4 +100,15 @@ async def _step(
         await exchange
     await updates.perform(port, update, _UPDATE_FLOPS * size)
     await replica.finish_step(port)
+    await align(replica.splits)
     return answer
+
+
+async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float) -> Any:
+    """A split model exchanges while it computes; its operations are charged before."""
+    if not replica.splits:
+        return await port.compute(gradients, flops)
+    seeded = torch.get_rng_state()
+    await port.compute(lambda: None, flops)
+    torch.set_rng_state(seeded)  # meanwhile other ranks have drawn
+    return await suspendable(gradients)

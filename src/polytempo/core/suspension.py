@@ -1,0 +1,130 @@
+"""Plain functions that wait for other ranks in their midst, as the layers of a split model do inside autograd.
+
+A coroutine suspends only at its own `await`, and autograd calls plain functions. `suspendable(work)` is a coroutine
+that runs `work` in a thread; where `work` calls `drive(program)`, the thread stands still and the coroutine awaits
+`program` in its place:
+
+    world        drives ──▶ await suspendable(work) ──── await program ────▶ …       any world: it sees a coroutine
+                                  │            ▲               │
+    thread                  work ─┘── drive(program)     answer └──▶ work goes on
+
+Of the two sides exactly one runs at a time, so a virtual world stays as deterministic as without threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Generic
+
+import torch
+
+from polytempo.core.op import Program, T
+
+_here = threading.local()
+
+
+class _Abandoned(BaseException):
+    """The coroutine was closed: `work` is to end."""
+
+
+class _Call(Generic[T]):
+    """`work` in its thread."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._asked: Program[Any] | None = None
+        self._answer: tuple[Any, BaseException | None] = (None, None)
+        self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        self._random: torch.Tensor | None = None
+        self._modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="polytempo-suspendable", daemon=True)
+        self._thread.start()
+
+    def resume(self, value: Any = None, error: BaseException | None = None) -> Program[Any] | None:
+        """Run until `work` asks for a program, which is returned, or is over (None).
+
+        Random numbers: `work` draws what it would draw undisturbed, and so does everything that runs meanwhile.
+        """
+        outside = torch.get_rng_state()
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+        self._asked, self._answer = None, (value, error)
+        self._may_run.release()
+        self._stands.acquire()
+        if self._asked is None:
+            self._thread.join()
+        else:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        return self._asked
+
+    def ask(self, program: Program[Any]) -> Any:
+        """In the thread: stand still until `program` is over; what it returned, or raises what it raised."""
+        self._asked = program
+        self._stands.release()
+        self._may_run.acquire()
+        value, error = self._answer
+        if error is not None:
+            raise error
+        return value
+
+    def _run(self) -> None:
+        self._may_run.acquire()
+        _here.call = self
+        gradients, autocast, dtype = self._modes
+        try:
+            with ExitStack() as modes:
+                modes.enter_context(torch.set_grad_enabled(gradients))
+                modes.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast))
+                # autograd has one thread for each accelerator, in which ranks of one process would block each other
+                modes.enter_context(torch.autograd.set_multithreading_enabled(False))
+                self.value = self._work()
+        except BaseException as error:  # handed to the coroutine
+            self.error = error
+        self._stands.release()
+
+
+async def suspendable(work: Callable[[], T]) -> T:
+    """What `work()` returns. Inside, `drive(program)` waits for programs as `await program` would.
+
+    Works in every world. Cost: a thread while it lasts; two switches of threads for each program.
+    """
+    call = _Call(work)
+    over = False
+    try:
+        program = call.resume()
+        while program is not None:
+            value, error = None, None
+            try:
+                value = await program
+            except Exception as raised:
+                error = raised
+            program = call.resume(value, error)
+        over = True
+    finally:
+        while not over:  # the coroutine is closed: let the thread unwind, whatever it still asks for
+            asked = call.resume(None, _Abandoned())
+            over = asked is None
+            if asked is not None:
+                asked.close()
+    if call.error is not None:
+        raise call.error
+    answer: Any = call.value
+    return answer  # type: ignore[no-any-return]
+
+
+def drive(program: Program[T]) -> T:
+    """Inside `suspendable`: what `program` returns, once the world has performed it. RuntimeError anywhere else."""
+    call: _Call[Any] | None = getattr(_here, "call", None)
+    if call is None:
+        program.close()
+        raise RuntimeError(
+            "this waits for other ranks outside of suspendable(...); in a virtual world run it as "
+            "`await suspendable(lambda: …)`, on processes give the world that pt.init() returned"
+        )
+    value: T = call.ask(program)
+    return value

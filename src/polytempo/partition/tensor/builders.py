@@ -1,0 +1,122 @@
+"""The split layer that takes a module's place, by the way that is asked for and the module's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from polytempo.partition.tensor.attention import SplitAttention
+from polytempo.partition.tensor.division import Division, even_sizes
+from polytempo.partition.tensor.dropout import SplitDropout
+from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
+from polytempo.partition.tensor.layer import Cutter
+from polytempo.partition.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
+from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.stream import POSITIONS
+from polytempo.partition.tensor.way import Way
+
+_HEADS_DIM = -3
+"""Of attention weights (batch, heads, queries, keys)."""
+
+Build = Callable[[Cutter, str, nn.Module, Way], nn.Module]
+
+
+def built(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    """What takes the place of `module`. ValueError where it cannot be split so."""
+    ways = {kind: build for (kind, of), build in _BUILDS.items() if type(module) is of}
+    if not ways or way.kind not in ways:
+        known = ", ".join(sorted(ways)) or "none"
+        raise ValueError(f"{name} is a {type(module).__name__}, which cannot be split by {way}; its ways are: {known}")
+    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError(
+            f"{name} has hooks or parametrizations, which would be lost; split the model before they are set"
+        )
+    try:
+        return ways[way.kind](cutter, name, module, way)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be split by {way}: {error}") from None
+
+
+def _parts(cutter: Cutter, total: int, way: Way, dim: int, what: str = "features") -> Division:
+    """`total` indices in `packed` blocks, each of so many heads."""
+    block, over = divmod(total, way.packed)
+    if over:
+        raise ValueError(f"{total} {what} are no {way.packed} equal blocks")
+    if way.heads is not None and (way.heads < 1 or block % way.heads):
+        raise ValueError(f"{block} {what} are no {way.heads} equal heads")
+    unit = 1 if way.heads is None else block // way.heads
+    return Division(dim, even_sizes(block, cutter.group.size, unit, what), way.packed)
+
+
+def _column_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.Linear)
+    if way.gather and way.packed > 1:
+        raise ValueError(
+            "gather=True puts the parts in a row, which is another order than packed blocks; leave one out"
+        )
+    return ColumnLinear(cutter, name, module, _parts(cutter, module.out_features, way, 0), gathers=way.gather)
+
+
+def _vocabulary_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.Linear)
+    classes = _parts(cutter, module.out_features, way, 0, "classes")
+    return VocabularyLinear(cutter, name, module, classes, gathers=False)
+
+
+def _row_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.Linear)
+    return RowLinear(cutter, name, module, _parts(cutter, module.in_features, way, 1))
+
+
+def _row_embedding(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.Embedding)
+    return RowEmbedding(cutter, name, module, _parts(cutter, module.num_embeddings, way, 0, "rows"))
+
+
+def _column_embedding(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.Embedding)
+    return ColumnEmbedding(cutter, name, module, _parts(cutter, module.embedding_dim, way, 1))
+
+
+def _attention(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, nn.MultiheadAttention)
+    return SplitAttention(cutter, name, module)
+
+
+def _dropout(dim: int) -> Build:
+    def build(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+        assert isinstance(module, nn.Dropout)
+        return SplitDropout(cutter.group, module.p, dim)
+
+    return build
+
+
+def _sequence(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    return SequenceLayer(cutter.group, module)
+
+
+def _scatter(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    return ScatterLayer(cutter.group, module)
+
+
+_BUILDS: dict[tuple[str, type[nn.Module]], Build] = {
+    ("column", nn.Linear): _column_linear,
+    ("vocabulary", nn.Linear): _vocabulary_linear,
+    ("row", nn.Linear): _row_linear,
+    ("embedding", nn.Embedding): _row_embedding,
+    ("vocabulary", nn.Embedding): _row_embedding,
+    ("column", nn.Embedding): _column_embedding,
+    ("heads", nn.MultiheadAttention): _attention,
+    ("column", nn.Dropout): _dropout(-1),
+    ("heads", nn.Dropout): _dropout(_HEADS_DIM),
+    ("sequence", nn.Dropout): _dropout(POSITIONS),
+    ("sequence", nn.LayerNorm): _sequence,
+    ("sequence", nn.RMSNorm): _sequence,
+    ("sequence", nn.Linear): _sequence,
+    ("scatter", nn.Embedding): _scatter,
+    ("scatter", nn.Linear): _scatter,
+    ("scatter", nn.LayerNorm): _scatter,
+}
+"""By exact class: a subclass may compute something else."""

@@ -1,0 +1,63 @@
+"""Which indices of a tensor each rank of a model holds: contiguous, as even as possible, in units such as heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+def even_sizes(total: int, num_ranks: int, unit: int = 1, what: str = "features") -> tuple[int, ...]:
+    """Sizes that add up to `total`, each a multiple of `unit`, at most one unit apart, the larger ones first.
+
+        even_sizes(10, 4) == (3, 3, 2, 2)        even_sizes(12, 2, unit=4) == (8, 4)
+
+    Raises ValueError where a rank would have none, or `unit` does not divide `total`.
+    """
+    if total % unit:
+        raise ValueError(f"{total} {what} are no multiple of {unit}, and heads are not cut; give a number that divides")
+    units = total // unit
+    if units < num_ranks:
+        each = f"{units} heads of {unit} {what}" if unit > 1 else f"{total} {what}"
+        raise ValueError(f"{each} cannot be split over {num_ranks} ranks: some would have none; use at most {units}")
+    smallest, longer = divmod(units, num_ranks)
+    return tuple(unit * (smallest + (rank < longer)) for rank in range(num_ranks))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a tensor is cut along `dim`: `sizes[r]` indices of each of `packed` equal blocks are rank r's.
+
+    packed=3, sizes=(2, 1):   q q q k k k v v v   ──▶   rank 0: q q k k v v     rank 1: q k v
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    packed: int = 1
+
+    @property
+    def total(self) -> int:
+        """Indices of the whole tensor along `dim`."""
+        return self.packed * sum(self.sizes)
+
+    def begin(self, rank: int) -> int:
+        """Where a rank's indices begin in each block."""
+        return sum(self.sizes[:rank])
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's part of the whole tensor, in memory of its own."""
+        blocks = [b.narrow(self.dim, self.begin(rank), self.sizes[rank]) for b in whole.chunk(self.packed, self.dim)]
+        return torch.cat(blocks, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from all ranks' parts, in their order."""
+        blocks = [part.chunk(self.packed, self.dim) for part in parts]
+        return torch.cat([block[i] for i in range(self.packed) for block in blocks], self.dim)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Each rank's (begin, end) in a block."""
+        ends = list(accumulate(self.sizes))
+        return [(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]

@@ -1,0 +1,107 @@
+"""What split layers exchange, with its gradient. Each exchange's backward pass is the adjoint of its forward pass:
+
+| | forward | backward | of |
+|---|---|---|---|
+| `copied` | nothing | sum | what all ranks hold and compute different things with |
+| `summed` | sum | nothing | partial sums, of which all ranks want the whole |
+| `gathered` | gather | own part | parts that all ranks want as a whole, to compute the same with it |
+| `scattered` | own part | gather | a whole of which each rank goes on with a part |
+| `gathered_to_split` | gather | reduce | parts that all ranks want as a whole, to compute different things with it |
+| `reduced` | reduce | gather | partial sums, of which each rank wants a part |
+
+Source: the conjugate operators f and g of M. Shoeybi et al., "Megatron-LM", 2019 (`copied` and `summed`), and of V.
+Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022 (the last two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from polytempo.partition.tensor.model_group import ModelGroup
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    """A linear map and its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
+        ctx.adjoint = backward
+        return forward(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+def _pair(tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
+    answer: Tensor = _Pair.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return answer
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _own(group: ModelGroup, sizes: Sequence[int], dim: int, whole: Tensor) -> Tensor:
+    return whole.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank]).contiguous()
+
+
+def _gather(group: ModelGroup, sizes: Sequence[int], dim: int, part: Tensor) -> Tensor:
+    return group.gather(part, sizes, dim)
+
+
+def _reduce(group: ModelGroup, sizes: Sequence[int], dim: int, partial_sum: Tensor) -> Tensor:
+    return group.reduce(partial_sum, sizes, dim)
+
+
+def copied(group: ModelGroup, tensor: Tensor) -> Tensor:
+    """See the table above."""
+    return tensor if group.size == 1 else _pair(tensor, _same, group.total)
+
+
+def summed(group: ModelGroup, tensor: Tensor) -> Tensor:
+    """See the table above."""
+    return tensor if group.size == 1 else _pair(tensor, group.total, _same)
+
+
+def gathered(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """See the table above."""
+    return _with_sizes(group, tensor, sizes, dim, _gather, _own)
+
+
+def scattered(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """See the table above."""
+    return _with_sizes(group, tensor, sizes, dim, _own, _gather)
+
+
+def gathered_to_split(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """See the table above."""
+    return _with_sizes(group, tensor, sizes, dim, _gather, _reduce)
+
+
+def reduced(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """See the table above."""
+    return _with_sizes(group, tensor, sizes, dim, _reduce, _gather)
+
+
+def _with_sizes(
+    group: ModelGroup,
+    tensor: Tensor,
+    sizes: Sequence[int],
+    dim: int,
+    forward: Callable[[ModelGroup, Sequence[int], int, Tensor], Tensor],
+    backward: Callable[[ModelGroup, Sequence[int], int, Tensor], Tensor],
+) -> Tensor:
+    if group.size == 1:
+        return tensor
+    at = dim % tensor.dim()
+    return _pair(tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))

@@ -1,0 +1,120 @@
+"""Rules by name: which layer of a model is split by which way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from polytempo.partition.tensor.builders import built
+from polytempo.partition.tensor.dropout import CheckedDropout
+from polytempo.partition.tensor.layer import Cutter, SplitLayer
+from polytempo.partition.tensor.model_group import ModelGroup
+from polytempo.partition.tensor.split_model import SplitModel
+from polytempo.partition.tensor.way import Way, way_of
+
+Rules = Mapping[str, Way | str]
+"""From names of modules, or patterns with `*`, to ways: `{"*.mlp.up": "column", "*.mlp.down": "row"}`."""
+
+_OF_SEQUENCES = ("sequence", "scatter")
+
+
+def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
+    """The way of each layer that a rule names, in the model's order.
+
+    Errors: ValueError for a name that fits no layer (with the nearest), for a layer that two rules split differently,
+    and for one inside of another.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    found: dict[str, tuple[Way, str]] = {}
+    for pattern, asked in rules.items():
+        way, fitting = way_of(asked), [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            near = _nearest(pattern, names)
+            meant = f" (did you mean {near!r}?)" if near else ""
+            raise ValueError(f"the model has no layer {pattern!r}{meant}; it has {', '.join(names[:12])}")
+        for name in fitting:
+            before, rule = found.setdefault(name, (way, pattern))
+            if before != way:
+                raise ValueError(
+                    f"layer {name} is split by {before} after {rule!r}, and by {way} after {pattern!r}; drop one"
+                )
+    for name in found:
+        inside = next((other for other in found if other.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise ValueError(f"{inside} lies inside of {name}, which is split as a whole; drop one of the two rules")
+    return {name: found[name][0] for name in names if name in found}
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str | None:
+    """The name most like a pattern; of a pattern with `*`, the first whose last part is."""
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    whole = get_close_matches(pattern, names, n=1)
+    last = get_close_matches(pattern.rpartition(".")[2], by_last, n=1)
+    return whole[0] if whole else by_last[last[0]] if last else None
+
+
+def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel:
+    """`model`, of whose layers this rank keeps its parts. Takes the place of `model`, whose modules it changes."""
+    ways = matched(model, rules)
+    wrong = [name for name, way in ways.items() if way.kind in _OF_SEQUENCES and not group.sequence]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is split by {ways[wrong[0]]}, which is for sequence=True; give that to split")
+    cutter = Cutter(group)
+    made: dict[int, nn.Module] = {}
+    for name, way in ways.items():
+        module = model.get_submodule(name)
+        if id(module) not in made:
+            made[id(module)] = built(cutter, name, module, way)
+    _check_tied(model, ways, cutter)
+    if group.sequence:
+        _check_all_named(model, ways)
+    for name, layer in [(name, made[id(model.get_submodule(name))]) for name in ways]:
+        _set(model, name, layer)
+    _watch_dropouts(model, group)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # a way around its layers
+    return SplitModel(model, group)
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, field = name.rpartition(".")
+    module.training = model.training
+    setattr(model.get_submodule(owner), field, module)
+
+
+def _inside(name: str, ways: Mapping[str, Way]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in ways)
+
+
+def _check_tied(model: nn.Module, ways: Mapping[str, Way], cutter: Cutter) -> None:
+    """A parameter that is split must not be used whole elsewhere."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in cutter.made and not _inside(name.rpartition(".")[0], ways):
+            first = cutter.made[id(parameter)][3]
+            raise ValueError(
+                f"{name} and {first} are one tied parameter, and only {first} is split; split both layers, for example "
+                'the embedding by "embedding" and the output layer by "vocabulary"'
+            )
+
+
+def _check_all_named(model: nn.Module, ways: Mapping[str, Way]) -> None:
+    """With `sequence`, a layer that no rule names would get a part of the positions, and a part of the gradient."""
+    for name, module in model.named_modules():
+        holds = any(True for _ in module.parameters(recurse=False)) or (isinstance(module, nn.Dropout) and module.p)
+        if holds and not _inside(name, ways):
+            raise ValueError(
+                f"with sequence=True every layer with parameters or dropout needs a rule, and {name or 'the model'} "
+                f'({type(module).__name__}) has none; norms and dropouts between split layers are "sequence", what '
+                'comes before the first of them is "scatter"'
+            )
+
+
+def _watch_dropouts(model: nn.Module, group: ModelGroup) -> None:
+    """Have dropouts that no rule names look whether they are the same on all ranks."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Dropout) and module.p and not isinstance(module, SplitLayer):
+            _set(model, name, CheckedDropout(group, module, name))

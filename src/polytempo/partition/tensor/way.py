@@ -1,0 +1,50 @@
+"""`Way`: how one layer is split. Names stand for the ways without options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+KINDS: Final = ("column", "row", "embedding", "vocabulary", "heads", "sequence", "scatter")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of `KINDS` with its options; made by `column`, `row`, or from a name by `way_of`."""
+
+    kind: str
+    heads: int | None = None
+    packed: int = 1
+    gather: bool = False
+
+    def __str__(self) -> str:
+        shown = {"heads": self.heads, "packed": self.packed, "gather": self.gather}
+        options = [f"{name}={value}" for name, value in shown.items() if value != getattr(Way("row"), name)]
+        return f"{self.kind}({', '.join(options)})" if options else self.kind
+
+
+def column(*, heads: int | None = None, packed: int = 1, gather: bool = False) -> Way:
+    """Each rank computes some of a layer's outputs.
+
+    `heads`: the outputs are so many heads, which are not cut. `packed`: the outputs are so many equal blocks one after
+    the other, each of which is split, as in a layer that computes query, key and value at once (`packed=3`).
+    `gather`: all ranks get all outputs; otherwise what follows must be able to work on a part.
+    """
+    return Way("column", heads, packed, gather)
+
+
+def row(*, heads: int | None = None) -> Way:
+    """Each rank uses some of a layer's inputs, and the ranks sum. `heads` as of the column layer before it."""
+    return Way("row", heads)
+
+
+def way_of(asked: Way | str) -> Way:
+    """The way of this name. ValueError names the nearest."""
+    if isinstance(asked, Way):
+        return asked
+    if asked not in KINDS:
+        close = get_close_matches(str(asked), KINDS, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"there is no way {asked!r} to split a layer{meant}; there are {', '.join(KINDS)}")
+    return Way(asked)

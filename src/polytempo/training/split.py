@@ -1,0 +1,83 @@
+"""`split`: the layers of a model on several ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from polytempo.core import Port
+from polytempo.core.suspension import drive
+from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
+from polytempo.training.agree import agree
+from polytempo.worlds import ProcessWorld, current
+
+MODEL = "model"
+"""The axis of the mesh along which ranks hold the parts of one model's layers."""
+
+
+def split(
+    model: nn.Module,
+    rules: Rules,
+    *,
+    sequence: bool = False,
+    world: ProcessWorld | None = None,
+    port: Port | None = None,
+) -> SplitModel:
+    """Keep this rank's part of the layers that `rules` name; returns the split model, which takes the place of `model`.
+
+        pt.init(mesh={"data": 2, "model": 2})
+        model = pt.split(net, {"*.mlp.up": "column", "*.mlp.down": "row", "*.attention": "heads"})
+        optimizer = torch.optim.AdamW(model.parameters())
+        pt.attach(model, optimizer, pt.strategies.sync_sgd())
+
+    Every rank makes the whole model and takes the parameters of the first rank along the axis "model" of the mesh.
+    Ranks along that axis are given the same batches, which `pt.shard` does, and the same random seed. Parameters keep
+    their names; `full_parameters()` and `full_gradients()` show the whole model's.
+
+    | way | layers | what a rank has |
+    |---|---|---|
+    | "column" | `Linear`, `Embedding`, `Dropout` | some output features |
+    | "row" | `Linear` | some input features |
+    | "embedding" | `Embedding` | some rows of the table |
+    | "vocabulary" | `Linear`, `Embedding` | some classes: the loss is `model.cross_entropy(logits, target)` |
+    | "heads" | `MultiheadAttention`, `Dropout` | some heads |
+    | "sequence" | `LayerNorm`, `RMSNorm`, `Linear`, `Dropout` | some positions, with `sequence=True` |
+    | "scatter" | `Embedding`, `Linear`, `LayerNorm` | the whole; some positions of its answer, with `sequence=True` |
+
+    `pt.partition.tensor.column(heads=8, packed=3)` and `row(heads=8)` split by whole heads the linear layers of an
+    attention of one's own. With `sequence` each rank has some positions between split layers, so norms and dropouts are
+    computed once and not on all ranks; tensors are then (batch, positions, features).
+
+    `port`: this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and
+    backward passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
+
+    Errors: `Mismatch` where ranks of a model give other rules or models; ValueError for names that fit no layer, for
+    layers that cannot be split so, for parameters that are tied and not split alike, for ranks without a mesh that has
+    the axis "model".
+    """
+    whole = port or (world or current()).port
+    group = ModelGroup(_along(whole), drive if port is not None else (world or current()).drive, sequence)
+    if group.size > 1:
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
+        group.drive(agree(group.port, told))
+        group.drive(_take_first(group.port, model))
+    return apply_rules(model, rules, group)
+
+
+def _along(whole: Port) -> Port:
+    if whole.size == 1 and whole.mesh is None:
+        return whole
+    lengths = {} if whole.mesh is None else whole.mesh.lengths
+    if MODEL not in lengths:
+        raise ValueError(
+            f"a model is split along the axis {MODEL!r} of the mesh, and this one is {lengths or 'none'}; call "
+            f'pt.init(mesh={{"data": …, "{MODEL}": …}}), whose lengths multiply to {whole.size}'
+        )
+    return whole.along(MODEL)
+
+
+async def _take_first(port: Port, model: nn.Module) -> None:
+    """Give all ranks the first one's parameters and buffers."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        tensor.detach().copy_(await port.broadcast(tensor.detach().clone().contiguous()))

@@ -1,0 +1,96 @@
+"""What a split model sends is what its shapes say, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.core import Port
+from polytempo.partition.tensor import Rules, column
+from polytempo.partition.tensor.traffic import loss_traffic, model_traffic
+from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, outcome_of
+
+
+def sent(
+    num_ranks: int,
+    model: Callable[[], nn.Module],
+    rules: Rules,
+    step: Callable[[Any], Any],
+    price: Callable[[Any], int],
+    *,
+    sequence: bool = False,
+) -> tuple[int, int]:
+    """Bytes of one step (that of three steps over that of two, so without what is checked once), and their price."""
+
+    def bytes_of(steps: int) -> tuple[int, int]:
+        def work(port: Port) -> int:
+            net = pt.split(made(model), rules, sequence=sequence, port=port)
+            for _ in range(steps):
+                torch.manual_seed(1)
+                step(net)
+            return price(net)
+
+        outcome = outcome_of(num_ranks, work)
+        return sum(outcome.trace.bytes_sent.values()), outcome.results[0]
+
+    (two, _), (three, priced) = bytes_of(2), bytes_of(3)
+    return three - two, priced
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_transformer_sends_what_its_shapes_say(num_ranks: int, sequence: bool, smoothing: float) -> None:
+    indices = torch.randint(0, VOCABULARY, (2, 7))
+
+    def step(net: Any) -> None:
+        net.cross_entropy(net(indices), indices, label_smoothing=smoothing).backward()
+
+    def price(net: Any) -> int:
+        layers = model_traffic(net, indices.numel(), 8, {"places": 7}).values()
+        loss = loss_traffic(num_ranks, indices.numel(), 8, smooths=bool(smoothing))
+        return sum(each.forward_bytes + each.backward_bytes for each in layers) + loss
+
+    found, priced = sent(
+        num_ranks,
+        lambda: Transformer(0.1, blocks=1),
+        SEQUENCE_RULES if sequence else RULES,
+        step,
+        price,
+        sequence=sequence,
+    )
+    assert found == priced > 0
+
+
+def test_columns_that_are_gathered() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 7), nn.Linear(7, 5))
+
+    def price(net: Any) -> int:
+        return sum(forward + backward for forward, backward in model_traffic(net, 6, 8).values())
+
+    found, priced = sent(
+        3,
+        model,
+        {"0": "column", "1": column(gather=True)},
+        lambda net: net(torch.arange(6) % 5).sum().backward(),
+        price,
+    )
+    assert found == priced == 2 * 8 * (6 * 7 + 6 * 5 + 2 * 6 * 7)
+
+
+def test_logits_are_not_gathered() -> None:
+    """The loss sends three numbers of each position, however many classes there are."""
+
+    def bytes_of(classes: int) -> int:
+        def step(net: Any) -> None:
+            net.cross_entropy(net(torch.ones(6, 4, dtype=torch.float64)), torch.arange(6)).backward()
+
+        return sent(2, lambda: nn.Sequential(nn.Linear(4, classes)), {"0": "vocabulary"}, step, lambda net: 0)[0]
+
+    assert bytes_of(10) == bytes_of(1000) == loss_traffic(2, 6, 8)
