@@ -1,0 +1,65 @@
+"""Horovod 0.28's PyTorch API: `import polytempo.horovod.torch as hvd`."""
+
+from polytempo.horovod.runtime.operation import HorovodInternalError
+from polytempo.horovod.torch.basics import (
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+)
+from polytempo.horovod.torch.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    barrier,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    join,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from polytempo.horovod.torch.compression import Compression
+from polytempo.horovod.torch.handles import poll, synchronize
+from polytempo.horovod.torch.operations import (
+    allgather,
+    allreduce,
+    allreduce_,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+    reducescatter,
+)
+from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
