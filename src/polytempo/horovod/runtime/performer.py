@@ -56,7 +56,9 @@ class Performer:
                 results += zeros(agreed.request)
                 continue
             if not operation.outputs:
-                operation.outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors]
+                operation.outputs = [
+                    torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
+                ]
             for output, tensor in zip(operation.outputs, operation.tensors, strict=True):
                 if output.data_ptr() != tensor.data_ptr() or output.stride() != tensor.stride():
                     output.copy_(tensor)
@@ -79,9 +81,7 @@ class Performer:
             case "alltoall":
                 _all_to_all(transport, operation, agreed.sizes)
             case "reducescatter":
-                operation.outputs = [
-                    _scattered(transport, tensor, agreed.request) for tensor in operation.tensors
-                ]
+                operation.outputs = [_scattered(transport, tensor, agreed.request) for tensor in operation.tensors]
             case "join":
                 operation.answer = agreed.sizes[0][0]
 
@@ -179,7 +179,9 @@ def _gathered(transport: SetTransport, tensor: Tensor, rows: Sequence[int]) -> T
 
 
 def _broadcast(transport: SetTransport, operation: Operation, root: int) -> None:
-    outputs = operation.outputs or [torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors]
+    outputs = operation.outputs or [
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
+    ]
     is_root = transport.ranks[transport.position] == root
     for output, tensor in zip(outputs, operation.tensors, strict=True):
         if is_root and output.data_ptr() != tensor.data_ptr():

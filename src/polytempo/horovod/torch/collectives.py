@@ -69,9 +69,7 @@ def _reduction(
 ) -> int:
     check_reducible(tensors, op)
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return begin(
-        "allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors
-    )
+    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors)
 
 
 def allreduce_async(
@@ -131,9 +129,7 @@ def grouped_allreduce_async_(
     """As `grouped_allreduce_async`, in place."""
     _check_group(tensors)
     chosen, given = chosen_op(op, average), list(tensors)
-    return _reduction(
-        given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given
-    )
+    return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given)
 
 
 def sparse_allreduce_async(
@@ -183,9 +179,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `broadcast_async`, in place."""
-    return begin(
-        "broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank)
-    )
+    return begin("broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank))
 
 
 def alltoall_async(
