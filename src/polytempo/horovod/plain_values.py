@@ -57,8 +57,8 @@ def _plain(value: Any, depth: int) -> Any:
     if kind is torch.device:
         return ["device", str(value)]
     raise TypeError(
-        f"{kind.__module__}.{kind.__qualname__} cannot be sent between ranks: no pickle is used here. Send plain values "
-        "(None, numbers, str, bytes, list, tuple, set, dict, tensors, NumPy arrays), such as a state_dict"
+        f"{kind.__module__}.{kind.__qualname__} cannot be sent between ranks: no pickle is used here. Send plain "
+        "values (None, numbers, str, bytes, list, tuple, set, dict, tensors, NumPy arrays), such as a state_dict"
     )
 
 

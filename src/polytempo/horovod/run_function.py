@@ -21,7 +21,7 @@ def run(
     """Call `func(*args, **kwargs)` in `np` processes of this host; what each rank returned, by rank.
 
     Processes are forked from this one, so `func` may be any function; call it before this process computes with
-    several threads. Results are plain values, tensors and NumPy arrays (`polytempo.horovod.plain_values`); TypeError for others.
+    several threads. Results are plain values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
     `start_timeout` bounds the whole run in seconds. Hosts are not started here yet: use an engine of Polytempo, or
     torchrun, mpirun or Slurm, whose processes `init` recognises. Errors: those of `polytempo.launch`.
 

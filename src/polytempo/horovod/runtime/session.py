@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class Session:
         self.world = init(quiet=True, timeout_s=settings.end_s)
         rank, size = self.world.rank, self.world.size
         store = _store(self.world, next(_numbers))
+        self.unnamed: Counter[tuple[int, str]] = Counter()
+        """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts
         self.member = NegotiationMember(rank, size, process_sets)
         coordinator = None

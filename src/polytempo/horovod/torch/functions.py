@@ -65,7 +65,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank `root_rank`'s value, on every rank: plain values, tensors and NumPy arrays (`polytempo.horovod.plain_values`).
+    """Rank `root_rank`'s value, on every rank: plain values, tensors and NumPy arrays (`horovod.plain_values`).
 
     Errors: TypeError, on every rank, for what would need pickle.
     """

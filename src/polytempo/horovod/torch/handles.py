@@ -25,7 +25,6 @@ class _Outstanding(NamedTuple):
 
 _handles: dict[int, _Outstanding] = {}
 _numbers = itertools.count()
-_unnamed: dict[str, int] = {}
 
 
 def begin(
@@ -38,16 +37,13 @@ def begin(
     outputs: Sequence[Tensor] = (),
     **details: Any,
 ) -> int:
-    """Submit an operation, and answer its handle. Unnamed ones are matched by their order among those of their kind."""
+    """Submit an operation, and answer its handle. Those without a name are matched by their order within
+    their process set and kind."""
     number = process_set.process_set_id
     if number is None:
         session()  # raises where it has not begun
         raise ValueError(f"{process_set} is not registered; call add_process_set first, on all ranks")
-    if name is None:
-        count = _unnamed[kind] = _unnamed.get(kind, 0) + 1
-        full = f"{kind}.noname.{count}"
-    else:
-        full = f"{kind}.{name}"
+    full = f"{kind}.noname.{session().unnamed[number, kind]}" if name is None else f"{kind}.{name}"
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -65,6 +61,7 @@ def begin(
     )
     operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs])
     session().runtime.submit(operation)
+    session().unnamed[number, kind] += name is None
     handle = next(_numbers)
     _handles[handle] = _Outstanding(operation, answer)
     return handle
