@@ -377,7 +377,10 @@ def process_sets(rank: int, size: int) -> None:
         assert part.rank() == rank - 1
         mine = torch.full((2,), rank + 1.0)
         for _ in range(2):
-            equal(hvd.allreduce(mine, op=hvd.Sum, process_set=part, name="part"), torch.full((2,), sum(ranks) + size - 1.0))
+            equal(
+                hvd.allreduce(mine, op=hvd.Sum, process_set=part, name="part"),
+                torch.full((2,), sum(ranks) + size - 1.0),
+            )
         equal(hvd.broadcast(mine, size - 1, process_set=part), torch.full((2,), float(size)))
         equal(hvd.allgather(mine[:1], process_set=part), torch.tensor(ranks) + 1.0)
         hvd.barrier(process_set=part)
@@ -708,6 +711,25 @@ def test_a_rank_that_shuts_down_ends_what_waits_for_it() -> None:
 
     found = run(work, np=3)
     assert all("rank 1 has shut down" in found[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_process_ends_is_named(victim: int) -> None:
+    """The process of a rank that returns here ends at once: nothing is left that could say farewell."""
+
+    def work(_: RankInfo) -> Result:
+        hvd.init()
+        hvd.allreduce(torch.ones(2), name="all")
+        if hvd.rank() == victim:
+            return ""
+        try:
+            hvd.allreduce(torch.ones(2), name="all")
+        except hvd.HorovodInternalError as error:
+            return str(error)
+        return "no error"
+
+    found = launch(work, 3, threads=1, timeout_s=60)
+    assert all(f"rank {victim} is lost" in said for rank, said in enumerate(found) if rank != victim), found
 
 
 def test_a_name_that_some_ranks_never_submit_ends_by_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

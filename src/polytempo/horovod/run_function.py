@@ -8,6 +8,7 @@ from typing import Any
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.horovod.plain_values import decoded, encoded
+from polytempo.horovod.torch.basics import shutdown
 
 
 def run(
@@ -29,6 +30,8 @@ def run(
     """
 
     def work(_: RankInfo) -> str:
-        return encoded(func(*args, **(kwargs or {}))).hex()
+        answer = encoded(func(*args, **(kwargs or {})))
+        shutdown()
+        return answer.hex()
 
     return [decoded(bytes.fromhex(each)) for each in launch(work, np, timeout_s=start_timeout)]

@@ -21,7 +21,7 @@ from polytempo.horovod.negotiation.matching import agreement, refusal, with_join
 from polytempo.horovod.negotiation.message import (
     WHOLE,
     Agreement,
-    Close,
+    Conclude,
     Evict,
     Farewell,
     Perform,
@@ -159,7 +159,7 @@ class NegotiationCoordinator:
             verdicts.append(Perform(tuple(entries)))
         for agreed in ready:
             if agreed.request.kind == "remove_set":
-                self._remove_set(*agreed.request.numbers, verdicts)
+                self._remove_set(agreed.request.numbers[0], verdicts)
         if freed := self._cache.overflow(self._number + 1, reduce(or_, self._asked)):
             verdicts.append(Evict(tuple(freed)))
         if not verdicts:
@@ -237,4 +237,4 @@ class NegotiationCoordinator:
     def _close(self, reason: str) -> Verdicts:
         self.closed = reason
         self._number += 1
-        return Verdicts(self._number, (Close(reason),))
+        return Verdicts(self._number, (Conclude(reason),))

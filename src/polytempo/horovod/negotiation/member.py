@@ -8,7 +8,7 @@ from typing import NamedTuple
 from polytempo.horovod.negotiation.message import (
     WHOLE,
     Agreement,
-    Close,
+    Conclude,
     Evict,
     Perform,
     Refuse,
@@ -115,7 +115,7 @@ class NegotiationMember:
                         todo.append(ToFail((process_set, name), reason))
                 case Evict(slots):
                     self._forget(slots)
-                case Close(reason):
+                case Conclude(reason):
                     self.closed = reason
                     todo.append(ToEnd(reason))
         return todo

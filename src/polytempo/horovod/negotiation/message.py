@@ -76,13 +76,13 @@ class Evict(msgspec.Struct, frozen=True, array_like=True, tag=3):
     slots: tuple[int, ...]
 
 
-class Close(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Conclude(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The negotiation is over: all that is asked for is an error."""
 
     reason: str
 
 
-Verdict = Perform | Refuse | Evict | Close
+Verdict = Perform | Refuse | Evict | Conclude
 
 
 class Verdicts(msgspec.Struct, frozen=True, array_like=True):

@@ -52,7 +52,7 @@ class SetTransport:
         """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""
         if self._group is not None and tensor.numel():
             options = AllreduceOptions()
-            options.reduceOp, options.asyncOp = _OPS[op], False
+            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
             self._group.allreduce([tensor], options).wait()
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
@@ -96,7 +96,7 @@ class SetTransport:
             output.copy_(pieces[0])
         elif output.numel():
             options = ReduceScatterOptions()
-            options.reduceOp, options.asyncOp = _OPS[op], False
+            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
             self._group.reduce_scatter([output], [list(pieces)], options).wait()
 
     def close(self) -> None:

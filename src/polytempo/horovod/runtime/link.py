@@ -1,4 +1,4 @@
-"""`Link`: messages between rank 0 and each other rank, in order. Sockets: of one host's own kind, or TCP between hosts.
+"""`RankLink`: messages between rank 0 and each other rank, in order: UNIX sockets on one host, TCP between hosts.
 
 One thread at a time waits; any thread may send, and `interrupt` lets the one that waits return. Nothing blocks but
 `wait`: what a socket does not take is kept, and goes with the next `wait`.
@@ -39,7 +39,7 @@ class _Peer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Link:
+class RankLink:
     """Rank `rank`'s ends: rank 0 has one to each other rank, the others have one to rank 0.
 
     `address`: where rank 0 listens for ranks of other hosts; "" where all are on one. All ranks make it together and

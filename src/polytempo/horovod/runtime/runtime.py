@@ -18,7 +18,7 @@ import msgspec
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
 from polytempo.horovod.negotiation.member import NegotiationMember, ToDo, ToEnd, ToFail, ToPerform
 from polytempo.horovod.negotiation.message import Agreement, Farewell, Verdicts, Word
-from polytempo.horovod.runtime.link import Link
+from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.operation import HorovodInternalError, Operation
 from polytempo.worlds.threads import close_at_exit, ended
 
@@ -48,7 +48,7 @@ class Runtime:
         self,
         member: NegotiationMember,
         coordinator: NegotiationCoordinator | None,
-        link: Link,
+        link: RankLink,
         perform: Perform,
         *,
         cycle_s: float,

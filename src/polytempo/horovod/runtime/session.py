@@ -17,7 +17,7 @@ from polytempo.engines.init import init
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
 from polytempo.horovod.negotiation.member import NegotiationMember
 from polytempo.horovod.runtime.groups import SetTransport
-from polytempo.horovod.runtime.link import Link
+from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.performer import Performer
 from polytempo.horovod.runtime.runtime import Runtime
 from polytempo.horovod.runtime.settings import HorovodSettings
@@ -56,7 +56,7 @@ class Session:
             return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s)
 
         address = _own_address() if rank == 0 and len(set(self.hosts)) > 1 else ""
-        link = Link(rank, size, store, address=address, timeout_s=settings.end_s)
+        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s)
         self.performer = Performer(rank, self.member.sets, make)
         self.runtime = Runtime(
             self.member,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _reduction(
     answer: Callable[[Operation], Tensor | list[Tensor]],
 ) -> int:
     check_reducible(tensors, op)
-    factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors)
 
 
@@ -244,7 +245,7 @@ def _scatter(
     if chosen is Adasum:
         raise ValueError("reducescatter reduces by Average, Sum, Min, Max or Product, not by Adasum")
     check_reducible(tensors, chosen)
-    factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     return begin("reducescatter", tensors, name, process_set, answer, op=chosen.name.lower(), **factors)
 
 

@@ -59,7 +59,7 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _check_differentiable(ctx.op)
         name = _grad_name(ctx.name)
-        return None, None, None, None, *_AllReduce.apply(name, ctx.op, ctx.factors, ctx.where, *grads)
+        return None, None, None, None, *_AllReduce.apply(name, ctx.op, ctx.factors, ctx.where, *grads)  # type: ignore[no-untyped-call]
 
 
 class _AllGather(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         name = _grad_name(ctx.name)
-        reduced = _AllReduce.apply(name, Average, (1.0, 1.0), ctx.where, *grads)
+        reduced = _AllReduce.apply(name, Average, (1.0, 1.0), ctx.where, *grads)  # type: ignore[no-untyped-call]
         rows = torch.tensor([ctx.rows])
         by_rank = synchronize(allgather_async(rows, None if name is None else f"{name}.rows", ctx.where))
         starts = by_rank[: ctx.where.rank()].sum(0).tolist()
@@ -88,7 +88,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (reduced,) = _AllReduce.apply(_grad_name(ctx.name), Average, (1.0, 1.0), ctx.where, *grads)
+        (reduced,) = _AllReduce.apply(_grad_name(ctx.name), Average, (1.0, 1.0), ctx.where, *grads)  # type: ignore[no-untyped-call]
         return (reduced if rank() == ctx.root else torch.zeros_like(reduced)), None, None, None
 
 
@@ -102,7 +102,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dealt, _ = _AllToAll.apply(grads[0], ctx.received.tolist(), _grad_name(ctx.name), ctx.where)
+        dealt, _ = _AllToAll.apply(grads[0], ctx.received.tolist(), _grad_name(ctx.name), ctx.where)  # type: ignore[no-untyped-call]
         return dealt, None, None, None
 
 
@@ -117,7 +117,7 @@ class _ReduceScatter(torch.autograd.Function):
         _check_differentiable(ctx.op)
         times = ctx.factors[0] * ctx.factors[1] * (ctx.where.size() if ctx.op == Sum else 1)
         scaled = [grad if times == 1.0 else grad * times for grad in grads]
-        return None, None, None, None, *_AllGather.apply(_grad_name(ctx.name), ctx.where, *scaled)
+        return None, None, None, None, *_AllGather.apply(_grad_name(ctx.name), ctx.where, *scaled)  # type: ignore[no-untyped-call]
 
 
 def _needs_gradient(tensors: Sequence[Tensor]) -> bool:
@@ -180,7 +180,7 @@ def grouped_allreduce(
     sent, contexts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     chosen, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
     if _needs_gradient(sent):
-        answers = _AllReduce.apply(name, chosen, factors, process_set, *sent)
+        answers = _AllReduce.apply(name, chosen, factors, process_set, *sent)  # type: ignore[no-untyped-call]
     else:
         answers = synchronize(grouped_allreduce_async(sent, None, name, chosen, *factors, process_set))
     return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
@@ -233,7 +233,7 @@ def grouped_reducescatter(
     sent, contexts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     factors = (prescale_factor, postscale_factor)
     if _needs_gradient(sent):
-        answers = _ReduceScatter.apply(name, op, factors, process_set, *sent)
+        answers = _ReduceScatter.apply(name, op, factors, process_set, *sent)  # type: ignore[no-untyped-call]
     else:
         answers = synchronize(grouped_reducescatter_async(sent, name, op, *factors, process_set))
     return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
@@ -255,7 +255,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """Several of them as one."""
     if _needs_gradient(tensors):
-        return list(_AllGather.apply(name, process_set, *tensors))
+        return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
     answer: list[Tensor] = synchronize(grouped_allgather_async(tensors, name, process_set))
     return answer
 
@@ -265,7 +265,7 @@ def broadcast(
 ) -> Tensor:
     """Rank `root_rank`'s tensor, in a new one."""
     if _needs_gradient([tensor]):
-        given: Tensor = _Broadcast.apply(tensor, int(root_rank), name, process_set)
+        given: Tensor = _Broadcast.apply(tensor, int(root_rank), name, process_set)  # type: ignore[no-untyped-call]
         return given
     answer: Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
     return answer
@@ -293,5 +293,5 @@ def alltoall(
     if splits is None and len(tensor) % size:
         raise ValueError(f"{len(tensor)} rows cannot be dealt to {size} ranks in equal parts; give splits")
     parts = [len(tensor) // size] * size if splits is None else [int(number) for number in splits]
-    output, received = _AllToAll.apply(tensor, parts, name, process_set)
+    output, received = _AllToAll.apply(tensor, parts, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)

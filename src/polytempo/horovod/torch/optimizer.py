@@ -62,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     kind = _AdasumSteps if chosen is Adasum else _ReducedGradients
     own = type(optimizer)
     made = type(own.__name__, (kind, own), {"__module__": own.__module__})
-    distributed = made.__new__(made)
+    distributed: Any = object.__new__(made)
     distributed.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     options = _Reduction(names, compression, chosen, gradient_predivide_factor, sparse_as_dense, process_set)
     distributed._begin(options, backward_passes_per_step, _grouped(names, groups))
