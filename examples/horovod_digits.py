@@ -20,7 +20,9 @@ import polytempo.horovod.torch as hvd  # was: import horovod.torch as hvd
 hvd.init()
 torch.manual_seed(42 + hvd.rank())
 digits = pt.data.digits()
-sampler: DistributedSampler = DistributedSampler(digits.train, num_replicas=hvd.size(), rank=hvd.rank())
+sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
+    digits.train, num_replicas=hvd.size(), rank=hvd.rank()
+)
 loader = DataLoader(digits.train, batch_size=32 // hvd.size(), sampler=sampler)
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -98,8 +98,8 @@ class RankLink:
         for descriptor, events in ready:
             peer = self._by_descriptor.get(descriptor)
             if peer is None:
-                self._rung = False
                 self._bell.recv(4096)
+                self._rung = False  # a ring between the two is heard, too: this call returns
             else:
                 if events & select.POLLOUT:
                     self._push(peer)
