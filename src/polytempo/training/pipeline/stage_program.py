@@ -8,8 +8,10 @@ micro-batches, so they need no numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,13 @@ from polytempo.core import Port, Program
 from polytempo.partition.cut import Cut, Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
-from polytempo.partition.schedules.facts import version_of
+from polytempo.partition.schedules.facts import facts, version_of
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.program_state import ProgramState
+from polytempo.training.pipeline.sent_ahead import SentAhead
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
+from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 
 _RECEIVES_AHEAD = 2
 """How many actions ahead a receive is begun."""
@@ -44,30 +49,46 @@ class MicroBatch(NamedTuple):
 
 
 class StageProgram:
-    """One stage. `update` is what happens to its parameters once their gradients are there."""
+    """One stage. `update` is what happens to its parameters once their gradients are there.
 
-    def __init__(self, cut: Cut, schedule: Schedule, stage: int, update: Callable[[], Program[None]]) -> None:
-        self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
+    `shares`: of the model's operations, by part, which a virtual world charges; None: equal ones.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        schedule: Schedule,
+        stage: int,
+        update: Callable[[], Program[None]],
+        shares: Sequence[float] | None = None,
+        wires: Wires = AS_THEY_ARE,
+    ) -> None:
+        self._cut, self._schedule, self._stage, self._update, self._shares = cut, schedule, stage, update, shares
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
-        parameters = [p for part in own for p in part.module.parameters()]
-        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current")
+        parameters = self._parameters = [p for part in own for p in part.module.parameters()]
+        overtaken = facts(schedule, stage).delay > 0
+        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", overtaken=overtaken)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
             part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
             for part in own
         }
         self._values = {value.name: value for value in cut.values}
-        self._turns = turns(schedule, stage)
+        self._turns: Iterator[Turn] = turns(schedule, stage)
         self._next = next(self._turns)
         self._batches: dict[int, MicroBatch] = {}
         self._device = next((p.device for p in parameters), torch.device("cpu"))
-        self._mail = StageMail(cut, schedule, stage)
+        self._mail = StageMail(cut, schedule, stage, wires)
         self._begun: set[Turn] = set()
         self.step_number = self._num_entered = 0
         self._entered: dict[int, int] = {}
         """The numbers of steps that had a batch, without those that had none."""
         self._has_gradient = False
+        self._last_version = 0
+        self.delays: Counter[int] = Counter()
+        """How often an update came so many updates after the parameters that its gradient was computed with."""
+        self._sent = SentAhead(cut, schedule, stage)
         self.most_held = self.most_versions = 0
         """The most micro-batches' parts between their passes, and the most versions of the parameters, so far."""
 
@@ -76,6 +97,7 @@ class StageProgram:
 
         `port` is that of the stages. With fewer micro-batches than the schedule has, the others are left out.
         """
+        await self._sent.again(port, self._mail)
         first = self.step_number * self._schedule.micro_batches
         self._batches |= {first + number: batch for number, batch in enumerate(batches)}
         if batches:
@@ -97,6 +119,7 @@ class StageProgram:
                 losses.append(loss)
         if self._schedule.lockstep:
             await port.barrier()
+        self._sent.forget(self.step_number)
         self._entered.pop(self.step_number, None)
         self.step_number += 1
         self._begun.clear()
@@ -135,6 +158,41 @@ class StageProgram:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
 
+    def begin(self, step: int) -> None:
+        """Begin with `step`, and with nothing under way."""
+        self.step_number = step
+        self._turns = dropwhile(lambda turn: turn.step < step, turns(self._schedule, self._stage))
+        self._next = next(self._turns)
+
+    def state(self) -> ProgramState:
+        """What is under way after a step; its tensors are those that are used."""
+        under_way = [((part, n), kept) for part, work in self._work.items() for n, kept in work.under_way.items()]
+        return ProgramState(
+            step=self.step_number,
+            updates=self.versions.current,
+            num_entered=self._num_entered,
+            entered=dict(self._entered),
+            older=self.versions.older(),
+            under_way=dict(under_way),
+            layouts={number: dict(self._batches[number].layouts) for (_, number), _ in under_way},
+            sent=list(self._sent.held),
+            gradients=[p.grad for p in self._parameters] if self._has_gradient else None,
+        )
+
+    def restore(self, state: ProgramState, seeded: Callable[[int], Callable[[int], None]]) -> None:
+        """Go on from what `state` had; parameters and buffers are there. `seeded`: of each micro-batch of the run."""
+        self.begin(state.step)
+        self._num_entered, self._entered = state.num_entered, dict(state.entered)
+        self.versions.restore(state.updates, state.older)
+        for (part, number), kept in state.under_way.items():
+            batch = MicroBatch((), state.layouts[number], _no_head, seeded(number))
+            self._batches[number], kept.seeded = batch, partial(batch.seeded, part)
+            self._work[part].resume(number, kept)
+        self._sent.restore(state.sent)
+        self._has_gradient = state.gradients is not None
+        for parameter, gradient in zip(self._parameters, state.gradients or (), strict=False):
+            parameter.grad = gradient
+
     async def settle(self) -> None:
         """Wait until what was sent has been received."""
         await self._mail.settle()
@@ -155,13 +213,14 @@ class StageProgram:
                 self._end(turn)
             case "update" if self._has_gradient:
                 self._has_gradient = False
+                self.delays[self.versions.current - self._last_version] += 1
                 self.versions.update_begins()
                 await self._update()
         return None
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
         stage, batch = self._parts[part], self._batches[turn.micro_batch]
-        taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
+        taken = [await self._mail.take(port, name, part, "forward") for name in stage.takes]
         version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
         work = partial(
             self._work[part].forward,
@@ -173,35 +232,38 @@ class StageProgram:
             batch.head if stage.is_last else None,
         )
         given, loss = await port.compute(work, self._flops(turn) / 3)
-        self.most_held = max(self.most_held, sum(work.num_under_way for work in self._work.values()))
+        self.most_held = max(self.most_held, sum(len(work.under_way) for work in self._work.values()))
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
-                await self._mail.put(port, self._values[name], target, "forward", tensor)
+                self._sent.note(turn.micro_batch, self._values[name], target, "forward", tensor)
+            await self._mail.put(port, self._values[name], self._values[name].targets, "forward", tensor)
         return loss
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
-        gradients = [await self._gradient(name) for name in stage.gives]
+        gradients = [await self._gradient(port, name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
             if self._values[name].requires_grad:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient
-                await self._mail.put(port, self._values[name], part, "backward", answer)
+                self._sent.note(turn.micro_batch, self._values[name], part, "backward", answer)
+                await self._mail.put(port, self._values[name], (part,), "backward", answer)
         if whole:
             self._has_gradient = True
             self._end(turn)
 
-    async def _gradient(self, name: str) -> Tensor | None:
+    async def _gradient(self, port: Port, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
         for target in self._back(name):
-            gradient = await self._mail.take(name, target, "backward")
+            gradient = await self._mail.take(port, name, target, "backward")
             total = gradient if total is None else total + gradient
         return total
 
     def _end(self, turn: Turn) -> None:
+        self._last_version = self._work[part_of(self._schedule, self._stage, turn.action)].last_version
         if turn.action.part == 0:  # the last of this stage's parts on the way back
             del self._batches[turn.micro_batch]
 
@@ -211,4 +273,10 @@ class StageProgram:
         return value.targets if value.requires_grad else ()
 
     def _flops(self, turn: Turn) -> float:
-        return self._batches[turn.micro_batch].flops / (self._schedule.stages * self._schedule.parts)
+        part = part_of(self._schedule, self._stage, turn.action)
+        share = 1 / len(self._cut.stages) if self._shares is None else self._shares[part]
+        return self._batches[turn.micro_batch].flops * share
+
+
+def _no_head(output: Any) -> Tensor:
+    raise AssertionError("the last part has no micro-batch under way when a step is over")
