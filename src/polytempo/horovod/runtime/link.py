@@ -1,7 +1,8 @@
 """`RankLink`: messages between rank 0 and each other rank, in order: UNIX sockets on one host, TCP between hosts.
 
 One thread at a time waits; any thread may send, and `interrupt` lets the one that waits return. Nothing blocks but
-`wait`: what a socket does not take is kept, and goes with the next `wait`.
+`wait`: what a socket does not take at once is left to a thread, which also sends while the program is in a collective
+that other ranks join only when they have the whole message.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
 
 from polytempo.core import TimedOut
+from polytempo.worlds.threads import ended
 
 MOST_BYTES = 256 << 20
 """The longest message."""
 _LENGTH = struct.Struct("<I")
 _TOKEN_BYTES = 32
 _READ_BYTES = 1 << 18
+_SLICE_S = 0.1
 _SPIN_S = 100e-6
 """How long `wait` looks again and again before it lets the kernel wake it."""
 
@@ -53,6 +57,9 @@ class RankLink:
         self._rung = False
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
+        self._unsent = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
         self._peers: dict[int, _Peer] = {}
         self._by_descriptor: dict[int, _Peer] = {}
         if size > 1:
@@ -79,14 +86,16 @@ class RankLink:
             if sent == len(data):
                 return
             peer.going += data[sent:]
-        self.interrupt()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._send_rest, name="polytempo-link", daemon=True)
+                self._thread.start()
+        self._unsent.set()
 
     def wait(self, timeout_s: float, *, spin: bool = False) -> list[tuple[int, bytes | None]]:
         """(rank, message) of all that have come, None for the message of a rank that is lost; waits for the first.
 
         Empty after the time, or after `interrupt`.
         """
-        self._watch_unsent()
         ready = self._poll.poll(0)
         if spin and not ready:
             until_s = time.perf_counter() + min(timeout_s, _SPIN_S)
@@ -95,16 +104,13 @@ class RankLink:
                 ready = self._poll.poll(0)
         ready = ready or self._poll.poll(1000 * timeout_s)
         found: list[tuple[int, bytes | None]] = []
-        for descriptor, events in ready:
+        for descriptor, _ in ready:
             peer = self._by_descriptor.get(descriptor)
             if peer is None:
                 self._bell.recv(4096)
                 self._rung = False  # a ring between the two is heard, too: this call returns
             else:
-                if events & select.POLLOUT:
-                    self._push(peer)
-                if events & ~select.POLLOUT:
-                    self._read(peer, found)
+                self._read(peer, found)
         return found
 
     def interrupt(self) -> None:
@@ -117,23 +123,30 @@ class RankLink:
         """Send what is kept, at most for so long, and close."""
         until_s = time.monotonic() + linger_s
         while any(peer.going for peer in self._peers.values()) and time.monotonic() < until_s:
-            self.wait(0.01)
+            time.sleep(0.01)
+        self._closed = True
+        self._unsent.set()
+        ended(self._thread)
         for peer in self._peers.values():
             peer.socket.close()
         self._peers.clear()
         self._bell.close()
         self._ring.close()
 
-    def _watch_unsent(self) -> None:
-        for peer in self._peers.values():
-            if peer.going:
-                self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
-
-    def _push(self, peer: _Peer) -> None:
-        with peer.lock:
-            del peer.going[: _sent(peer.socket, bytes(peer.going))]
-            if not peer.going:
-                self._poll.modify(peer.socket, select.POLLIN)
+    def _send_rest(self) -> None:
+        """The thread: send what is kept, as sockets take it."""
+        while not self._closed:
+            self._unsent.wait()
+            self._unsent.clear()
+            while not self._closed and (busy := [peer for peer in list(self._peers.values()) if peer.going]):
+                writable = select.poll()
+                with suppress(OSError, ValueError):  # one of them has just been closed
+                    for peer in busy:
+                        writable.register(peer.socket, select.POLLOUT)
+                    writable.poll(1000 * _SLICE_S)
+                for peer in busy:
+                    with peer.lock:
+                        del peer.going[: _sent(peer.socket, bytes(peer.going[:_READ_BYTES]))]
 
     def _read(self, peer: _Peer, found: list[tuple[int, bytes | None]]) -> None:
         try:
