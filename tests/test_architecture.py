@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
+    "horovod": {*BELOW_TRAINING, "interop", "engines"},
     "runs": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs", "engines"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "bench": {

@@ -12,6 +12,7 @@ import warm
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 UNDER_TORCHRUN = {
+    "horovod_digits.py": "worker",
     "own_loop.py": "worker",
     "own_loop_served.py": "worker",
     "pipeline.py": "stage",

@@ -1,0 +1,39 @@
+"""Which operations become one: small all-reduces of one kind, up to a threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from polytempo.horovod.negotiation.message import Agreement, TensorRequest
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16}
+_ITEM_BYTES |= {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+def num_bytes(request: TensorRequest) -> int:
+    """The bytes of its tensors on one rank."""
+    pairs = zip(request.dtypes, request.shapes, strict=True)
+    return sum(_ITEM_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in pairs)
+
+
+def fused(agreements: Iterable[Agreement], most_bytes: int) -> list[list[Agreement]]:
+    """Groups, in the order of their first members. All-reduces with equal dtype, operation, process set and factors
+    share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused.
+    """
+    groups: list[list[Agreement]] = []
+    open_groups: dict[tuple[object, ...], tuple[list[Agreement], int]] = {}
+    for agreed in agreements:
+        request = agreed.request
+        if request.kind != "allreduce" or request.op == "adasum" or len(set(request.dtypes)) != 1:
+            groups.append([agreed])
+            continue
+        key = (request.dtypes[0], request.op, request.process_set, request.prescale, request.postscale)
+        group, size = open_groups.get(key, ([], 0))
+        more = num_bytes(request)
+        if not group or size + more > most_bytes:
+            group, size = [], 0
+            groups.append(group)
+        group.append(agreed)
+        open_groups[key] = (group, size + more)
+    return groups

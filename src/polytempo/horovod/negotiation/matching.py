@@ -1,0 +1,85 @@
+"""Whether the requests of all ranks under one name go together, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from polytempo.horovod.negotiation.message import Agreement, TensorRequest
+
+_JOINABLE = ("allreduce", "barrier")
+_COMPARED: tuple[tuple[str, Callable[[TensorRequest], object]], ...] = (
+    ("operations", lambda request: request.kind),
+    ("numbers of tensors", lambda request: len(request.shapes)),
+    ("data types", lambda request: list(request.dtypes)),
+    ("reduction operations", lambda request: request.op),
+    ("root ranks", lambda request: request.root),
+    ("prescale factors", lambda request: request.prescale),
+    ("postscale factors", lambda request: request.postscale),
+)
+
+
+def refusal(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
+    """Why the requests of all of `ranks` cannot be performed, naming tensor and ranks; "" where they can."""
+    first = requests[min(requests)]
+    for what, read in _COMPARED:
+        if problem := _differs(requests, what, read):
+            return problem
+    gathers = first.kind == "allgather"
+    shapes = "shapes but for the first dimension" if gathers else "shapes"
+    if problem := _differs(requests, shapes, lambda request: [_rest(shape, request) for shape in request.shapes]):
+        return problem
+    if first.kind in ("add_set", "remove_set"):
+        return _differs(requests, "process sets", lambda request: list(request.numbers))
+    if first.kind == "broadcast" and first.root not in ranks:
+        return f"{_named(first)}: root rank {first.root} is not among the ranks {list(ranks)} of its process set"
+    scalar = any(not shape for request in requests.values() for shape in request.shapes)
+    if scalar and first.kind in ("allgather", "alltoall", "reducescatter"):
+        return f"{_named(first)}: a tensor without dimensions has no rows; give it one dimension"
+    return _split_problem(requests, ranks) if first.kind == "alltoall" else ""
+
+
+def with_joined(request: TensorRequest, joined: Sequence[int]) -> str:
+    """Why a request cannot be performed while ranks have joined; "" where it can."""
+    if request.kind in _JOINABLE and request.op != "adasum":
+        return ""
+    what = "adasum" if request.op == "adasum" else request.kind
+    return f"{_named(request)}: {what} is not supported while ranks {list(joined)} have called join()"
+
+
+def agreement(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> Agreement:
+    """What all ranks perform."""
+    first = requests[min(requests)]
+    sizes: tuple[tuple[int, ...], ...] = ()
+    if first.kind == "allgather":
+        sizes = tuple(tuple(shape[0] for shape in requests[rank].shapes) for rank in ranks)
+    elif first.kind == "alltoall":
+        sizes = tuple(requests[rank].numbers for rank in ranks)
+    return Agreement(first, sizes)
+
+
+def _rest(shape: tuple[int, ...], request: TensorRequest) -> list[int] | tuple[int, ...]:
+    return list(shape[1:]) if request.kind in ("allgather", "alltoall") and shape else list(shape)
+
+
+def _split_problem(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
+    for rank, request in requests.items():
+        rows = request.shapes[0][0]
+        if len(request.numbers) != len(ranks) or sum(request.numbers) != rows or min(request.numbers) < 0:
+            return (
+                f"{_named(request)}: rank {rank} splits {rows} rows into {list(request.numbers)}; {len(ranks)} splits "
+                "that add up to the rows are needed"
+            )
+    return ""
+
+
+def _differs(requests: Mapping[int, TensorRequest], what: str, read: Callable[[TensorRequest], object]) -> str:
+    first = min(requests)
+    expected = read(requests[first])
+    for rank in sorted(requests):
+        if (found := read(requests[rank])) != expected:
+            return f"Mismatched {what} for {_named(requests[first])}: rank {first} has {expected}, rank {rank} {found}"
+    return ""
+
+
+def _named(request: TensorRequest) -> str:
+    return f"{request.kind} {request.name!r}"

@@ -1,0 +1,148 @@
+"""`NegotiationMember`: one rank's side of the negotiation. A machine without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from polytempo.horovod.negotiation.message import (
+    WHOLE,
+    Agreement,
+    Conclude,
+    Evict,
+    Perform,
+    Refuse,
+    Submission,
+    TensorRequest,
+    Verdicts,
+)
+
+
+class DuplicateName(ValueError):
+    """A rank submits a name under which it waits already."""
+
+
+class ToPerform(NamedTuple):
+    """An operation that all ranks perform now; ranks outside its process set leave it out."""
+
+    agreements: tuple[Agreement, ...]
+
+
+class ToFail(NamedTuple):
+    """What this rank has submitted under a name cannot be performed."""
+
+    key: tuple[int, str]
+    reason: str
+
+
+class ToEnd(NamedTuple):
+    """Nothing will be performed any more."""
+
+    reason: str
+
+
+ToDo = ToPerform | ToFail | ToEnd
+
+
+class NegotiationMember:
+    """What rank `rank` has submitted and not yet got, and the cache as the coordinator told it.
+
+    `waiting` has the keys of what was submitted and has come to no end; who performs takes them out by `finish`.
+    """
+
+    def __init__(self, rank: int, size: int, process_sets: Mapping[int, Sequence[int]] | None = None) -> None:
+        self.rank = rank
+        self.sets: dict[int, tuple[int, ...]] = {WHOLE: tuple(range(size))}
+        self.sets |= {number: tuple(sorted(ranks)) for number, ranks in (process_sets or {}).items()}
+        self.waiting: set[tuple[int, str]] = set()
+        self.closed = ""
+        self._cache: dict[int, Agreement] = {}
+        self._own: dict[tuple[int, str], tuple[int, TensorRequest]] = {}
+        """By key: its slot, and what this rank had asked for."""
+        self._submitted: dict[tuple[int, str], TensorRequest] = {}
+        self._bits = 0
+        self._requests: list[TensorRequest] = []
+        self._seen = 0
+
+    def submit(self, request: TensorRequest) -> None:
+        """Ask for something; `flush` says it. Errors: DuplicateName, and ValueError for a set without this rank."""
+        key = request.key
+        if key in self.waiting:
+            raise DuplicateName(
+                f"{request.kind} {request.name!r}: rank {self.rank} has submitted this name, and it is not done yet; "
+                "wait for it, or give another name"
+            )
+        if self.rank not in self.sets.get(request.process_set, ()):
+            ranks = self.sets.get(request.process_set)
+            what = f"has the ranks {list(ranks)}" if ranks else "does not exist"
+            raise ValueError(
+                f"{request.kind} {request.name!r}: process set {request.process_set} {what}, so rank {self.rank} "
+                "cannot take part"
+            )
+        self.waiting.add(key)
+        known = self._own.get(key)
+        if known is not None and known[1] == request:
+            self._bits |= 1 << known[0]
+        else:
+            self._requests.append(request)
+        self._submitted[key] = request
+
+    @property
+    def has_to_say(self) -> bool:
+        """Whether `flush` would say something."""
+        return bool(self._bits or self._requests)
+
+    def flush(self) -> Submission | None:
+        """What was asked for since the last time."""
+        if not self.has_to_say:
+            return None
+        bits, requests = self._bits, tuple(self._requests)
+        self._bits, self._requests = 0, []
+        return Submission(self._seen, bits.to_bytes((bits.bit_length() + 7) // 8, "little"), requests)
+
+    def receive(self, told: Verdicts) -> list[ToDo]:
+        """The coordinator has decided. What is to be done, in this order."""
+        assert told.number == self._seen + 1, f"verdicts {told.number} after {self._seen}"
+        self._seen = told.number
+        todo: list[ToDo] = []
+        for verdict in told.verdicts:
+            match verdict:
+                case Perform(entries):
+                    known = (self._cache[e] if isinstance(e, int) else self._learnt(e) for e in entries)
+                    todo.append(ToPerform(tuple(known)))
+                case Refuse(process_set, name, reason):
+                    if self.rank in self.sets.get(process_set, ()):
+                        todo.append(ToFail((process_set, name), reason))
+                case Evict(slots):
+                    self._forget(slots)
+                case Conclude(reason):
+                    self.closed = reason
+                    todo.append(ToEnd(reason))
+        return todo
+
+    def finish(self, key: tuple[int, str]) -> None:
+        """It has come to its end: the name can be submitted again."""
+        self.waiting.discard(key)
+        self._submitted.pop(key, None)
+
+    def _learnt(self, agreed: Agreement) -> Agreement:
+        request = agreed.request
+        if agreed.slot >= 0:
+            self._cache[agreed.slot] = agreed
+            self._own.pop(request.key, None)  # a rank that has joined has not asked, whatever it asked for before
+            if (mine := self._submitted.get(request.key)) is not None:
+                self._own[request.key] = (agreed.slot, mine)
+        if request.kind == "add_set":
+            self.sets[agreed.sizes[0][0]] = tuple(sorted(request.numbers))
+        elif request.kind == "remove_set":
+            del self.sets[request.numbers[0]]
+        return agreed
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """What is not said yet of these slots is spelled out: the coordinator may have forgotten them by then."""
+        for slot in slots:
+            key = self._cache.pop(slot).request.key
+            own = self._own.pop(key, None)
+            if own is not None and self._bits >> slot & 1:
+                self._bits &= ~(1 << slot)
+                self._requests.append(own[1])

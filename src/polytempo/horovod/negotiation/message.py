@@ -1,0 +1,112 @@
+"""What ranks and the coordinator of a negotiation say to each other, as plain data.
+
+rank ──Submission──▶ coordinator      what it asks for: bits of what is cached, whole requests of what is not
+     ──Farewell────▶                  it shuts down
+     ◀─Verdicts────                   to all ranks the same, numbered from 1: what to perform, and in which order
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal[
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add_set", "remove_set"
+]
+
+WHOLE = 0
+"""The process set of all ranks."""
+
+
+class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank asks for under a name. A grouped operation is one request with several tensors."""
+
+    name: str
+    kind: Kind
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    op: str = ""
+    """Of a reduction: "sum", "average", "min", "max", "product" or "adasum"."""
+    root: int = -1
+    """Of a broadcast: the rank, in the world."""
+    process_set: int = WHOLE
+    prescale: float = 1.0
+    postscale: float = 1.0
+    numbers: tuple[int, ...] = ()
+    """This rank's splits of an "alltoall"; the ranks of "add_set"; the process set of "remove_set"."""
+    lasting: bool = True
+    """Whether the name will come again, so that it is worth a place in the cache."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What the request is matched by."""
+        return self.process_set, self.name
+
+
+class Agreement(msgspec.Struct, frozen=True, array_like=True):
+    """A request that all ranks of its process set have made: all that a rank needs to take part in it."""
+
+    request: TensorRequest
+    """As the lowest rank made it, without its `numbers`."""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    """By rank of the set: the first dimensions of an "allgather", the splits of an "alltoall". Of "join" the last
+    rank, of "add_set" the new set's number."""
+    slot: int = -1
+    """Its place in every rank's cache from now on; -1: none."""
+
+
+class Perform(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Perform these in one operation. A number is a slot of the cache."""
+
+    entries: tuple[int | Agreement, ...]
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The ranks of the set have asked for different things, or for what cannot be: an error on each of them."""
+
+    process_set: int
+    name: str
+    reason: str
+
+
+class Evict(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """These slots of the cache are free."""
+
+    slots: tuple[int, ...]
+
+
+class Conclude(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The negotiation is over: all that is asked for is an error."""
+
+    reason: str
+
+
+Verdict = Perform | Refuse | Evict | Conclude
+
+
+class Verdicts(msgspec.Struct, frozen=True, array_like=True):
+    """Verdicts in their order, and how many such messages there have been with this one."""
+
+    number: int
+    verdicts: tuple[Verdict, ...]
+
+
+class Submission(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What a rank asks for."""
+
+    seen: int
+    """The last number of `Verdicts` that the rank has seen."""
+    bits: bytes = b""
+    """Slots of the cache whose requests the rank makes again, as a little-endian bit vector."""
+    requests: tuple[TensorRequest, ...] = ()
+
+
+class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The rank shuts down."""
+
+    reason: str
+
+
+Word = Submission | Farewell
+"""What a rank says."""

@@ -1,0 +1,106 @@
+"""The transports that perform collectives: one for each process set, of which torch knows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOp,
+    ReduceScatterOptions,
+    Store,
+    _DistributedBackendOptions,
+)
+
+from polytempo.aggregation.adasum import adasum
+from polytempo.core import Bundle
+from polytempo.interop.backend.create import create
+from polytempo.interop.backend.named import NamedGroup
+from polytempo.worlds import ProcessWorld
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "average": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+class SetTransport:
+    """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
+
+    All of `ranks` make it together. A set of one rank has none, and moves nothing.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
+        self._group: Any = None
+        if self.size > 1:
+            options = _DistributedBackendOptions()
+            options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
+            options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
+            self._group = create(options)
+
+    def reduce_(self, tensor: Tensor, op: str) -> None:
+        """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""
+        if self._group is not None and tensor.numel():
+            options = AllreduceOptions()
+            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
+            self._group.allreduce([tensor], options).wait()
+
+    def adasum_(self, tensors: Sequence[Tensor]) -> None:
+        """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
+        if self._group is None:
+            return
+        world = ProcessWorld(self.position, [0] * self.size, group=self._group)
+        transform = adasum()
+        bundle = Bundle({str(place): tensor for place, tensor in enumerate(tensors)})
+        answered, _ = world.drive(transform.apply(world.port, bundle, transform.init(bundle)))
+        assert answered is not None
+        for tensor, view in zip(tensors, answered.views.values(), strict=True):
+            tensor.copy_(view)
+
+    def broadcast_(self, tensor: Tensor, root: int) -> None:
+        """`tensor`, contiguous, becomes that of world rank `root`."""
+        if self._group is not None and tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank, options.asyncOp = self.ranks.index(root), False
+            self._group.broadcast([tensor], options).wait()
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        """`sends[p]` goes to position p, `receives[p]` comes from there; all contiguous, of one dtype. One tensor in
+        `sends` goes to all."""
+        if self._group is None:
+            receives[0].copy_(sends[0])
+        elif isinstance(self._group, NamedGroup):
+            self._group.alltoall(list(receives), list(sends)).wait()
+        else:
+            given = list(sends) * (self.size if len(sends) == 1 else 1)
+            arrived = torch.empty(sum(t.numel() for t in receives), dtype=receives[0].dtype)
+            numbers = [tensor.numel() for tensor in receives], [tensor.numel() for tensor in given]
+            flat = torch.cat([tensor.reshape(-1) for tensor in given])
+            self._group.alltoall_base(arrived, flat, *numbers).wait()
+            for tensor, part in zip(receives, arrived.split(numbers[0]), strict=True):
+                tensor.view(-1).copy_(part)
+
+    def reduce_scatter_(self, pieces: Sequence[Tensor], output: Tensor, op: str) -> None:
+        """`output` becomes the reduction of all ranks' `pieces[own position]`, all as long as `output`."""
+        if self._group is None:
+            output.copy_(pieces[0])
+        elif output.numel():
+            options = ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
+            self._group.reduce_scatter([output], [list(pieces)], options).wait()
+
+    def close(self) -> None:
+        """Leave. Ranks that still wait for this one raise `PeerLost`."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()

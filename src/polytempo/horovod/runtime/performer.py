@@ -1,0 +1,201 @@
+"""`Performer`: performs what the negotiation has decided, one after the other, in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
+from polytempo.horovod.runtime.groups import SetTransport
+from polytempo.horovod.runtime.operation import Operation
+
+MakeTransport = Callable[[int, Sequence[int]], SetTransport]
+"""The transport of a process set: its number and ranks."""
+
+
+class Performer:
+    """Rank `rank`'s. `sets`: the process sets that there are; `make` makes the transport of one that has this rank."""
+
+    def __init__(self, rank: int, sets: Mapping[int, Sequence[int]], make: MakeTransport) -> None:
+        self._rank, self._make = rank, make
+        self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
+
+    def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
+        """All of them in one. An operation is None on a rank that has joined, and outside the process set."""
+        first = agreements[0].request
+        transport = self._transports.get(first.process_set)
+        if transport is None:
+            return
+        with torch.no_grad():
+            if first.kind == "allreduce":
+                self._all_reduce(transport, agreements, operations)
+            elif first.kind == "add_set":
+                self._add_set(agreements[0], operations[0])
+            elif first.kind == "remove_set":
+                self._remove_set(first)
+            elif operations[0] is not None:
+                self._one(transport, agreements[0], operations[0])
+
+    def close(self) -> None:
+        """Leave all transports."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
+    # ------------------------------------------------------------------ reductions
+
+    def _all_reduce(
+        self, transport: SetTransport, agreements: Sequence[Agreement], operations: Sequence[Operation | None]
+    ) -> None:
+        request = agreements[0].request
+        results: list[Tensor] = []
+        for agreed, operation in zip(agreements, operations, strict=True):
+            if operation is None:
+                results += zeros(agreed.request)
+                continue
+            if not operation.outputs:
+                operation.outputs = [
+                    torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
+                ]
+            for output, tensor in zip(operation.outputs, operation.tensors, strict=True):
+                if output.data_ptr() != tensor.data_ptr() or output.stride() != tensor.stride():
+                    output.copy_(tensor)
+            results += operation.outputs
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for result in results:
+            by_dtype.setdefault(result.dtype, []).append(result)
+        for same in by_dtype.values():
+            reduce_together_(transport, same, request)
+
+    def _one(self, transport: SetTransport, agreed: Agreement, operation: Operation) -> None:
+        match agreed.request.kind:
+            case "allgather":
+                operation.outputs = [
+                    _gathered(transport, tensor, [rows[place] for rows in agreed.sizes])
+                    for place, tensor in enumerate(operation.tensors)
+                ]
+            case "broadcast":
+                _broadcast(transport, operation, agreed.request.root)
+            case "alltoall":
+                _all_to_all(transport, operation, agreed.sizes)
+            case "reducescatter":
+                operation.outputs = [_scattered(transport, tensor, agreed.request) for tensor in operation.tensors]
+            case "join":
+                operation.answer = agreed.sizes[0][0]
+
+    # ------------------------------------------------------------------ process sets
+
+    def _add_set(self, agreed: Agreement, operation: Operation | None) -> None:
+        ((number,),) = agreed.sizes
+        ranks = sorted(agreed.request.numbers)
+        if self._rank in ranks:
+            self._transports[number] = self._make(number, ranks)
+        if operation is not None:
+            operation.answer = number
+
+    def _remove_set(self, request: TensorRequest) -> None:
+        transport = self._transports.pop(request.numbers[0], None)
+        assert request.numbers[0] != WHOLE
+        if transport is not None:
+            transport.close()
+
+
+def zeros(request: TensorRequest) -> list[Tensor]:
+    """What a rank brings that has joined."""
+    pairs = zip(request.shapes, request.dtypes, strict=True)
+    return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in pairs]
+
+
+def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest) -> None:
+    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        flat = tensors[0]
+    else:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    scale_(flat, request.prescale)
+    if request.op == "adasum":
+        sizes = [tensor.numel() for tensor in tensors]
+        transport.adasum_([part.view(t.shape) for part, t in zip(flat.view(-1).split(sizes), tensors, strict=True)])
+    else:
+        transport.reduce_(flat, request.op)
+    if request.op == "average":
+        divide_(flat, transport.size)
+    scale_(flat, request.postscale)
+    if flat is not tensors[0]:
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def scale_(tensor: Tensor, factor: float) -> None:
+    """tensor ← factor · tensor. Integers are multiplied in float64, and rounded toward zero."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor))
+
+
+def divide_(tensor: Tensor, number: int) -> None:
+    """tensor ← tensor / number. Integers are rounded toward zero."""
+    if number == 1 or tensor.dtype == torch.bool:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.div_(number)
+    else:
+        tensor.div_(number, rounding_mode="trunc")
+
+
+def scattered_rows(rows: int, size: int) -> list[int]:
+    """How many rows of a reduce-scatter each rank gets: the first ones one more, where they cannot be equal."""
+    return [rows // size + (place < rows % size) for place in range(size)]
+
+
+def _scattered(transport: SetTransport, tensor: Tensor, request: TensorRequest) -> Tensor:
+    source = tensor.contiguous()
+    if request.prescale != 1.0:
+        source = source.clone()
+        scale_(source, request.prescale)
+    rows = scattered_rows(len(tensor), transport.size)
+    pieces = list(source.split(rows))
+    output = source.new_empty((rows[0], *tensor.shape[1:]))
+    if rows[-1] != rows[0]:
+        missing = source.new_zeros((1, *tensor.shape[1:]))
+        pieces = [piece if len(piece) == rows[0] else torch.cat([piece, missing]) for piece in pieces]
+    transport.reduce_scatter_(pieces, output, request.op)
+    output = output[: rows[transport.position]]
+    if request.op == "average":
+        divide_(output, transport.size)
+    scale_(output, request.postscale)
+    return output
+
+
+def _gathered(transport: SetTransport, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    whole = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    transport.exchange([tensor.contiguous()], list(whole.split(list(rows))))
+    return whole
+
+
+def _broadcast(transport: SetTransport, operation: Operation, root: int) -> None:
+    outputs = operation.outputs or [
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
+    ]
+    is_root = transport.ranks[transport.position] == root
+    for output, tensor in zip(outputs, operation.tensors, strict=True):
+        if is_root and output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor)
+        flat = output if output.is_contiguous() else output.contiguous()
+        transport.broadcast_(flat, root)
+        if flat is not output:
+            output.copy_(flat)
+    operation.outputs = outputs
+
+
+def _all_to_all(transport: SetTransport, operation: Operation, splits: Sequence[Sequence[int]]) -> None:
+    (tensor,) = operation.tensors
+    received = [given[transport.position] for given in splits]
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    transport.exchange(list(tensor.contiguous().split(list(splits[transport.position]))), list(output.split(received)))
+    operation.outputs, operation.answer = [output], received

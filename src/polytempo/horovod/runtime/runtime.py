@@ -1,0 +1,255 @@
+"""`Runtime`: one process's part of the negotiation, driven: it listens, decides (on rank 0), and performs.
+
+program    submit ─▶ names wait a cycle, or until the program waits for one ─▶ rank 0
+           wait   ─▶ the program itself listens and performs, as a thread would have to be woken first
+thread     listens and performs while the program does something else
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
+from polytempo.horovod.negotiation.member import NegotiationMember, ToDo, ToEnd, ToFail, ToPerform
+from polytempo.horovod.negotiation.message import Agreement, Farewell, Verdicts, Word
+from polytempo.horovod.runtime.link import RankLink
+from polytempo.horovod.runtime.operation import HorovodInternalError, Operation
+from polytempo.worlds.threads import close_at_exit, ended
+
+_LOG = logging.getLogger("polytempo.horovod")
+_GRACE_S = 0.002
+"""How long after the program's last wait the thread leaves the listening to it."""
+_SLICE_S = 0.1
+_TICK_S = 0.25
+_MARGIN_S = 10.0
+"""How long `close` waits for another thread that performs something."""
+
+Perform = Callable[[Sequence[Agreement], Sequence[Operation | None]], None]
+
+_encode = msgspec.msgpack.Encoder().encode
+_WORDS: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+_VERDICTS: msgspec.msgpack.Decoder[Verdicts] = msgspec.msgpack.Decoder(Verdicts)
+
+
+class Runtime:
+    """`coordinator` is rank 0's, None elsewhere. `perform` gets this process's operations; None where it has none.
+
+    `cycle_s`: how long names may wait for others before they are submitted together. `limit_s`: how long a program
+    waits for one operation; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        member: NegotiationMember,
+        coordinator: NegotiationCoordinator | None,
+        link: RankLink,
+        perform: Perform,
+        *,
+        cycle_s: float,
+        limit_s: float,
+    ) -> None:
+        self.member, self._coordinator, self._link, self._perform = member, coordinator, link, perform
+        self._cycle_s, self._limit_s = cycle_s, limit_s
+        self._operations: dict[tuple[int, str], Operation] = {}
+        self._todo: deque[ToDo] = deque()
+        self._lock = threading.Lock()
+        """Of the machines and what lies between them. No thread waits while it holds it."""
+        self._pump = threading.Lock()
+        """Of the thread that listens and performs."""
+        self._waiting = 0
+        self._helped_s = self._first_s = self._ticked_s = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="polytempo-horovod", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    # ------------------------------------------------------------------ the program
+
+    def submit(self, operation: Operation) -> None:
+        """Ask for it. Errors: ValueError for a name that is under way, HorovodInternalError where all is over."""
+        with self._lock:
+            if self.member.closed:
+                raise HorovodInternalError(self.member.closed)
+            first = not self.member.has_to_say
+            self.member.submit(operation.request)
+            self._operations[operation.request.key] = operation
+            now_s = time.monotonic()
+            if first:
+                self._first_s = now_s
+        if first and now_s - self._helped_s > _GRACE_S:
+            self._link.interrupt()
+
+    def wait(self, operation: Operation) -> None:
+        """Until it is done. Raises what went wrong."""
+        self._waiting += 1
+        until_s = time.monotonic() + self._limit_s if self._limit_s else float("inf")
+        try:
+            while not operation.done:
+                if not self._pump.acquire(blocking=False):
+                    self._link.interrupt()
+                    self._pump.acquire()
+                try:
+                    while not operation.done:
+                        self._turn(_SLICE_S, flush=True, spin=True)
+                        if time.monotonic() > until_s:
+                            self._end(f"rank {self.member.rank} has heard nothing from rank 0 for {self._limit_s:g} s")
+                finally:
+                    self._helped_s = time.monotonic()
+                    self._pump.release()
+        finally:
+            self._waiting -= 1
+        operation.result()
+
+    def done(self, operation: Operation) -> bool:
+        """Whether it is done, well or not."""
+        if not operation.done and self._pump.acquire(blocking=False):
+            try:
+                self._turn(0.0, flush=True)
+            finally:
+                self._pump.release()
+        elif not operation.done:
+            self._link.interrupt()
+        return operation.done
+
+    def close(self, reason: str = "") -> None:
+        """Perform what is decided, tell the others, and end the thread. What is still asked for is an error."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._link.interrupt()
+        ended(self._thread)
+        if not self._pump.acquire(timeout=_MARGIN_S):
+            return  # another thread performs what does not end: it ends with the process
+        try:
+            self._turn(0.0, flush=True)
+            self._leave(reason)
+            self._end("Horovod has been shut down")
+            self._link.close()
+        finally:
+            self._pump.release()
+
+    def _leave(self, reason: str) -> None:
+        """Tell the others that this rank performs nothing any more."""
+        with self._lock:
+            if self.member.closed:
+                return
+            farewell = Farewell(reason)
+            if self._coordinator is None:
+                self._link.send(0, _encode(farewell))
+            else:
+                self._decided(self._coordinator.receive(0, farewell))
+
+    # ------------------------------------------------------------------ listening and performing
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            if self._waiting or time.monotonic() - self._helped_s < _GRACE_S:
+                self._closed.wait(_GRACE_S)
+                continue
+            with self._pump:
+                left_s = self._first_s + self._cycle_s - time.monotonic() if self.member.has_to_say else _SLICE_S
+                self._turn(max(left_s, 0.0), flush=left_s <= 0)
+
+    def _turn(self, timeout_s: float, *, flush: bool, spin: bool = False) -> None:
+        """Say what is to be said, hear what has come, or comes in time, and perform what is decided."""
+        if flush and self.member.has_to_say:
+            self._flush()
+        if not self._todo:
+            for rank, message in self._link.wait(timeout_s, spin=spin):
+                with self._lock:
+                    self._heard(rank, message)
+        if self._coordinator is not None:
+            self._tick(self._coordinator)
+        while self._todo:
+            self._do(self._todo.popleft())
+
+    def _flush(self) -> None:
+        with self._lock:
+            word = self.member.flush()
+            if word is None:
+                return
+            if self._coordinator is None:
+                self._link.send(0, _encode(word))
+            else:
+                self._decided(self._coordinator.receive(0, word))
+
+    def _heard(self, rank: int, message: bytes | None) -> None:
+        try:
+            if self._coordinator is None:
+                if message is None:
+                    self._todo.append(ToEnd("rank 0 is lost (its process has ended)"))
+                elif not self.member.closed:
+                    self._todo.extend(self.member.receive(_VERDICTS.decode(message)))
+            elif message is None:
+                self._decided(self._coordinator.lost(rank, "its process has ended"))
+            else:
+                self._decided(self._coordinator.receive(rank, _WORDS.decode(message)))
+        except msgspec.MsgspecError as error:
+            self._todo.append(ToEnd(f"rank {rank} has sent what no rank of this version sends: {error}"))
+
+    def _decided(self, told: Verdicts | None) -> None:
+        """Tell all ranks, this one included."""
+        if told is None:
+            return
+        data = _encode(told)
+        for rank in range(1, self._link.size):
+            self._link.send(rank, data)
+        if not self.member.closed:
+            self._todo.extend(self.member.receive(told))
+
+    def _tick(self, coordinator: NegotiationCoordinator) -> None:
+        now_s = time.monotonic()
+        if now_s - self._ticked_s < _TICK_S:
+            return
+        self._ticked_s = now_s
+        with self._lock:
+            self._decided(coordinator.tick(now_s))
+            warnings, coordinator.warnings = coordinator.warnings, []
+        for warning in warnings:
+            _LOG.warning("%s", warning)
+
+    def _do(self, todo: ToDo) -> None:
+        match todo:
+            case ToPerform(agreements):
+                self._perform_together(agreements)
+            case ToFail(key, reason):
+                self._over(key, reason)
+            case ToEnd(reason):
+                self._end(reason)
+
+    def _perform_together(self, agreements: Sequence[Agreement]) -> None:
+        keys = [agreed.request.key for agreed in agreements]
+        operations = [self._operations.get(key) for key in keys]
+        try:
+            self._perform(agreements, operations)
+        except Exception as error:
+            for key in keys:
+                self._over(key, f"{key[1]!r} could not be performed: {error}")
+            self._leave(f"{keys[0][1]!r} could not be performed: {error}")
+            self._end(f"{keys[0][1]!r} could not be performed: {error}")
+            return
+        for key in keys:
+            self._over(key)
+
+    def _over(self, key: tuple[int, str], error: str = "") -> None:
+        with self._lock:
+            self.member.finish(key)
+            operation = self._operations.pop(key, None)
+        if operation is not None:
+            operation.error = error
+            operation.done = True
+
+    def _end(self, reason: str) -> None:
+        """All that is asked for, now and later, is an error."""
+        with self._lock:
+            self.member.closed = self.member.closed or reason
+            keys = list(self._operations)
+        self._todo.clear()
+        for key in keys:
+            self._over(key, self.member.closed)

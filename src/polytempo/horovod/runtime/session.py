@@ -1,0 +1,91 @@
+"""`Session`: one process's Horovod, from `init` to `shutdown`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from polytempo.engines.environment import recognise
+from polytempo.engines.init import init
+from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
+from polytempo.horovod.negotiation.member import NegotiationMember
+from polytempo.horovod.runtime.groups import SetTransport
+from polytempo.horovod.runtime.link import RankLink
+from polytempo.horovod.runtime.performer import Performer
+from polytempo.horovod.runtime.runtime import Runtime
+from polytempo.horovod.runtime.settings import HorovodSettings
+from polytempo.worlds import ProcessWorld
+
+_MARGIN_S = 30.0
+"""How much longer than the negotiation's own deadline a rank waits for rank 0."""
+_numbers = itertools.count()  # all ranks begin their sessions in the same order
+
+
+class Session:
+    """This process joins its launcher's world (`polytempo.init`), and negotiates with all of its ranks.
+
+    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same.
+    """
+
+    def __init__(self, process_sets: Mapping[int, Sequence[int]], settings: HorovodSettings) -> None:
+        self.world = init(quiet=True, timeout_s=settings.end_s)
+        rank, size = self.world.rank, self.world.size
+        store = _store(self.world, next(_numbers))
+        self.unnamed: Counter[tuple[int, str]] = Counter()
+        """How many operations without a name have been submitted, by process set and kind."""
+        self.hosts = self.world.port.hosts
+        self.member = NegotiationMember(rank, size, process_sets)
+        coordinator = None
+        if rank == 0:
+            coordinator = NegotiationCoordinator(
+                size,
+                process_sets,
+                fusion_bytes=settings.fusion_bytes,
+                cache_capacity=settings.cache_capacity,
+                stalls=settings.stalls,
+            )
+
+        def make(number: int, ranks: Sequence[int]) -> SetTransport:
+            return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s)
+
+        address = _own_address() if rank == 0 and len(set(self.hosts)) > 1 else ""
+        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s)
+        self.performer = Performer(rank, self.member.sets, make)
+        self.runtime = Runtime(
+            self.member,
+            coordinator,
+            link,
+            self.performer.perform,
+            cycle_s=settings.cycle_s,
+            limit_s=settings.end_s + _MARGIN_S,
+        )
+
+    def close(self) -> None:
+        """Shut down. Operations of other ranks that wait for this one are errors."""
+        self.runtime.close()
+        self.performer.close()
+
+
+def _store(world: ProcessWorld, number: int) -> Store:
+    if not dist.is_initialized():
+        return HashStore()
+    return PrefixStore(f"polytempo/horovod/{number}", distributed_c10d._get_default_store())
+
+
+def _own_address() -> str:
+    """Where ranks of other hosts reach this one: the address from which it reaches the launcher's meeting point."""
+    place = recognise(os.environ)
+    address = place.master_address or os.environ.get("MASTER_ADDR")
+    if not address:
+        raise ValueError("ranks are on several hosts, and no launcher says where they meet: set MASTER_ADDR")
+    found = socket.getaddrinfo(address, place.master_port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:  # sends nothing: it asks for the route alone
+        probe.connect(found[4])
+        return str(probe.getsockname()[0])

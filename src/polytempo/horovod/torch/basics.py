@@ -1,0 +1,217 @@
+"""`init`, `shutdown`, and what a process can ask about its place."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
+from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.runtime.session import Session
+from polytempo.horovod.runtime.settings import HorovodSettings
+from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+
+_open: list[Session] = []
+_sets: list[ProcessSet] = []
+_changes = itertools.count()
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the ranks that the launcher has started (torchrun, mpirun, Slurm, Ray, `polytempo.horovod.run`, or none).
+
+    `process_sets` are registered at once; "dynamic", as Horovod has it, is accepted and changes nothing: sets can
+    always be added. `comm` may name all ranks. Calling it again does nothing. Errors: ValueError.
+    """
+    if _open:
+        return
+    given: Sequence[ProcessSet] = []
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets is a list of ProcessSet or "dynamic", got {process_sets!r}')
+    else:
+        given = list(process_sets or [])
+    numbered = {number: list(each.ranks or []) for number, each in enumerate(given, WHOLE + 1)}
+    session = Session(numbered, HorovodSettings.from_environment(os.environ))
+    rank, size = session.world.rank, session.world.size
+    for ranks in numbered.values():
+        if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) != len(ranks):
+            session.close()
+            raise ValueError(f"a process set has some of the ranks 0 to {size - 1}, each once, got {ranks}")
+    if comm is not None and list(comm) != list(range(size)):
+        session.close()
+        raise ValueError(
+            f"comm={comm} is not the list of all {size} ranks; start as many processes as are to take part, and use "
+            "process sets for parts of them"
+        )
+    global_process_set.bind(WHOLE, range(size), rank)
+    for number, each in enumerate(given, WHOLE + 1):
+        each.bind(number, numbered[number], rank)
+    _sets[:] = given
+    _open.append(session)
+
+
+def shutdown() -> None:
+    """Leave. Operations of other ranks that wait for this one raise `HorovodInternalError`. Also done at exit."""
+    while _open:
+        _open.pop().close()
+    for each in (global_process_set, *_sets):
+        each.unbind()
+    _sets.clear()
+
+
+atexit.register(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return bool(_open)
+
+
+def session() -> Session:
+    """The session that is open. ValueError where there is none."""
+    if not _open:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _open[0]
+
+
+# ---------------------------------------------------------------------- where this process is
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return session().world.size
+
+
+def rank() -> int:
+    """This process's rank."""
+    return session().world.rank
+
+
+def local_size() -> int:
+    """How many ranks are on this host."""
+    return len(_local())
+
+
+def local_rank() -> int:
+    """This process's place among the ranks of its host."""
+    return _local().index(rank())
+
+
+def cross_size() -> int:
+    """How many hosts have a rank with this `local_rank`."""
+    return len(_cross())
+
+
+def cross_rank() -> int:
+    """This host's place among them."""
+    return _cross().index(session().hosts[rank()])
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have equally many ranks."""
+    hosts = session().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def _local() -> list[int]:
+    hosts = session().hosts
+    return [other for other, host in enumerate(hosts) if host == hosts[rank()]]
+
+
+def _cross() -> list[int]:
+    hosts, place = session().hosts, local_rank()
+    return [host for host in dict.fromkeys(hosts) if hosts.count(host) > place]
+
+
+# ---------------------------------------------------------------------- what it is made of
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """True: between hosts gloo carries what is reduced."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """True, as `gloo_built`."""
+    return session() is not None
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """False: no MPI takes part; processes that mpirun has started are recognised."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False, as `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """ValueError: no MPI takes part."""
+    raise ValueError("Horovod MPI is not enabled; no MPI takes part here.")
+
+
+def nccl_built() -> int:
+    """0: tensors on CUDA are not supported yet."""
+    return 0
+
+
+def cuda_built() -> bool:
+    """False, as `nccl_built`."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+# ---------------------------------------------------------------------- process sets
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set, which is given back. All ranks call it, with the same ranks.
+
+    Errors: `HorovodInternalError` where there is one of these ranks already, and where ranks disagree.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None:
+        raise ValueError(f"{added} is registered already")
+    ranks = tuple(added.ranks or ())
+    request = TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False)
+    added.bind(int(_performed(request)), ranks, rank())
+    _sets.append(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove it; what still waits in it is an error. All ranks call it. False where it is not registered, or is that
+    of all ranks."""
+    number = process_set.process_set_id
+    if number is None or number == WHOLE:
+        return False
+    _performed(TensorRequest(f"remove_process_set.{next(_changes)}", "remove_set", numbers=(number,), lasting=False))
+    process_set.unbind()
+    if process_set in _sets:
+        _sets.remove(process_set)
+    return True
+
+
+def _performed(request: TensorRequest) -> Any:
+    operation = Operation(request, [], [])
+    session().runtime.submit(operation)
+    session().runtime.wait(operation)
+    return operation.answer

@@ -1,0 +1,271 @@
+"""Horovod's collectives, begun: each answers a handle for `poll` and `synchronize`.
+
+All ranks of the process set call an operation with the same name; without one they call in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.horovod.negotiation.message import TensorRequest
+from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.handles import begin, every, only, synchronize
+from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+
+
+class ReductionOp(IntEnum):
+    """How tensors of all ranks become one."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReductionOp.AVERAGE
+"""The mean over the process set's ranks, those included that have joined. Integers are rounded toward zero."""
+Sum = ReductionOp.SUM
+Adasum = ReductionOp.ADASUM
+"""Adds what is orthogonal and averages what is parallel (`polytempo.aggregation.adasum`)."""
+Min = ReductionOp.MIN
+Max = ReductionOp.MAX
+Product = ReductionOp.PRODUCT
+
+
+def chosen_op(op: int | None, average: bool | None) -> ReductionOp:
+    """The operation; `average` is Horovod's older way to say it. ValueError where both are given."""
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average; give op alone")
+        return Average if average else Sum
+    return Average if op is None else ReductionOp(op)
+
+
+def check_reducible(tensors: Sequence[Tensor], op: ReductionOp) -> None:
+    """Raise ValueError for what cannot be reduced so."""
+    for tensor in tensors:
+        if op is Adasum and not tensor.is_floating_point():
+            raise ValueError(f"Adasum is for floating-point tensors, got {tensor.dtype}")
+        if tensor.is_complex() and op not in (Sum, Average):
+            raise ValueError(f"complex numbers have no {op.name.lower()}; use Sum or Average")
+
+
+def _reduction(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    name: str | None,
+    op: ReductionOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    answer: Callable[[Operation], Tensor | list[Tensor]],
+) -> int:
+    check_reducible(tensors, op)
+    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors)
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin postscale · op over ranks of (prescale · tensor), in a new tensor."""
+    chosen = chosen_op(op, average)
+    return _reduction([tensor], [], name, chosen, prescale_factor, postscale_factor, process_set, only)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As `allreduce_async`, in place."""
+    chosen = chosen_op(op, average)
+    return _reduction(
+        [tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, lambda _: tensor
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Several all-reduces as one: none is performed before all ranks have submitted all."""
+    _check_group(tensors)
+    chosen = chosen_op(op, average)
+    return _reduction(tensors, [], name, chosen, prescale_factor, postscale_factor, process_set, every)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As `grouped_allreduce_async`, in place."""
+    _check_group(tensors)
+    chosen, given = chosen_op(op, average), list(tensors)
+    return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin the sum, or the average, of sparse COO tensors. Call what it answers, or `synchronize` it, to wait.
+
+    All ranks' entries are gathered; the answer holds them uncoalesced.
+    """
+    chosen = ReductionOp(op)
+    if chosen not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"sparse COO tensors are summed or averaged, got {chosen.name} of {tensor.layout}")
+    mine = tensor.detach().coalesce()
+    indices = allgather_async(mine.indices().T.contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(mine.values().contiguous(), f"{name}.values", process_set)
+
+    def wait() -> Tensor:
+        all_indices, all_values = synchronize(indices), synchronize(values)
+        if chosen is Average:
+            all_values = all_values / process_set.size()
+        return torch.sparse_coo_tensor(all_indices.T, all_values, tensor.shape, check_invariants=False)
+
+    return wait
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin to concatenate all ranks' tensors along the first dimension, in which alone they may differ."""
+    return begin("allgather", [tensor], name, process_set, only)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Several of them as one."""
+    _check_group(tensors)
+    return begin("allgather", tensors, name, process_set, every)
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to give rank `root_rank`'s tensor to all ranks, in a new tensor. The rank is one of the world's."""
+    return begin("broadcast", [tensor], name, process_set, only, root=int(root_rank))
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As `broadcast_async`, in place."""
+    return begin("broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank))
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to deal the rows: the first `splits[0]` go to the set's first rank, and so on; equal parts without it.
+
+    With `splits` the answer is the tensor and the received splits (int32), else the tensor.
+    """
+    if splits is None:
+        parts = process_set.size()
+        if tensor.dim() and len(tensor) % parts:
+            raise ValueError(f"{len(tensor)} rows cannot be dealt to {parts} ranks in equal parts; give splits")
+        numbers = (len(tensor) // parts,) * parts if tensor.dim() else ()
+        return begin("alltoall", [tensor], name, process_set, only, numbers=numbers)
+    whole = [int(number) for number in splits]
+    return begin("alltoall", [tensor], name, process_set, _with_splits, numbers=tuple(whole))
+
+
+def _with_splits(operation: Operation) -> tuple[Tensor, Tensor]:
+    return operation.outputs[0], torch.tensor(operation.answer, dtype=torch.int32)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to reduce, and to deal the rows of the answer: to the first ranks one more, where they are not equal."""
+    return _scatter([tensor], name, op, prescale_factor, postscale_factor, process_set, only)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Several of them as one."""
+    _check_group(tensors)
+    return _scatter(tensors, name, op, prescale_factor, postscale_factor, process_set, every)
+
+
+def _scatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    answer: Callable[[Operation], Tensor | list[Tensor]],
+) -> int:
+    chosen = ReductionOp(op)
+    if chosen is Adasum:
+        raise ValueError("reducescatter reduces by Average, Sum, Min, Max or Product, not by Adasum")
+    check_reducible(tensors, chosen)
+    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return begin("reducescatter", tensors, name, process_set, answer, op=chosen.name.lower(), **factors)
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have called `join`; meanwhile bring zeros to the others' all-reduces. The last rank.
+
+    For ranks with fewer batches than others. What other operations the others submit is an error there. `device` is
+    Horovod's, for tensors on CUDA, and changes nothing here.
+    """
+    operation = Operation(TensorRequest("join", "join", lasting=False), [], [])
+    session().runtime.submit(operation)
+    session().runtime.wait(operation)
+    return int(operation.answer)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have come here."""
+    synchronize(begin("barrier", [], None, process_set, lambda _: None))
+
+
+def _check_group(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")

@@ -1,0 +1,102 @@
+"""Handles: numbers that stand for operations under way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from polytempo.horovod.negotiation.message import Kind, TensorRequest
+from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.process_sets import ProcessSet
+
+Answer = Callable[[Operation], Any]
+Later = Callable[[], Any]
+"""What a sparse operation answers instead of a number: called, it waits."""
+
+
+class _Outstanding(NamedTuple):
+    operation: Operation
+    answer: Answer
+
+
+_handles: dict[int, _Outstanding] = {}
+_numbers = itertools.count()
+
+
+def begin(
+    kind: Kind,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    answer: Answer,
+    *,
+    outputs: Sequence[Tensor] = (),
+    **details: Any,
+) -> int:
+    """Submit an operation, and answer its handle. Those without a name are matched by their order within
+    their process set and kind."""
+    number = process_set.process_set_id
+    if number is None:
+        session()  # raises where it has not begun
+        raise ValueError(f"{process_set} is not registered; call add_process_set first, on all ranks")
+    full = f"{kind}.noname.{session().unnamed[number, kind]}" if name is None else f"{kind}.{name}"
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{full}: tensors on {tensor.device} are not supported yet; move it to the CPU, or use "
+                "polytempo.attach, which hands tensors on CUDA to NCCL"
+            )
+    request = TensorRequest(
+        full,
+        kind,
+        tuple(str(tensor.dtype)[6:] for tensor in tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        process_set=number,
+        lasting=name is not None,
+        **details,
+    )
+    operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs])
+    session().runtime.submit(operation)
+    session().unnamed[number, kind] += name is None
+    handle = next(_numbers)
+    _handles[handle] = _Outstanding(operation, answer)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether the operation is done, so that `synchronize` does not wait."""
+    if handle not in _handles:
+        raise ValueError(f"handle {handle} is not known; it may have been synchronized already")
+    return session().runtime.done(_handles[handle].operation)
+
+
+def synchronize(handle: int | Later) -> Any:
+    """Wait for an operation, and answer its result. None for a handle that has been synchronized already.
+
+    Raises `HorovodInternalError` where ranks disagree about the operation, or one of them is gone.
+    """
+    if not isinstance(handle, int):
+        return handle()
+    outstanding = _handles.pop(handle, None)
+    if outstanding is None:
+        return None
+    operation = outstanding.operation
+    if operation.done:
+        operation.result()
+    else:
+        session().runtime.wait(operation)
+    return outstanding.answer(operation)
+
+
+def only(operation: Operation) -> Tensor:
+    """The answer of an operation on one tensor."""
+    return operation.outputs[0]
+
+
+def every(operation: Operation) -> list[Tensor]:
+    """The answer of a grouped operation."""
+    return operation.outputs
