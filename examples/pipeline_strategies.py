@@ -21,7 +21,7 @@ COMPARED = [
     strategies.pipedream_2bw(stages=2, micro_batches=4),
 ]
 
-network = cluster.infiniband(gbit_per_s=100)
+network = cluster.ethernet(gbit_per_s=100, latency_us=5, gflops=1)
 for strategy in COMPARED:
     result = simulate(job, strategy, workers=strategy.stages, cluster=network, epochs=2, lr=0.05)
     milliseconds = 1000 * result.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any, Unpack
@@ -42,6 +42,7 @@ from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
 _OBJECTS_BEFORE_COLLECTION = 200_000
@@ -155,7 +156,8 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
-    return _finish(contexts[0], summary, outcome, options.out)
+    stages = [context.stage.report() for context in contexts if context.stage is not None]
+    return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
 def _context(
@@ -255,9 +257,15 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Place | None) -> Result:
+def _finish(
+    context: TrainingContext,
+    summary: TrainingSummary,
+    outcome: Outcome[Any],
+    out: Place | None,
+    stages: Sequence[dict[str, Any]] = (),
+) -> Result:
     workers, trace = len(outcome.results), outcome.trace
-    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
+    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op not in COMMUNICATION)
     result = result_of(
         context,
         summary,
@@ -266,6 +274,7 @@ def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome
         num_bytes=sum(trace.bytes_sent.values()),
         communication_share=1 - computing_s / (workers * outcome.seconds) if outcome.seconds else 0.0,
         trace_hash=trace.hash,
+        stages=stages,
     )
     if out is None:
         return result
