@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from polytempo.report.figure import Figure, empty_figure
 from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import GRID, PAPER
+from polytempo.report.style import GRID
 from polytempo.report.summary import percent
 from polytempo.report.table import scrolling
-from polytempo.report.timeline import excerpt
+from polytempo.report.timeline import edges, excerpt
 from polytempo.worlds.trace import Event
 
 PASSES = {"forward": "#3A8FC4", "backward": "#D55E00", "weight gradients": "#C0609A", "update": "#4D4D4D"}
@@ -44,10 +44,10 @@ def picture(run: RunRecord) -> StagesPicture | None:
     scale, unit = (1e6, "µs") if end_s - begin_s < 1e-3 else (1e3, "ms") if end_s - begin_s < 3 else (1.0, "s")
     title = f"{'Virtual time' if run.simulated else 'Time'} since the first block ({unit})"
     figure = empty_figure(96 + 46 * len(stages), title)
-    for op, color in PASSES.items():
+    for op in PASSES:
         of_kind = [event for event in shown if event.op == op]
         if of_kind:
-            figure.data.append(_blocks(of_kind, op, color, begin_s, scale, unit))
+            figure.data.append(_blocks(of_kind, op, begin_s, end_s - begin_s, scale, unit))
     figure.layout.update(barmode="overlay", bargap=0)
     figure.yaxis.update(
         tickvals=list(range(len(stages))),
@@ -92,7 +92,10 @@ def stages_table(runs: Sequence[RunRecord], pictures: dict[int, StagesPicture]) 
     return scrolling(f'<table id="stages-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
 
 
-def _blocks(events: Sequence[Event], op: str, color: str, begin_s: float, scale: float, unit: str) -> dict[str, Any]:
+def _blocks(
+    events: Sequence[Event], op: str, begin_s: float, length_s: float, scale: float, unit: str
+) -> dict[str, Any]:
+    color = PASSES[op]
     return {
         "type": "bar",
         "name": op,
@@ -101,7 +104,7 @@ def _blocks(events: Sequence[Event], op: str, color: str, begin_s: float, scale:
         "x": [(event.end_s - event.start_s) * scale for event in events],
         "y": [event.rank for event in events],
         "width": 0.72,
-        "marker": {"color": color, "line": {"color": PAPER, "width": 1}},
+        "marker": {"color": color, "line": edges(events, color, length_s)},
         "hovertext": [
             f"stage {event.rank}, step {event.step}<br>{op}: {(event.end_s - event.start_s) * scale:.4g} {unit}"
             for event in events
