@@ -38,6 +38,6 @@ COMPARED = [
 network = cluster.ethernet(gbit_per_s=100, latency_us=5, gflops=1)
 job = replace(digits.job, model=model)
 for strategy in COMPARED:
-    result = simulate(job, strategy, workers=strategy.stages, cluster=network, epochs=5, lr=0.05)
+    result = simulate(job, strategy, workers=strategy.stages, cluster=network, epochs=2, lr=0.05)
     milliseconds = 1000 * result.seconds
     print(f"{strategy!s:60} {milliseconds:6.2f} ms, {result.accuracy:.1%} of the test digits")
