@@ -31,10 +31,11 @@ class ParameterVersions:
     """Counts which versions are in use. Version v is the parameters after v updates.
 
     `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
+    `overtaken`: whether updates come between a forward pass and its backward pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool) -> None:
-        self._parameters, self.stashes = list(parameters), stashes
+    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool, overtaken: bool = True) -> None:
+        self._parameters, self.stashes, self._overtaken = list(parameters), stashes, overtaken
         self.current = 0
         self.oldest: float = math.inf
         """The first version that a later pass begins with, where that may be an old one."""
@@ -118,6 +119,9 @@ class ParameterVersions:
     @contextmanager
     def _kept(self, keep: Keep) -> Iterator[None]:
         """What autograd keeps of a parameter is its memory, without the check that an update has not written to it."""
+        if not self._overtaken and keep is as_it_is:
+            yield
+            return
         own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters if parameter.numel()}
 
         def pack(tensor: Tensor) -> Tensor:
