@@ -23,13 +23,13 @@ LOADED = (torch._dynamo, trainer)
 Batch = tuple[Tensor, Tensor]
 
 
-def together(num_ranks: int, work: Callable[[ProcessWorld], Result]) -> list[Any]:
+def together(num_ranks: int, work: Callable[[ProcessWorld], Result], *, timeout_s: float = 40) -> list[Any]:
     """What `work(world)` returns on each of `num_ranks` processes, in the order of ranks."""
 
     def serve(rank_info: RankInfo) -> Result:
         return work(init(timeout_s=20, quiet=True))
 
-    return launch(serve, num_ranks, threads=1, timeout_s=40)
+    return launch(serve, num_ranks, threads=1, timeout_s=timeout_s)
 
 
 def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -82,8 +82,9 @@ def test_what_is_sent(capsys: pytest.CaptureFixture[str], strategy: str, lines: 
 @pytest.mark.parametrize("name", strategies.__all__)
 def test_every_strategy_can_be_explained(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Alone, too: then nothing is sent but to a parameter server."""
-    assert "38.4 kB" in said(capsys, name, "--workers", "3")
-    alone = said(capsys, name, "--workers", "1")
+    stages = getattr(strategies, name)().stages
+    assert "38.4 kB" in said(capsys, name, "--workers", str(3 * stages))
+    alone = said(capsys, name, "--workers", str(stages))
     assert "nothing is sent" in alone or "a parameter server" in alone
     assert "the busiest worker sends" not in alone
 

@@ -84,7 +84,9 @@ def as_data(found: Explanation) -> dict[str, Any]:
         }
         for planned in found.exchanges
     ]
-    model = {"tensors": found.tensors, "parameters": found.numel, "bytes": found.parameter_bytes}
+    model: dict[str, Any] = {"tensors": found.tensors, "parameters": found.numel, "bytes": found.parameter_bytes}
+    if found.stages:
+        model["stages"] = [each._asdict() for each in found.stages]
     costs = {"memory_bytes": found.memory_bytes, "mean": found.mean._asdict(), "exchanges": exchanges}
     return {"strategy": found.strategy, "workers": found.workers, **model, **costs}
 
@@ -95,6 +97,8 @@ def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
         yield Section("a parameter server", list(_server(strategy, found)))
     elif strategy.one_copy is not None:
         yield Section("one copy", ["the parameters exist once on a host, and all of its workers write to them"])
+    if found.stages:
+        yield Section(f"{len(found.stages)} stages", list(_stages(found)))
     for of, title in _SLOTS.items():
         lines = [line for planned in found.exchanges if planned.of == of for line in _exchange(planned, found)]
         if not lines and strategy.server is None:
@@ -117,6 +121,15 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
     yield "workers do not send to each other"
+
+
+def _stages(found: Explanation) -> Iterator[str]:
+    """How late each is, and what it holds."""
+    for number, facts in enumerate(found.stages):
+        late = "is not late" if not facts.delay else f"updates {facts.delay} update{'s' * (facts.delay > 1)} late"
+        versions = f"{facts.versions} version{'s' * (facts.versions > 1)} of its parameters"
+        yield f"stage {number} {late}; it holds up to {facts.held} micro-batches under way and {versions}"
+    yield "activations and their gradients cross the cuts; `polytempo cut JOB` says how many bytes"
 
 
 def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:

@@ -216,6 +216,8 @@ class Compute(Op[T]):
 
     work: Callable[[], T]
     flops: float
+    name: str = "compute"
+    """As traces show it."""
 
 
 @dataclass(frozen=True, eq=False)

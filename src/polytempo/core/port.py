@@ -146,9 +146,9 @@ class Port:
         """Wait for the whole group."""
         return Barrier(members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
-    def compute(self, work: Callable[[], T], flops: float) -> Op[T]:
-        """Run `work()`; a virtual world charges `flops` floating-point operations for it."""
-        return Compute(work, flops)
+    def compute(self, work: Callable[[], T], flops: float, name: str = "compute") -> Op[T]:
+        """Run `work()`, which traces show as `name`; a virtual world charges `flops` floating-point operations."""
+        return Compute(work, flops, name)
 
     def alone(self, work: Callable[[], T], flops: float) -> Op[T]:
         """Run `work()` while no other rank of this host is in one of these; see `compute`."""

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from polytempo.core.files import replace
 from polytempo.core.url_path import Place
-from polytempo.report import plots, served
+from polytempo.report import plots, served, stages
 from polytempo.report.figure import Figure
 from polytempo.report.headline import headline, remarks
 from polytempo.report.names import labels, short_labels
@@ -41,7 +41,8 @@ def write_report(path: Place, runs: Sequence[RunRecord], *, title: str) -> None:
 def page(runs: Sequence[RunRecord], *, title: str) -> str:
     """The page as HTML, with plotly.js and the figures in it, gzipped: about 0.6 MB."""
     figures: dict[str, Figure] = {}
-    sections = _curves(runs, figures) + _bars(runs, figures) + _servers(runs, figures) + _timelines(runs, figures)
+    sections = _curves(runs, figures) + _bars(runs, figures) + _servers(runs, figures) + _stages(runs, figures)
+    sections += _timelines(runs, figures)
     plotly = files("polytempo.report").joinpath(PLOTLY).read_bytes()
     return f"""<!doctype html>
 <html lang="en">
@@ -150,6 +151,29 @@ def _servers(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
         f"{served.staleness_table(runs)}<p></p>{card}<details><summary>Workers one by one</summary>"
         f"{served.workers_table(runs)}</details>{served.events_table(runs)}"
     )
+
+
+def _stages(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    cut = {number: run for number, run in enumerate(runs) if stages.has_stages(run)}
+    if not cut:
+        return ""
+    drawn = {number: found for number, run in cut.items() if (found := stages.picture(run)) is not None}
+    key = "".join(
+        f'<li><span class="square" style="background:{css(color)}"></span>{escape(op)}</li>'
+        for op, color in stages.PASSES.items()
+    )
+    cards = "".join(
+        _card(
+            figures,
+            f"stages-{number}",
+            short_labels(runs)[number],
+            "A row is a stage of the model. A colored block is work; what is empty is a bubble, in which it waits.",
+            found.figure,
+            f'<ul class="legend">{key}</ul>',
+        )
+        for number, found in drawn.items()
+    )
+    return f"<h2>Stages</h2>{cards}{stages.stages_table(runs, drawn)}"
 
 
 def _timelines(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:

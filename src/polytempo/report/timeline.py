@@ -50,7 +50,7 @@ def timeline(run: RunRecord, num_steps: int = NUM_STEPS) -> Timeline | None:
                 "x": [(event.end_s - event.start_s) * scale for event in events],
                 "y": [ranks.index(event.rank) + offset for event in events],
                 "width": height * 0.94,
-                "marker": {"color": color, "line": _edges(events, color, length_s)},
+                "marker": {"color": color, "line": edges(events, color, length_s)},
                 "hovertext": [_description(event, scale, unit) for event in events],
                 "hovertemplate": "%{hovertext}<extra></extra>",
             }
@@ -122,7 +122,7 @@ def _description(event: Event, scale: float, unit: str) -> str:
     return f"rank {event.rank}, step {event.step}<br>{event.op}{peer}: {duration}{sent}"
 
 
-def _edges(events: Sequence[Event], color: str, length_s: float) -> dict[str, object]:
+def edges(events: Sequence[Event], color: str, length_s: float) -> dict[str, object]:
     """White edges part the bars, but would hide short ones: those are edged in their own color."""
     wide = [event.end_s - event.start_s > 0.01 * length_s for event in events]
     return {"color": [PAPER if yes else color for yes in wide], "width": [1.0 if yes else 0.6 for yes in wide]}

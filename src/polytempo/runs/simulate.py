@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from random import Random
 from typing import Any, Unpack
 
 import torch
+from torch import nn
 
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
@@ -19,6 +21,7 @@ from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.engines.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
+from polytempo.partition.cut import Cut
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
@@ -42,6 +45,7 @@ from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
 _OBJECTS_BEFORE_COLLECTION = 200_000
@@ -136,7 +140,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
     ports = [laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy.stages) for rank in range(workers)]
-    contexts = [_context(spec, data, observer, flops, each, port) for port, each in zip(ports, updates, strict=True)]
+    whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
+    contexts = [
+        _context(spec, data, observer, flops, each, port, deepcopy(whole))
+        for port, each in zip(ports, updates, strict=True)
+    ]
     if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in contexts])
 
@@ -155,19 +163,28 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
-    return _finish(contexts[0], summary, outcome, options.out)
+    stages = [context.stage.report() for context in contexts if context.stage is not None]
+    return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
 def _context(
-    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, port: Port
+    spec: RunSpec,
+    data: Data,
+    observer: VirtualObserver,
+    flops: float,
+    updates: Updates,
+    port: Port,
+    whole: tuple[nn.Module, Cut] | None,
 ) -> TrainingContext:
-    model, optimizer = replica_of(spec)
+    """`whole`: the model of this rank, and its stages, where it is cut."""
     place, stage = ports_of(port).data, None
-    if spec.strategy.schedule is None:
+    if whole is None:
+        model, optimizer = replica_of(spec)
         replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
         take_step = priced_step(replica, spec.job, flops, updates, spec.seed)
     else:
-        stage = staged(spec, model, cut_of(spec, model, data), port, flops)
+        model, parts = whole
+        stage = staged(spec, model, parts, port, flops)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
     shard = DataShard(
         data.training(),
@@ -255,9 +272,15 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome[Any], out: Place | None) -> Result:
+def _finish(
+    context: TrainingContext,
+    summary: TrainingSummary,
+    outcome: Outcome[Any],
+    out: Place | None,
+    stages: Sequence[dict[str, Any]] = (),
+) -> Result:
     workers, trace = len(outcome.results), outcome.trace
-    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op == "compute")
+    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op not in COMMUNICATION)
     result = result_of(
         context,
         summary,
@@ -266,6 +289,7 @@ def _finish(context: TrainingContext, summary: TrainingSummary, outcome: Outcome
         num_bytes=sum(trace.bytes_sent.values()),
         communication_share=1 - computing_s / (workers * outcome.seconds) if outcome.seconds else 0.0,
         trace_hash=trace.hash,
+        stages=stages,
     )
     if out is None:
         return result

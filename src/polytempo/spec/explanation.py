@@ -15,6 +15,8 @@ from polytempo.core import Bundle, Codec, Cost, Exchange, Sent, Strategy, Transf
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.facts import StageFacts, facts
 
 
 class Traffic(NamedTuple):
@@ -80,6 +82,8 @@ class Explanation(NamedTuple):
     exchanges: tuple[Planned, ...]
     memory_bytes: int
     """What a worker remembers from step to step: residuals, anchors, what is late."""
+    stages: tuple[StageFacts, ...] = ()
+    """Where the model is cut: what each stage holds, and how late its updates are."""
 
     @property
     def mean(self) -> Traffic:
@@ -118,7 +122,8 @@ def explain(
     values decide, and bytes are the most there can be. Not counted: running statistics, an optimizer's state that
     travels (`strategy.carries_optimizer`), and what a parameter server's protocol sends besides gradients and
     parameters (acknowledgements, tickets, copies of shards). A graph that changes from step to step (`gossip`) counts
-    as in its first step.
+    as in its first step. Where the model is cut into stages, exchanges are those between replicas of a stage, of stages
+    with equally many parameters; what crosses the cuts depends on the batch (`polytempo cut`).
 
     Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
     one's own that does not say its cost.
@@ -127,15 +132,20 @@ def explain(
         raise ValueError(f"workers must be at least 1, got {workers}")
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
+    stages = strategy.stages
+    if workers % stages:
+        raise ValueError(f"{strategy} cuts the model into {stages} stages; workers must be a multiple, got {workers}")
     bundle = _bundle(parameters)
     where = range(workers) if hosts is None else hosts
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
     found: list[Planned] = []
-    memory = 0
+    memory, schedule = 0, strategy.schedule
     for of, transform in slots:
-        cost = cost_of(transform, bundle, workers)
-        found += [Planned(of, _summed(each, where)) for each in _served(cost, strategy.server, bundle, where)]
-        memory += cost.memory_bytes
+        cost = cost_of(transform, bundle, workers // stages)
+        group = list(where)[::stages]
+        exchanges = [_summed(each, group) for each in _served(cost, strategy.server, bundle, where)]
+        found += [Planned(of, _of_stages(each, stages)) for each in exchanges]
+        memory += cost.memory_bytes // stages
     return Explanation(
         str(strategy),
         workers,
@@ -144,6 +154,7 @@ def explain(
         num_bytes(bundle),
         tuple(found),
         memory,
+        tuple(facts(schedule, stage) for stage in range(stages)) if isinstance(schedule, Schedule) else (),
     )
 
 
@@ -165,6 +176,15 @@ def _summed(exchange: Exchange, hosts: Sequence[int]) -> Exchange:
     """With what its sums send."""
     costs = [sum_cost(each.route, hosts, each.numel, each.itemsize) for each in exchange.sums]
     return exchange._replace(sent=reduce(Sent.plus, costs, exchange.sent))
+
+
+def _of_stages(exchange: Exchange, stages: int) -> Exchange:
+    """The same in each of so many stages, which share the parameters evenly."""
+    if stages == 1:
+        return exchange
+    sent = exchange.sent
+    sent = sent._replace(messages=stages * sent.messages, busiest_bytes=sent.busiest_bytes // stages)
+    return exchange._replace(sent=sent, flops=exchange.flops / stages)
 
 
 def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequence[int]) -> Iterable[Exchange]:

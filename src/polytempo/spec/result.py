@@ -55,6 +55,10 @@ class Result:
     """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
     """What a parameter server adds (see `training.server_facts`): staleness, and how each worker fared."""
+    stages: list[dict[str, Any]] | None = None
+    """Of a pipeline, each stage: its layers and parameters, its updates, how many updates a gradient came after the
+    parameters that it was computed with (`delay`, the mean, and `most_delay`), how many micro-batches it held at a
+    time, and versions of its parameters. Else None."""
     membership: list[dict[str, Any]] | None = None
     """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
     how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
@@ -158,6 +158,7 @@ class Trainer:
             **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
             "bytes": world.trace.bytes_sent[world.rank] - self.context.observer.off_bytes,
             "share": communication_share,
+            "stage": None if self.context.stage is None else self.context.stage.report(),
         }
         ranks = world.drive(gather_json(world.port, mine))
         trace_hash = combined_hash(rank["hash"] for rank in ranks)
@@ -169,6 +170,7 @@ class Trainer:
             num_bytes=sum(rank["bytes"] for rank in ranks),
             communication_share=sum(rank["share"] for rank in ranks) / world.size,
             trace_hash=trace_hash,
+            stages=[rank["stage"] for rank in ranks if rank["stage"] is not None],
         )
         if out is not None:
             result = replace(result, checkpoint=str(out / "checkpoint"))
@@ -249,8 +251,10 @@ def result_of(
     num_bytes: float,
     communication_share: float,
     trace_hash: str,
+    stages: Sequence[dict[str, Any]] = (),
 ) -> Result:
-    """The result of a run from its summary and its totals over all ranks."""
+    """The result of a run from its summary, its totals over all ranks, and what each rank's stage did."""
+    first = {each["stage"]: each for each in reversed(stages)}
     score, shard = summary.score, context.shard
     learned = bool(summary.parameters)
     return Result(
@@ -274,6 +278,7 @@ def result_of(
         parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,
         reached=summary.reached,
+        stages=[first[number] for number in sorted(first)] or None,
         ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned else None,
     )
 

@@ -114,13 +114,13 @@ class ProcessWorld:
 
     # ------------------------------------------------------------------ operations
 
-    def compute(self, work: Callable[[], T]) -> T:
-        """Run `work` and write its line in the trace."""
+    def compute(self, work: Callable[[], T], name: str = "compute") -> T:
+        """Run `work` and write its line in the trace, by this name."""
         start_s = self.now_s()
         try:
             return work()
         finally:
-            self.record("compute", start_s)
+            self.record(name, start_s)
 
     @contextmanager
     def alone(self, timeout_s: float | None = None) -> Iterator[None]:
@@ -162,11 +162,11 @@ class ProcessWorld:
     def perform(self, op: Op[Any]) -> Any:
         """The answer to an operation, or what has to be waited for."""
         match op:
-            case Alone(work, _):
+            case Alone(work):
                 with self.alone(op.timeout_s):
                     return self.compute(work)
-            case Compute(work, _):
-                return self.compute(work)
+            case Compute(work, _, name):
+                return self.compute(work, name)
             case Now():
                 return self.now_s()
             case Mark(step):

@@ -37,7 +37,7 @@ class Processors:
             value = op.work()
         except Exception as raised:
             error = raised
-        world.at(self._free_s[rank], lambda: world.end(flight, "compute", 0, value, error=error))
+        world.at(self._free_s[rank], lambda: world.end(flight, op.name, 0, value, error=error))
 
     def compute_alone(self, flight: Flight, op: Alone[Any]) -> None:
         """Compute when no other rank of the host is in one of these."""

@@ -138,6 +138,20 @@ class PipelineStage:
         """Go on after `step` steps with nothing under way."""
         self.program.begin(step)
 
+    def report(self) -> dict[str, Any]:
+        """What this stage did, as plain values; see `Result.stages`."""
+        delays, program = self.program.delays, self.program
+        return {
+            "stage": self.number,
+            "layers": [name for cost in self.cut.costs[self.number :: self.schedule.stages] for name in cost.layers],
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "updates": delays.total(),
+            "delay": sum(delay * times for delay, times in delays.items()) / max(1, delays.total()),
+            "most_delay": max(delays, default=0),
+            "held": program.most_held,
+            "versions": program.most_versions,
+        }
+
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
         found = await gathered(self.ports, self.replica, self.cut, self.schedule.stages)
@@ -170,7 +184,7 @@ class PipelineStage:
             own = list(self.model.parameters())
             await clip_grad_norm_(ports.model, own, self._max_norm, self._shared.counted_elsewhere)
         numel = sum(parameter.numel() for parameter in replica.trainable.values())
-        await ports.whole.compute(self.optimizer.step, _UPDATE_FLOPS * numel)
+        await ports.whole.compute(self.optimizer.step, _UPDATE_FLOPS * numel, "update")
         await replica.finish_step(ports.data)
         self.optimizer.zero_grad()
 

@@ -209,7 +209,9 @@ class StageProgram:
                 await self._backward(port, turn, part)
             case "weight":
                 flops = self._flops(turn) / 3
-                await port.compute(partial(self._work[part].weight_gradients, turn.micro_batch), flops)
+                await port.compute(
+                    partial(self._work[part].weight_gradients, turn.micro_batch), flops, "weight gradients"
+                )
                 self._has_gradient = True
                 self._end(turn)
             case "update" if self._has_gradient:
@@ -233,7 +235,7 @@ class StageProgram:
             batch.head if stage.is_last else None,
         )
         try:
-            given, loss = await port.compute(work, self._flops(turn) / 3)
+            given, loss = await port.compute(work, self._flops(turn) / 3, "forward")
         except Exception as error:
             what = ", ".join(described(value) for value in batch.inputs)
             error.add_note(f"in {located(part, error)}, micro-batch {turn.micro_batch} of the run; inputs {what}")
@@ -250,7 +252,7 @@ class StageProgram:
         gradients = [await self._gradient(name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
-        for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
+        for name, gradient in zip(stage.takes, await port.compute(work, flops, "backward"), strict=True):
             if self._values[name].requires_grad:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient

@@ -1,0 +1,145 @@
+"""Whole runs of pipelines: both worlds, resumed, in other stages, after a stage was killed or asked to leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import polytempo as pt
+from laws.catalogue import STAGED, Row, label
+from polytempo.core.notice import Preempted
+from polytempo.training.checkpoint_folders import latest
+from polytempo.worlds import ProcessWorld
+from process.crew import together
+from staged_job import job, model
+
+pytestmark = pytest.mark.process
+
+STEPS, SAVED = 12, 5
+
+
+def straight(row: Row, workers: int) -> pt.Result:
+    return pt.simulate(job(), row.make(), workers, steps=STEPS, threads=1)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_run_that_goes_on_in_the_other_world_ends_with_the_same_bits(stages: int, tmp_path: Path) -> None:
+    """So both worlds compute the same, a checkpoint has all that is under way, and what is drawn is drawn again."""
+    rows = [row for row in STAGED if row.make().stages == stages]
+    for number, row in enumerate(rows):
+        out = tmp_path / str(number)
+        pt.simulate(job(), row.make(), stages, steps=SAVED, threads=1, out=out, checkpoint_every=1)
+
+    def work(world: ProcessWorld) -> Any:
+        found = []
+        for number, row in enumerate(rows):
+            options: dict[str, Any] = {"steps": STEPS, "out": tmp_path / str(number), "resume": True}
+            result = pt.Trainer(job(), row.make(), **options).fit()
+            found.append([result.parameters_sha256, result.loss, result.accuracy])
+        return found
+
+    first, *_ = together(stages, work, timeout_s=180)
+    for row, found in zip(rows, first, strict=True):
+        expected = straight(row, stages)
+        assert found == [expected.parameters_sha256, expected.loss, expected.accuracy], label(row)
+
+
+def test_replicas_of_late_stages_that_average_their_parameters_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    strategy = pt.strategies.pipedream(2, inner=pt.strategies.local_sgd(period=3))
+    expected = pt.run(job(), strategy, 4, steps=STEPS, threads=1)
+    pt.run(job(), strategy, 4, steps=SAVED, threads=1, out=tmp_path, checkpoint_every=SAVED)
+    resumed = pt.run(job(), strategy, 4, steps=STEPS, threads=1, out=tmp_path, resume=True)
+    assert (resumed.parameters_sha256, resumed.loss) == (expected.parameters_sha256, expected.loss)
+    assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 4, steps=STEPS, threads=1).parameters_sha256
+
+
+def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: Path) -> None:
+    """It loads into a plain module, and momentum goes along by the parameters' names."""
+    plain = job(dropout=0.0)
+    three = pt.strategies.one_f_one_b(3, micro_batches=1)
+    pt.simulate(plain, three, 3, steps=SAVED, out=tmp_path, checkpoint_every=SAVED, threads=1)
+    folder = latest(tmp_path / "checkpoint")
+    assert isinstance(folder, Path)
+    state: dict[str, Tensor] = {}
+    for part in sorted(folder.glob("rank-*.safetensors")):
+        state |= {n.removeprefix("model/"): t for n, t in load_file(part).items() if n.startswith("model/")}
+    model().load_state_dict(state)
+    other = pt.strategies.gpipe(2, micro_batches=1)
+    resumed = pt.run(plain, other, 2, steps=STEPS, threads=1, out=tmp_path, resume=True)
+    expected = pt.simulate(plain, three, 3, steps=STEPS, threads=1)
+    assert resumed.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:
+    pt.simulate(job(), pt.strategies.sync_sgd(), 2, steps=4, out=tmp_path, checkpoint_every=4)
+    with pytest.raises(pt.WorkerDied, match="whose workers hold the whole model, and ddg"):
+        pt.run(job(), pt.strategies.ddg(2), 2, steps=8, out=tmp_path, resume=True)
+
+
+def ending(at: int, by: signal.Signals, once: Path) -> pt.Job:
+    """The job, whose last stage gets a signal in its loss at the `at`-th batch, if that has not been before."""
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at and os.environ.get("POLYTEMPO_RANK") == "1" and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), by)
+        return nn.functional.mse_loss(output, target)
+
+    return replace(job(), loss=loss)
+
+
+def test_a_stage_that_is_killed_ends_the_run_by_name_and_it_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    of, strategy, out = ending(9, signal.SIGKILL, tmp_path / "once"), pt.strategies.ddg(2), tmp_path / "out"
+    with pytest.raises(pt.WorkerDied, match="rank 1 of 2 was killed by SIGKILL"):
+        pt.run(of, strategy, 2, steps=STEPS, threads=1, out=out, checkpoint_every=3)
+    resumed = pt.run(of, strategy, 2, steps=STEPS, threads=1, out=out, resume=True)
+    assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 2, steps=STEPS, threads=1).parameters_sha256
+
+
+def test_stages_that_are_asked_to_leave_save_the_same_step(tmp_path: Path) -> None:
+    strategy, out = pt.strategies.pipelined_backprop(2), tmp_path / "out"
+    with pytest.raises(Preempted):
+        pt.run(ending(4, signal.SIGTERM, tmp_path / "once"), strategy, 2, epochs=10_000, threads=1, out=out)
+    folder = latest(out / "checkpoint")
+    assert isinstance(folder, Path)
+    steps = int(folder.name.removeprefix("step-")) + 3
+    resumed = pt.run(job(), strategy, 2, steps=steps, threads=1, out=out, resume=True)
+    assert resumed.steps == steps
+    assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 2, steps=steps, threads=1).parameters_sha256
+
+
+def test_the_folder_of_a_run_says_what_stages_did(tmp_path: Path) -> None:
+    pt.run(job(), pt.strategies.ddg(2), 2, epochs=2, threads=1, out=tmp_path)
+    assert [each["most_delay"] for each in json.loads((tmp_path / "result.json").read_text())["stages"]] == [1, 0]
+    assert "stages-0" in (tmp_path / "report.html").read_text()
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"forward", "backward", "update"} <= names
+
+
+def test_what_no_pipeline_can_train_is_refused_before_a_process_starts() -> None:
+    def refused(of: pt.Job, strategy: pt.Strategy, workers: int, **options: Any) -> str:
+        with pytest.raises(ValueError, match=" ") as raised:
+            pt.run(of, strategy, workers, **options)
+        return str(raised.value)
+
+    s = pt.strategies
+    by_model = replace(job(), loss=pt.of_batch(lambda net, batch: (net(batch[0]) - batch[1]).square().mean()))
+    assert "workers=3 are no whole number of models; use workers=4" in refused(job(), s.ddg(2), 3)
+    assert "the model can be cut into at most" in refused(job(), s.ddg(20), 20)
+    assert "a model can be cut where a batch is a pair" in refused(by_model, s.ddg(2), 2)
+    assert "cuts the model into stages" in refused(job(), s.ddg(2), 2, min_workers=1)
+    net = model()
+    with pytest.raises(ValueError, match=r"pipe = pt\.pipeline\(model, optimizer, loss, strategy"):
+        pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), s.ddg(2))
