@@ -21,8 +21,10 @@ from polytempo.partition.schedules import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
+    synthetic_gradients,
     zero_bubble,
 )
+from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
@@ -44,6 +46,7 @@ DELAYED = {
     "pipelined_backprop": pipelined_backprop,
     "pipedream": pipedream,
     "pipedream with vertical sync": lambda stages: pipedream(stages, vertical_sync=True),
+    "synthetic_gradients": lambda stages: synthetic_gradients(stages, lr=0.01, hidden_layers=1, width=8),
 }
 
 
@@ -79,7 +82,7 @@ def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: f
             return nn.functional.mse_loss(output, y) * (len(y) / len(batch[1]))
 
         layouts = {value.name: ((len(x), WIDTH), x.dtype) for value in parts.values}
-        found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x)))
+        found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x), y))
     return found
 
 
@@ -128,7 +131,7 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.step()
         optimizer.zero_grad()
 
-    return StageProgram(whole, schedule, stage, update)
+    return StageProgram(whole, schedule, stage, update, estimators_of(schedule, stage))
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

@@ -119,7 +119,7 @@ def test_the_virtual_world_takes_the_time_of_the_timetable(name: str) -> None:
     """Equal stages on a network that costs nothing: the same steps as the schedule, played with the same times."""
     schedule, steps = EVERY[name](4), 12
     cluster = pt.cluster.ethernet(gbit_per_s=1e9, latency_us=0.0)
-    flops = 1e9
+    flops = 1e12
     ours = trained(schedule, steps=steps, flops=flops, cluster=cluster)
     forward_s = flops * SAMPLES / schedule.micro_batches / 3 / (4 * schedule.parts) / cluster.flops_per_s
     timetable = played(schedule, steps, StageTimes(forward_s, 2 * forward_s, forward_s))

@@ -8,10 +8,13 @@ from polytempo.partition.schedules.delayed import (
     pipedream_2bw,
     pipelined_backprop,
 )
+from polytempo.partition.schedules.estimated import synthetic_gradients
+from polytempo.partition.schedules.estimation import Estimation
 from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
 
 __all__ = [
     "Action",
+    "Estimation",
     "Schedule",
     "ddg",
     "features_replay",
@@ -21,5 +24,6 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "pipelined_backprop",
+    "synthetic_gradients",
     "zero_bubble",
 ]

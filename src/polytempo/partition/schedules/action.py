@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "input", "weight", "update"]
-"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters."""
+from polytempo.partition.schedules.estimation import Estimation
+
+Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]
+"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters.
+`learn` trains a stage's estimator of its output's gradient by the gradient that the stage behind sends."""
 Weights = Literal["stashed", "current", "vertical", "previous"]
 """With which parameters a backward pass computes that comes after later updates; see `Schedule`."""
 
@@ -27,7 +30,7 @@ class Action(NamedTuple):
         return f"{LETTERS[self.kind]}{self.micro_batch}" + ("" if self.part == 0 else f".{self.part}")
 
 
-LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W", "learn": "L"}
 
 Order = Callable[[int, int, int], tuple[Action, ...]]
 """(stage, stages, micro-batches) to the actions of one step of this stage, in their order."""
@@ -62,6 +65,8 @@ class Schedule:
     recomputes: bool = False
     lockstep: bool = False
     """Whether all stages end a step before one of them begins the next."""
+    estimation: Estimation | None = None
+    """How a stage estimates the gradient of its output; None: it waits for the gradient."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""

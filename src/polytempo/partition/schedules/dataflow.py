@@ -1,7 +1,7 @@
 """What an action of a schedule waits for, and what waits for it: micro-batches that have passed parts of the model.
 
 part p of the model ── forward ──▶ Passed("forward", batch, p) ──▶ forward of p + 1, backward of p
-part p of the model ── backward ─▶ Passed("backward", batch, p) ─▶ backward of p - 1
+part p of the model ── backward ─▶ Passed("backward", batch, p) ─▶ backward of p - 1, or its learning
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def waits_for(schedule: Schedule, stage: int, turn: Turn) -> tuple[Passed, ...]:
         case "forward":
             return (Passed("forward", batch, part - 1),) if part else ()
         case "backward" | "input":
-            return (here,) if is_top else (here, behind)
+            return (here,) if is_top or schedule.estimation is not None else (here, behind)
+        case "learn":
+            return (here, behind)
         case _:
             return ()
 

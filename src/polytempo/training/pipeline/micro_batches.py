@@ -59,7 +59,8 @@ class MicroBatches:
             return loss * (own / samples) if own < samples else loss
 
         purpose = f"micro-batch {number} of a pipeline, part "
-        return MicroBatch(inputs, self._layouts_of(inputs), head, partial(self._seeded, step, purpose))
+        seeded = partial(self._seeded, step, purpose)
+        return MicroBatch(inputs, self._layouts_of(inputs), head, seeded, target=target)
 
     def _layouts_of(self, inputs: tuple[Any, ...]) -> dict[str, Layout]:
         key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_flatten(inputs)[0])

@@ -17,6 +17,7 @@ from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.shared_gradients import SharedGradients
@@ -106,7 +107,8 @@ class Pipeline:
         self.optimizer = optimizer(self.model.parameters())
         self._replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size)
         self._shared = SharedGradients(self.cut, schedule, self.stage)
-        self._program = StageProgram(self.cut, schedule, self.stage, self._update)
+        self.estimators = estimators_of(schedule, self.stage, seed, self.ports.data)
+        self._program = StageProgram(self.cut, schedule, self.stage, self._update, self.estimators)
         self._batches = MicroBatches(self.cut, schedule, loss, seed, self.ports.data.rank)
 
     def step(self, *batch: Any) -> Tensor | None:

@@ -20,6 +20,7 @@ from polytempo.partition.cut import Cut, Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import version_of
+from polytempo.training.pipeline.estimators import Estimators
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
@@ -41,13 +42,24 @@ class MicroBatch(NamedTuple):
     """Sets the random state that the forward pass of a part begins with."""
     flops: float = 0.0
     """Of its forward and backward passes through the whole model."""
+    target: Any = None
+    """What the head compares the output with; of use to estimators that are given labels."""
 
 
 class StageProgram:
     """One stage. `update` is what happens to its parameters once their gradients are there."""
 
-    def __init__(self, cut: Cut, schedule: Schedule, stage: int, update: Callable[[], Program[None]]) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        schedule: Schedule,
+        stage: int,
+        update: Callable[[], Program[None]],
+        estimators: Estimators | None = None,
+    ) -> None:
         self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
+        self.estimators = estimators
+        """Of the gradients of this stage's outputs, where the schedule has them."""
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = [p for part in own for p in part.module.parameters()]
@@ -125,7 +137,7 @@ class StageProgram:
         if turn.action.kind == "forward":
             for name in stage.takes:
                 await self._mail.expect(port, self._values[name], stage.index, "forward", self._like(turn, name))
-        elif turn.action.kind in ("backward", "input"):
+        elif turn.action.kind in (("backward", "input") if self.estimators is None else ("learn",)):
             for name in stage.gives:
                 like = self._like(turn, name)
                 for target in self._back(name):
@@ -148,6 +160,8 @@ class StageProgram:
                 return await self._forward(port, turn, part)
             case "backward" | "input":
                 await self._backward(port, turn, part)
+            case "learn":
+                await self._learn(port, turn, part)
             case "weight":
                 flops = self._flops(turn) / 3
                 await port.compute(partial(self._work[part].weight_gradients, turn.micro_batch), flops)
@@ -173,6 +187,9 @@ class StageProgram:
             batch.head if stage.is_last else None,
         )
         given, loss = await port.compute(work, self._flops(turn) / 3)
+        if self.estimators is not None:
+            outputs = {name: h for name, h in zip(stage.gives, given, strict=True) if self._back(name)}
+            self.estimators.see(turn.micro_batch, outputs, batch.target)
         self.most_held = max(self.most_held, sum(work.num_under_way for work in self._work.values()))
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
@@ -181,8 +198,12 @@ class StageProgram:
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
-        gradients = [await self._gradient(name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
+        if self.estimators is None:
+            gradients = [await self._gradient(name) for name in stage.gives]
+        else:
+            gradients = self.estimators.estimates(turn.micro_batch, stage.gives)
+            flops += self.estimators.flops(turn.micro_batch)
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops), strict=True):
             if self._values[name].requires_grad:
@@ -191,7 +212,18 @@ class StageProgram:
                 await self._mail.put(port, self._values[name], part, "backward", answer)
         if whole:
             self._has_gradient = True
-            self._end(turn)
+            if self.estimators is None:
+                self._end(turn)
+
+    async def _learn(self, port: Port, turn: Turn, part: int) -> None:
+        """Train the estimators by what the stages behind have sent."""
+        assert self.estimators is not None
+        found = {name: await self._gradient(name) for name in self._parts[part].gives}
+        known = {name: gradient for name, gradient in found.items() if gradient is not None}
+        work = partial(self.estimators.descend, turn.micro_batch, known)
+        await port.compute(work, 3 * self.estimators.flops(turn.micro_batch))
+        await self.estimators.learn()
+        self._end(turn)
 
     async def _gradient(self, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
