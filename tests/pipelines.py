@@ -21,10 +21,13 @@ from polytempo.partition.schedules import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
+    pipemare,
+    spectrain,
     synthetic_gradients,
     zero_bubble,
 )
 from polytempo.training.pipeline.estimators import estimators_of
+from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
@@ -46,6 +49,8 @@ DELAYED = {
     "pipelined_backprop": pipelined_backprop,
     "pipedream": pipedream,
     "pipedream with vertical sync": lambda stages: pipedream(stages, vertical_sync=True),
+    "pipelined_backprop with pipemare": lambda stages: pipelined_backprop(stages, correction=pipemare(5, decay=0.2)),
+    "pipelined_backprop with spectrain": lambda stages: pipelined_backprop(stages, correction=spectrain()),
     "synthetic_gradients": lambda stages: synthetic_gradients(stages, lr=0.01, hidden_layers=1, width=8),
 }
 
@@ -131,7 +136,8 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.step()
         optimizer.zero_grad()
 
-    return StageProgram(whole, schedule, stage, update, estimators_of(schedule, stage))
+    late = late_stage(schedule, stage, own, optimizer)
+    return StageProgram(whole, schedule, stage, update, estimators_of(schedule, stage), late)
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

@@ -1,6 +1,7 @@
 """In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
 
 from polytempo.partition.schedules.action import Action, Schedule
+from polytempo.partition.schedules.correction import PipeMare, SpecTrain, pipemare, spectrain
 from polytempo.partition.schedules.delayed import (
     ddg,
     features_replay,
@@ -15,7 +16,9 @@ from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_
 __all__ = [
     "Action",
     "Estimation",
+    "PipeMare",
     "Schedule",
+    "SpecTrain",
     "ddg",
     "features_replay",
     "gpipe",
@@ -24,6 +27,8 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "pipelined_backprop",
+    "pipemare",
+    "spectrain",
     "synthetic_gradients",
     "zero_bubble",
 ]

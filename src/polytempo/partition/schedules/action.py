@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from polytempo.partition.schedules.correction import Correction, PipeMare
 from polytempo.partition.schedules.estimation import Estimation
 
 Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]
@@ -67,12 +68,22 @@ class Schedule:
     """Whether all stages end a step before one of them begins the next."""
     estimation: Estimation | None = None
     """How a stage estimates the gradient of its output; None: it waits for the gradient."""
+    correction: Correction | None = None
+    """What a stage does about late gradients."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""
         for name in ("stages", "micro_batches", "parts"):
             if not isinstance(number := getattr(self, name), int) or number < 1:
                 raise ValueError(f"{self.name} needs {name} of 1 or more, got {number!r}")
+        rates_alone = self.correction is None or (isinstance(self.correction, PipeMare) and not self.correction.decay)
+        replays = self.recomputes and isinstance(self.correction, PipeMare)
+        if not rates_alone and (self.weights != "current" or replays):
+            raise ValueError(
+                f"{self.correction} changes the parameters that a pass computes with, and those of {self.name} with "
+                f'weights="{self.weights}"{" are computed anew" if replays else ""} are given; use '
+                'pipelined_backprop or ddg(weights="current"), or pipemare without decay'
+            )
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """One step of `stage`."""

@@ -19,14 +19,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from polytempo.training.pipeline.late_stage import LateStage
+
 
 class ParameterVersions:
     """Counts which versions are in use. Version v is the parameters after v updates.
 
     `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
+    `late`: what then replaces the present one in a pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool, late: LateStage | None = None) -> None:
+        self._late = late
         self._parameters, self._stashes = list(parameters), stashes
         self.current = 0
         self.oldest: float = math.inf
@@ -42,8 +46,32 @@ class ParameterVersions:
     def forward(self, version: int) -> Iterator[None]:
         """Inside, the parameters are those of `version`. It stays until as many `done` as there were passes."""
         self._uses[version] += 1
-        with self.seen(version):
+        predicted = None if self._late is None else self._late.for_forward()
+        if predicted is None:
+            with self.seen(version):
+                yield
+            return
+        self._lie_in(predicted)
+        try:
+            with self._kept(self._memory[self.current]):
+                yield
+        finally:
+            self._lie_in(self._memory[self.current])
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, graphs that keep the present parameters multiply by what is to replace them."""
+        values = None if self._late is None else self._late.for_backward()
+        if values is None:
             yield
+            return
+        memory = self._memory[self.current]
+        before = [tensor.clone() for tensor in memory]
+        torch._foreach_copy_(memory, values)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(memory, before)
 
     @contextmanager
     def seen(self, version: int) -> Iterator[None]:
@@ -95,12 +123,22 @@ class ParameterVersions:
             parameter.data = tensor
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it."""
-        own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters if parameter.numel()}
+    def _kept(self, instead: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it.
+
+        `instead`: other memory, which the backward pass is to multiply by.
+        """
+        own = {p.untyped_storage().data_ptr(): place for place, p in enumerate(self._parameters) if p.numel()}
 
         def keep(tensor: Tensor) -> Tensor:
-            return tensor.detach() if tensor.untyped_storage().data_ptr() in own else tensor
+            place = own.get(tensor.untyped_storage().data_ptr())
+            if place is None:
+                return tensor
+            if instead is None:
+                return tensor.detach()
+            other = instead[place]
+            offset = tensor.storage_offset() - self._parameters[place].storage_offset() + other.storage_offset()
+            return other.as_strided(tensor.size(), tensor.stride(), offset)
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _as_it_is):
             yield

@@ -19,6 +19,7 @@ from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
+from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
@@ -108,7 +109,9 @@ class Pipeline:
         self._replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size)
         self._shared = SharedGradients(self.cut, schedule, self.stage)
         self.estimators = estimators_of(schedule, self.stage, seed, self.ports.data)
-        self._program = StageProgram(self.cut, schedule, self.stage, self._update, self.estimators)
+        own = list(self.model.parameters())
+        self.late = late_stage(schedule, self.stage, own, self.optimizer)
+        self._program = StageProgram(self.cut, schedule, self.stage, self._update, self.estimators, self.late)
         self._batches = MicroBatches(self.cut, schedule, loss, seed, self.ports.data.rank)
 
     def step(self, *batch: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ micro-batches, so they need no numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import version_of
 from polytempo.training.pipeline.estimators import Estimators
+from polytempo.training.pipeline.late_stage import LateStage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
@@ -56,14 +58,17 @@ class StageProgram:
         stage: int,
         update: Callable[[], Program[None]],
         estimators: Estimators | None = None,
+        late: LateStage | None = None,
     ) -> None:
         self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
         self.estimators = estimators
         """Of the gradients of this stage's outputs, where the schedule has them."""
+        self.late = late
+        """What is done about late gradients, where the schedule has something."""
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = [p for part in own for p in part.module.parameters()]
-        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current")
+        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", late=late)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
             part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
@@ -170,7 +175,8 @@ class StageProgram:
             case "update" if self._has_gradient:
                 self._has_gradient = False
                 self.versions.update_begins()
-                await self._update()
+                with nullcontext() if self.late is None else self.late.updating():
+                    await self._update()
         return None
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
