@@ -41,7 +41,7 @@ def test_a_correction_is_the_rule_written_by_hand(name: str, make: str, stages: 
 
 
 class Layer:
-    """W and b after 0, 1, 2, … updates, and what is remembered of them. A tuple holds what is of W, and what is of b."""
+    """W and b after 0, 1, 2, … updates, and what is remembered of them; pairs are of W and of b."""
 
     def __init__(self, w: Tensor, b: Tensor, delay: int) -> None:
         self.versions, self.delay = [(w, b)], delay
