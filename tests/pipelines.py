@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -62,8 +63,9 @@ def perceptron(num_layers: int = 8, *, seed: int = 0, dtype: torch.dtype = torch
 
 
 def chain(model: nn.Sequential, parts: int) -> Cut:
-    """The layers in so many parts of equal length."""
-    return cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
+    """The layers in so many parts of equal length, and of equal cost: the first layer's input has a gradient, too."""
+    found = cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
+    return replace(found, costs=tuple(replace(cost, operations=1.0) for cost in found.costs))
 
 
 def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:

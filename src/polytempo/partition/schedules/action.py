@@ -68,14 +68,21 @@ class Schedule:
     """Whether all stages end a step before one of them begins the next."""
     estimation: Estimation | None = None
     """How a stage estimates the gradient of its output; None: it waits for the gradient."""
+    stripes: int = 1
+    """The last so many parts are stripes of one layer: each uses what is before them, and the last one the others."""
     correction: Correction | None = None
     """What a stage does about late gradients."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""
-        for name in ("stages", "micro_batches", "parts"):
+        for name in ("stages", "micro_batches", "parts", "stripes"):
             if not isinstance(number := getattr(self, name), int) or number < 1:
                 raise ValueError(f"{self.name} needs {name} of 1 or more, got {number!r}")
+        if self.stripes > self.stages or (self.stripes > 1 and self.parts > 1):
+            raise ValueError(
+                f"stripes={self.stripes} of a layer are at as many of the {self.stages} stages, with one part each; "
+                f"give stripes of {self.stages} or less"
+            )
         rates_alone = self.correction is None or (isinstance(self.correction, PipeMare) and not self.correction.decay)
         replays = self.recomputes and isinstance(self.correction, PipeMare)
         if not rates_alone and (self.weights != "current" or replays):

@@ -57,13 +57,16 @@ def features_replay(stages: int, *, lockstep: bool = False, correction: Correcti
     return replace(replayed, lockstep=lockstep, correction=correction)
 
 
-def pipelined_backprop(stages: int, *, correction: Correction | None = None) -> Schedule:
+def pipelined_backprop(stages: int, *, stripes: int = 1, correction: Correction | None = None) -> Schedule:
     """Pipelined back-propagation: batches stream through the layers, and parameters are used as they are.
 
-    d(k) = 2(K - 1 - k), and 0 at the top. Memory: stage k holds 2(K - 1 - k) + 1 batches, and one version of the
-    parameters. Source: X. Chen et al., "Pipelined back-propagation for context-dependent deep neural networks", 2012.
+    d(k) = 2(K - 1 - k), and 0 at the top. With `stripes`, the last so many stages have each a stripe of one layer that
+    is too large for one of them (`partition.striped`): d = 0 at the last one, which has the loss, and 2 at the others;
+    then 4, 6, … Memory: stage k holds d(k) + 1 batches, and one version of the parameters. Source: X. Chen et al.,
+    "Pipelined back-propagation for context-dependent deep neural networks", 2012.
     """
-    return Schedule("pipelined_backprop", stages, 1, _older_by(2), weights="current", correction=correction)
+    order = _older_by(2, stripes)
+    return Schedule("pipelined_backprop", stages, 1, order, weights="current", stripes=stripes, correction=correction)
 
 
 def pipedream(stages: int, *, vertical_sync: bool = False, correction: Correction | None = None) -> Schedule:
@@ -106,11 +109,16 @@ def _two_versions(stage: int, stages: int, micro_batches: int) -> tuple[Action, 
     return tuple(actions)
 
 
-def _older_by(steps: int) -> Order:
-    """Forward, backward and update, with so many steps of delay more at each stage further from the top."""
+def _older_by(steps: int, stripes: int = 1) -> Order:
+    """Forward, backward and update, with so many steps of delay more at each stage further from the top.
+
+    Of stripes the last one is the top, and the others are one stage from it.
+    """
 
     def order(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
         del micro_batches
-        return Action("forward"), Action("backward", -steps * (stages - 1 - stage)), _UPDATE
+        before_stripes = stages - stripes - stage
+        distance = before_stripes + (stripes > 1) if before_stripes > 0 else int(stage < stages - 1)
+        return Action("forward"), Action("backward", -steps * distance), _UPDATE
 
     return order

@@ -249,4 +249,7 @@ class StageProgram:
         return value.targets if value.requires_grad else ()
 
     def _flops(self, turn: Turn) -> float:
-        return self._batches[turn.micro_batch].flops / (self._schedule.stages * self._schedule.parts)
+        """Operations of both passes of this part, its own share of the whole model's."""
+        costs = self._cut.costs
+        part = part_of(self._schedule, self._stage, turn.action)
+        return self._batches[turn.micro_batch].flops * costs[part].operations / sum(c.operations for c in costs)
