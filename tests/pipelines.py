@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,9 +62,8 @@ def perceptron(num_layers: int = 8, *, seed: int = 0, dtype: torch.dtype = torch
 
 
 def chain(model: nn.Sequential, parts: int) -> Cut:
-    """The layers in so many parts of equal length, and of equal cost: the first layer's input has a gradient, too."""
-    found = cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
-    return replace(found, costs=tuple(replace(cost, operations=1.0) for cost in found.costs))
+    """The layers in so many parts of equal length."""
+    return cut(model, parts, sample=torch.zeros(1, WIDTH, dtype=torch.float64))
 
 
 def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
@@ -139,7 +137,7 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.zero_grad()
 
     late = late_stage(schedule, stage, own, optimizer)
-    return StageProgram(whole, schedule, stage, update, estimators_of(schedule, stage), late)
+    return StageProgram(whole, schedule, stage, update, estimators=estimators_of(schedule, stage), late=late)
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

@@ -144,7 +144,7 @@ def _stage(parts: Cut, schedule: Schedule, rank: int, setting: Setting, lr: floa
         optimizer.zero_grad()
 
     late = late_stage(schedule, rank, list(module.parameters()), optimizer)
-    return StageProgram(parts, schedule, rank, update, estimators_of(schedule, rank, seed), late)
+    return StageProgram(parts, schedule, rank, update, estimators=estimators_of(schedule, rank, seed), late=late)
 
 
 def errors(setting: Setting, make: Make, stages: int, lr: float, epochs: int, seeds: int) -> list[float]:

@@ -147,6 +147,25 @@ HELPED = [
 ]
 """Those whose workers do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
 
+STAGED = [
+    Row("gpipe", s.gpipe),
+    Row("gpipe", lambda: s.gpipe(3, 2, recompute=False)),
+    Row("one_f_one_b", lambda: s.one_f_one_b(3, 2)),
+    Row("interleaved", lambda: s.interleaved(2, 2)),
+    Row("zero_bubble", s.zero_bubble),
+    Row("ddg", lambda: s.ddg(3)),
+    Row("ddg", lambda: s.ddg(3, weights="current")),
+    Row("ddg", lambda: s.ddg(lockstep=True, inner=s.local_sgd(period=3))),
+    Row("ddg", lambda: s.ddg(inner=s.top_k_sgd(0.2, exact_below=0))),
+    Row("features_replay", lambda: s.features_replay(3)),
+    Row("pipelined_backprop", lambda: s.pipelined_backprop(3)),
+    Row("pipedream", lambda: s.pipedream(3)),
+    Row("pipedream", lambda: s.pipedream(3, vertical_sync=True)),
+    Row("pipedream_2bw", lambda: s.pipedream_2bw(3, 3)),
+]
+"""Those that cut a model into stages (`strategy.schedule`), for which no rank holds the whole model: their laws are in
+`test_pipeline_laws`."""
+
 
 def label(row: Row) -> str:
     """How a test names the row."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws.catalogue import HELPED, ROUTES, ROWS, SERVED, Row, label
+from laws.catalogue import HELPED, ROUTES, ROWS, SERVED, STAGED, Row, label
 from laws.definitions import delayed, diloco
 from laws.harness import HOST, Rank, Setting, plain_torch, run
 from polytempo import strategies
@@ -40,9 +40,11 @@ ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {row.name for row in [*ROWS, *SERVED, *HELPED]} == set(strategies.__all__)
+    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED]} == set(strategies.__all__)
     assert {row.make().server is None for row in ROWS} == {True}
     assert {row.make().server is None for row in [*SERVED, *HELPED]} == {False}
+    assert {row.make().schedule is None for row in ROWS} == {True}
+    assert {row.make().schedule is None for row in STAGED} == {False}
 
 
 @every_row

@@ -54,7 +54,7 @@ class Tied(nn.Module):
 
 
 def test_what_cannot_be_striped_is_refused() -> None:
-    with pytest.raises(ValueError, match="'1' is a Tanh; name an nn.Linear"):
+    with pytest.raises(ValueError, match=r"'1' is a Tanh; name an nn\.Linear"):
         striped(model(), "1", 2)
     with pytest.raises(ValueError, match="'top' is not there"):
         striped(model(), "top", 2)

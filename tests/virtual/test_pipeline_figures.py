@@ -5,7 +5,9 @@ A stage's operations are declared; messages take no time of their own. Speed-ups
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,11 +31,14 @@ FLOPS = 1e12
 def step_s(whole: Cut, schedule: Schedule, cut_batches: list[list[MicroBatch]]) -> float:
     """Seconds of a step in a pipeline that is full: between two runs, of all batches and of two thirds of them."""
 
+    operations = [cost.operations for cost in whole.costs]
+    shares = [each / sum(operations) for each in operations]
+
     def seconds(steps: int) -> float:
         programs = []
         for stage in range(schedule.stages):
             own = [p for part in whole.stages[stage :: schedule.stages] for p in part.module.parameters()]
-            programs.append(StageProgram(whole, schedule, stage, _descent(own)))
+            programs.append(StageProgram(whole, schedule, stage, _descent(own), shares))
 
         async def program(port: Port) -> None:
             for batch in cut_batches[:steps]:
@@ -56,7 +61,7 @@ def _descent(parameters: list[nn.Parameter]):
     return update
 
 
-def declared(whole: Cut, operations: list[float]) -> Cut:
+def declared(whole: Cut, operations: Sequence[float]) -> Cut:
     """The cut with stages of so many operations, in any unit."""
     costs = [replace(cost, operations=each) for cost, each in zip(whole.costs, operations, strict=True)]
     return replace(whole, costs=tuple(costs))
@@ -67,7 +72,8 @@ ONE_WORKER_S = FLOPS * SAMPLES / pt.cluster.ethernet(gbit_per_s=1.0).flops_per_s
 
 def balanced(schedule: Schedule, steps: int = 24) -> float:
     """The speed-up with equal stages."""
-    whole = chain(perceptron(), schedule.stages * schedule.parts)
+    parts = schedule.stages * schedule.parts
+    whole = declared(chain(perceptron(), parts), [1.0] * parts)
     cut_batches = [micro_batches(batch, schedule.micro_batches, whole, FLOPS) for batch in batches(steps)]
     return ONE_WORKER_S / step_s(whole, schedule, cut_batches)
 
@@ -78,7 +84,7 @@ def test_ddg_in_lockstep_is_as_much_faster_as_its_paper_says(stages: int, publis
 
 
 def test_ddg_in_three_stages_is_as_much_faster_as_its_paper_says() -> None:
-    whole = chain(perceptron(6), 3)
+    whole = declared(chain(perceptron(6), 3), [1, 1, 1])
     cut_batches = [micro_batches(batch, 1, whole, FLOPS) for batch in batches(24)]
     assert ONE_WORKER_S / step_s(whole, ddg(3, lockstep=True), cut_batches) == pytest.approx(1.8, rel=0.02)
 
@@ -103,7 +109,7 @@ def speech_model(seed: int = 0) -> nn.Sequential:
     """Seven hidden layers and a top of the shape of MSRA's, 429 - 2048 x 7 - 9304, a thirty-second as wide."""
     torch.manual_seed(seed)
     sizes = [13, *[64] * 7, 291]
-    layers = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.Sigmoid())]
+    layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.Sigmoid())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -113,7 +119,7 @@ COPY = 4.0 * 2048 * 100
 """A copy of one sample's hidden activations from or to a stage, at 100 operations a byte: 600 Gflop/s and 6 GB/s."""
 
 
-def speech(schedule: Schedule, begins: list[str], operations: list[float]) -> float:
+def speech(schedule: Schedule, begins: list[str], operations: Sequence[float]) -> float:
     """The speed-up of MSRA's model over one worker, which copies nothing."""
     model = speech_model() if schedule.stripes == 1 else striped(speech_model(), "14", schedule.stripes)
     generator = torch.Generator().manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,8 +124,10 @@ def test_estimators_go_on_from_their_state() -> None:
     h, true = torch.randn(4, 6), torch.randn(4, 6)
     first, second = Estimators(Estimation(hidden_layers=1), seed=1), Estimators(Estimation(hidden_layers=1), seed=2)
     seen(first, 0)
-    second.load_state_dict(first.state_dict())
+    first.see(7, {"a.b": h}, None)
+    second.restore(deepcopy(first.state()).at("here").under("here"))  # as from a file
     assert torch.equal(seen(first, 1), seen(second, 1))
+    assert torch.equal(second.estimates(7, ["a.b"])[0], first.estimates(7, ["a.b"])[0])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +13,12 @@ from polytempo.cli.cut_schedules import COLUMNS, predictions
 from polytempo.cli.plan import found_job
 from polytempo.cli.request import CutRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
-from polytempo.data.shard import DataShard
 from polytempo.partition.cut import Cut, StageCost
 from polytempo.partition.cutting import cut as cut_model
 from polytempo.report.summary import human_seconds
-from polytempo.spec.job import Job, OfBatch
-from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of
-from polytempo.spec.objective import pair_of
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of
+from polytempo.training.staged_training import sample_of
 
 MICRO_BATCHES = 8
 """In how many a batch is taken to be cut, for the table of schedules."""
@@ -35,7 +33,7 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
     job = found_job(asked.job)
     with notes_on_stderr():
         model = model_of(job)
-        sample = sample_of(job, data, asked.batch_size or job.batch_size)
+        sample = sample_of(job, data_of(job, data), asked.batch_size or job.batch_size)
         state = state_per_parameter(job)
         found = cut_model(
             model,
@@ -62,17 +60,6 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
             show_table(COLUMNS, [each.row for each in foreseen])
     if warning := unbalanced(found):
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def sample_of(job: Job, path: Path | None, batch_size: int) -> tuple[Any]:
-    """The input of the job's first batch, which is what its model is called with."""
-    if isinstance(job.loss, OfBatch):
-        raise ValueError(
-            f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
-            "itself is called with; a model can be cut where a batch is a pair (input, target)"
-        )
-    shard = DataShard(data_of(job, path).training(), rank=0, size=1, batch_size=batch_size, seed=0)
-    return (pair_of(job, next_batch(job, iter(shard)))[0],)
 
 
 def state_per_parameter(job: Job) -> float:

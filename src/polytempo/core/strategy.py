@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch.optim import Optimizer
 
@@ -16,7 +16,19 @@ Turn = Literal["together", "free", "locked", "in_turn"]
 one after the other, or in the order of ranks, each once."""
 
 
-@dataclass(frozen=True)
+class Staged(Protocol):
+    """How a model is cut over workers, and in which order they work; `partition.schedules` makes them."""
+
+    @property
+    def stages(self) -> int:
+        """Workers that hold the parts of one model."""
+
+    @property
+    def micro_batches(self) -> int:
+        """In how many parts a batch goes through them."""
+
+
+@dataclass(frozen=True, repr=False)
 class Strategy:
     """What happens between `backward()` and the next `forward()`.
 
@@ -32,6 +44,8 @@ class Strategy:
     `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
     `slices`: a global batch is computed in so many slices, each by itself, whatever the number of ranks; `gradients` is
     given the weighted sum of a rank's slices (`core.slice_tree`). None: each rank computes its batch at once.
+    `schedule`: the model is cut into stages that work in this order; `gradients` and `parameters` are then what happens
+    between the workers that hold the same stage. None: every worker holds the whole model.
     `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
     for what does not go with it. None: this one, with any.
     """
@@ -46,6 +60,14 @@ class Strategy:
     momentum: float = 0.0
     by_optimizer: Callable[[Optimizer], Strategy] | None = None
     slices: int | None = None
+    schedule: Staged | None = None
+
+    @property
+    def stages(self) -> int:
+        """Workers that hold one model together."""
+        return 1 if self.schedule is None else self.schedule.stages
 
     def __str__(self) -> str:
         return self.name
+
+    __repr__ = __str__

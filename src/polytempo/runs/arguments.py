@@ -56,6 +56,11 @@ def check_workers(strategy: Strategy, workers: int) -> None:
     """ValueError where a run of `strategy` needs more workers, or has nothing to do for so many."""
     if strategy.slices is not None:
         Invariant(strategy.slices).check(workers)
+    if workers % strategy.stages:
+        raise ValueError(
+            f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} are no whole number of "
+            f"models; use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
+        )
     least = 1 if strategy.server is None else strategy.server.least_workers
     if workers < least:
         raise ValueError(
@@ -66,8 +71,8 @@ def check_workers(strategy: Strategy, workers: int) -> None:
 
 def check_batches(spec: RunSpec) -> None:
     """ValueError where a step has no sample for one of the workers, or of the slices."""
-    slices, workers, asked = spec.strategy.slices, spec.workers, spec.options.global_batch_size
+    slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
     if slices is not None:
         check_global_batch(asked or workers * spec.batch_size, slices, "slices")
     elif asked is not None:
-        check_global_batch(asked, workers, "workers")
+        check_global_batch(asked, workers, "workers" if spec.strategy.stages == 1 else "replicas of the model")

@@ -27,6 +27,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.program import check_goals
 from polytempo.training.requirements import check_model, fitted
+from polytempo.training.staged_training import cut_of
 
 _PATIENCE_S = 60.0
 """A rehearsal that takes longer, for the data say, is given up, and the run begins."""
@@ -98,6 +99,8 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
         for each in specs:
             fitted(each.strategy, optimizer_of(job, model, spec.lr))
             check_model(model, each.strategy)
+            if each.strategy.schedule is not None:
+                cut_of(each, model, data)
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))

@@ -85,7 +85,7 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
 
     `specs` are of one job with the same options, by one strategy after the other.
     """
-    workers = specs[0].workers
+    workers, replicas = specs[0].workers, max(spec.replicas for spec in specs)
     for spec in specs:
         check_workers(spec.strategy, workers)
         check_batches(spec)
@@ -95,10 +95,10 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs)
     if found.samples is not None:
-        check_enough(found.samples, workers)
+        check_enough(found.samples, replicas)
         for slices in {spec.strategy.slices for spec in specs} - {None}:
             check_enough(found.samples, slices or 1, "slices")
-    notes = [*found.warned, *batch_notes(found.samples, workers, specs[0].batch_size)]
+    notes = [*found.warned, *batch_notes(found.samples, replicas, specs[0].batch_size)]
     if here:
         check_memory(found.private_bytes, workers)
         notes = [*cores_notes(workers), *notes]

@@ -13,6 +13,7 @@ import torch
 from polytempo.cluster import Cluster, ethernet, one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
+from polytempo.core.port import world_port
 from polytempo.core.slice_tree import subtree
 from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
@@ -32,8 +33,11 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.guard import unfinite_names
+from polytempo.training.pipeline.pipeline_stage import laid_out
+from polytempo.training.ports import ports_of
 from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
+from polytempo.training.staged_training import cut_of, staged, staged_step
 from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
@@ -106,6 +110,11 @@ def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
     if options.checkpoint_every and (meta or strategy.server is not None):
         why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
         raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
+    if meta and strategy.schedule is not None:
+        raise ValueError(
+            f"{strategy} cuts the model into stages, whose tensors depend on each other's; leave out meta, and "
+            "simulate some steps with values"
+        )
     if meta and strategy.server is not None:
         raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
     if meta and (options.epochs or options.until):
@@ -126,12 +135,13 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     flops = flops_per_sample(job, model, data, spec.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
-    contexts = [_context(spec, data, observer, flops, turn, rank) for rank, turn in enumerate(updates)]
+    ports = [laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy.stages) for rank in range(workers)]
+    contexts = [_context(spec, data, observer, flops, each, port) for port, each in zip(ports, updates, strict=True)]
     if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in contexts])
 
     async def program(port: Port) -> TrainingSummary:
-        summary = await train(port, contexts[port.rank])
+        summary = await train(laid_out(port, spec.strategy.stages), contexts[port.rank])
         await updates[port.rank].settle()
         return summary
 
@@ -149,14 +159,20 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
 
 
 def _context(
-    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, rank: int
+    spec: RunSpec, data: Data, observer: VirtualObserver, flops: float, updates: Updates, port: Port
 ) -> TrainingContext:
     model, optimizer = replica_of(spec)
-    replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
+    place, stage = ports_of(port).data, None
+    if spec.strategy.schedule is None:
+        replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
+        take_step = priced_step(replica, spec.job, flops, updates, spec.seed)
+    else:
+        stage = staged(spec, model, cut_of(spec, model, data), port, flops)
+        replica, take_step = stage.replica, staged_step(stage, spec.job)
     shard = DataShard(
         data.training(),
-        rank=rank,
-        size=spec.workers,
+        rank=place.rank,
+        size=place.size,
         batch_size=spec.batch_size,
         seed=spec.seed,
         global_batch_size=spec.options.global_batch_size,
@@ -167,9 +183,10 @@ def _context(
         replica=replica,
         shard=shard,
         data=data,
-        take_step=priced_step(replica, spec.job, flops, updates, spec.seed),
+        take_step=take_step,
         observer=observer,
-        scheduler=schedule_of(spec.job, optimizer, len(shard)),
+        scheduler=schedule_of(spec.job, replica.optimizer, len(shard)),
+        stage=stage,
         unchecked=unfinite_names(model),
     )
 

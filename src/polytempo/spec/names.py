@@ -54,6 +54,9 @@ class Names(NamedTuple):
         arguments = self.arguments
         if call.name in self.strategies:
             arguments = {**arguments, "route": self.routes_of(self.strategies[call.name])}
+            if "inner" in inspect.signature(self.strategies[call.name]).parameters:
+                inner = {name: Factory(function) for name, function in self.strategies.items()}
+                arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
         return resolve(call, self.strategies, arguments, what="strategy")
 
     def codec(self, text: str) -> object:

@@ -36,7 +36,7 @@ def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
     if isinstance(job.loss, OfBatch):
         return _loss_of_batch(job, job.loss, model, batch)
     inputs, target = pair_of(job, batch)
-    return _loss_of_pair(job, _output(job, model, inputs), target)
+    return loss_of_pair(job, _output(job, model, inputs), target)
 
 
 def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
@@ -49,7 +49,7 @@ def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
     if isinstance(loss, OfBatch):  # noqa: SIM108  # one line would be longer than a line may be
         value = _loss_of_batch(job, loss, model, batch)
     else:
-        value = _loss_of_pair(job, output, target)
+        value = loss_of_pair(job, output, target)
     if correct is None:
         return Judged(value, None)
     if isinstance(correct, OfBatch):
@@ -72,7 +72,8 @@ def _loss_of_batch(job: Job, loss: OfBatch, model: nn.Module, batch: Any) -> Ten
     return _checked(job, value, _LOSS_OF_BATCH, loss.function)
 
 
-def _loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
+def loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
+    """The mean loss of a model's `output`, as `loss_of` has it."""
     value = called(job, _LOSS, job.loss, output, target, facts=lambda: _facts(output=output, target=target))
     return _checked(job, value, _LOSS, job.loss)
 

@@ -44,7 +44,7 @@ class RunSpec:
     lr: float
     """The learning rate that the job's optimizer is made with."""
     batch_size: int
-    """Samples per worker and step, rounded up where the options give a global batch."""
+    """Samples per worker and step, of a pipeline per replica; rounded up where the options give a global batch."""
     epochs: float | None
     """The run ends after so many; None: its `steps` alone say when."""
 
@@ -58,7 +58,7 @@ class RunSpec:
             )
         each = options.batch_size or job.batch_size
         if options.global_batch_size is not None:
-            each = -(-options.global_batch_size // workers)
+            each = -(-options.global_batch_size // max(1, workers // strategy.stages))
         by_steps = options.epochs is None and options.steps is not None
         return cls(
             job=job,
@@ -74,6 +74,11 @@ class RunSpec:
     def seed(self) -> int:
         """What all randomness of the run is drawn from."""
         return self.options.seed
+
+    @property
+    def replicas(self) -> int:
+        """How many models there are, each of one worker or of several stages."""
+        return self.workers // self.strategy.stages
 
     def topology(self, hosts: Sequence[int] = ()) -> Topology:
         """The run's nodes. `hosts`: the host of each; empty: one host."""

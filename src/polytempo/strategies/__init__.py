@@ -5,18 +5,26 @@ from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
 from polytempo.strategies.bf16_sgd import bf16_sgd
 from polytempo.strategies.dc_asgd import dc_asgd
+from polytempo.strategies.ddg import ddg
 from polytempo.strategies.delayed_sgd import delayed_sgd
 from polytempo.strategies.dgc import dgc
 from polytempo.strategies.diloco import diloco
 from polytempo.strategies.downpour import downpour
 from polytempo.strategies.easgd import easgd
+from polytempo.strategies.features_replay import features_replay
 from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
+from polytempo.strategies.gpipe import gpipe
 from polytempo.strategies.hogwild import hogwild
 from polytempo.strategies.int8_sgd import int8_sgd
+from polytempo.strategies.interleaved import interleaved
 from polytempo.strategies.local_sgd import local_sgd
 from polytempo.strategies.one_bit_sgd import one_bit_sgd
+from polytempo.strategies.one_f_one_b import one_f_one_b
 from polytempo.strategies.parameter_averaging import parameter_averaging
+from polytempo.strategies.pipedream import pipedream
+from polytempo.strategies.pipedream_2bw import pipedream_2bw
+from polytempo.strategies.pipelined_backprop import pipelined_backprop
 from polytempo.strategies.post_local_sgd import post_local_sgd
 from polytempo.strategies.power_sgd import power_sgd
 from polytempo.strategies.qsgd import qsgd
@@ -30,6 +38,7 @@ from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.strategies.terngrad import terngrad
 from polytempo.strategies.threshold_sgd import threshold_sgd
 from polytempo.strategies.top_k_sgd import top_k_sgd
+from polytempo.strategies.zero_bubble import zero_bubble
 
 __all__ = [
     "adasum",
@@ -37,18 +46,26 @@ __all__ = [
     "backup_workers",
     "bf16_sgd",
     "dc_asgd",
+    "ddg",
     "delayed_sgd",
     "dgc",
     "diloco",
     "downpour",
     "easgd",
+    "features_replay",
     "flexrr",
     "gossip",
+    "gpipe",
     "hogwild",
     "int8_sgd",
+    "interleaved",
     "local_sgd",
     "one_bit_sgd",
+    "one_f_one_b",
     "parameter_averaging",
+    "pipedream",
+    "pipedream_2bw",
+    "pipelined_backprop",
     "post_local_sgd",
     "power_sgd",
     "qsgd",
@@ -62,4 +79,5 @@ __all__ = [
     "terngrad",
     "threshold_sgd",
     "top_k_sgd",
+    "zero_bubble",
 ]

@@ -82,6 +82,11 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
             f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
             "make a job of it and use pt.run or pt.Trainer, or give another route"
         )
+    if strategy.schedule is not None:
+        raise ValueError(
+            f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "
+            "pipe = pt.pipeline(model, optimizer, loss, strategy, sample=x) and pipe.step(x, y)"
+        )
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)

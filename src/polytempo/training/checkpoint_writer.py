@@ -26,6 +26,7 @@ from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.replica import saved_states
 from polytempo.training.schedule_state import schedule_saved
+from polytempo.training.staged_resumption import pipeline_part
 
 
 async def save(port: Port, context: TrainingContext, root: Place) -> None:
@@ -114,7 +115,8 @@ async def _landed(leaf: Late) -> tuple[Any]:
 
 def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
     """What the manifest of a checkpoint says of the run."""
-    return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name}
+    stages = {} if context.stage is None else {"stages": context.stage.schedule.stages}
+    return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name, **stages}
 
 
 def _writes_all(port: Port, context: TrainingContext) -> bool:
@@ -129,6 +131,10 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
     scalars["seconds"] = context.seconds
     if context.scheduler is not None:
         scalars["schedule"] = schedule_saved(context.scheduler)
+    if context.stage is not None:
+        pipeline = pipeline_part(context.stage, whole=whole)
+        tensors |= pipeline.tensors
+        scalars |= pipeline.scalars
     if whole:
         optimizer = optimizer_saved(context.replica.optimizer)
         tensors |= {f"{MODEL}{name}": tensor for name, tensor in context.replica.model.state_dict().items()}

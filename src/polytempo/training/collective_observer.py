@@ -67,7 +67,7 @@ class CollectiveObserver:
             context.replica.drift.check(buffers=False)
         if self._evaluation is None:
             return None, None
-        if self._newest is None or self._newest[0] != moment.step:
+        if self._newest is None or self._newest[0] != moment.step or context.stage is not None:
             await self._outside(port, self._score(port, context, moment, final))
         assert self._newest is not None
         return self._newest[1], self._reached
@@ -77,12 +77,18 @@ class CollectiveObserver:
     ) -> None:
         assert self._evaluation is not None
         replica, (_, data, model) = context.replica, ports_of(port)
+        if context.stage is not None:
+            parameters, buffers = await context.stage.whole()
+            score = await evaluate(port, self._evaluation, parameters | buffers)
+            return self._scored(port, context, moment, score)
         if given is None:
             given = {}
             if data.size > 1 and not replica.strategy.synchronized:
                 given = await replica.consensus(data) | await replica.consensus_buffers(data)
         score = await evaluate(data, self._evaluation, {**tensors_of(replica.model), **given})
-        score = await of_first_part(model, score)
+        self._scored(port, context, moment, await of_first_part(model, score))
+
+    def _scored(self, port: Port, context: TrainingContext, moment: Moment, score: Score) -> None:
         self._newest, self._reached = (moment.step, score), meets(score, context.options)
         if port.rank == 0:
             context.record(moment.row("test") | score._asdict())

@@ -29,6 +29,11 @@ def check_elastic(strategy: Strategy) -> None:
         raise ValueError(
             f"{strategy} shares one copy of the parameters, so that all ranks begin and end together{_REMEDY}"
         )
+    if strategy.schedule is not None:
+        raise ValueError(
+            f"{strategy} cuts the model into stages, and without one of them nothing goes on{_REMEDY}; a "
+            "run with out=… goes on from its last checkpoint with resume"
+        )
     layout = Bundle({"w": torch.zeros(_SOME_RANKS)})
     states = strategy.gradients.init(layout), strategy.parameters.init(layout)
     if _has(DelayedState, states):

@@ -9,6 +9,7 @@ An `Observer` scores and saves. The program says when; the engine chooses an obs
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -26,13 +27,15 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score
 from polytempo.training.guard import check_final, check_score
+from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import Ports, ports_of
 from polytempo.training.randomness import seed_step
 from polytempo.training.replica import Replica
 from polytempo.training.sliced_step import next_slices
 
-TakeStep = Callable[[Port, Any, int], Program[Tensor]]
-"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss."""
+TakeStep = Callable[[Port, Any, int], Program[Tensor | None]]
+"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss, or in a
+pipeline that of the batch which has come back (None: none has, or not to this rank)."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
@@ -101,6 +104,8 @@ class TrainingContext:
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
     """Training time so far, over all runs; a checkpoint carries it."""
+    stage: PipelineStage | None = None
+    """This rank's stage, where the model is cut; `replica` is then that of the stage."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     leaves: Callable[[int], bool] = field(default=lambda step: False)
@@ -167,12 +172,13 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
             await context.observer.score(port, context, await _moment(port, context, clock))
         if not _saves_at(context, step):
             await _save(port, context, clock)
+    if context.stage is not None:
+        for loss in await context.stage.finish():
+            meter.add(loss)
     await port.barrier()  # waiting for the slowest is training time
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
-    await context.replica.settle()
-    parameters = await context.replica.consensus(ports.data)
-    buffers = await context.replica.consensus_buffers(ports.data)
+    parameters, buffers = await _final(context, ports)
     guard = context.replica.guard
     if guard is not None:
         guard.catch_up(port.world_rank)
@@ -195,6 +201,14 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     )
 
 
+async def _final(context: TrainingContext, ports: Ports) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters of the model that is handed out, and those of its buffers on which ranks had to agree."""
+    if context.stage is not None:
+        return await context.stage.whole()
+    await context.replica.settle()
+    return await context.replica.consensus(ports.data), await context.replica.consensus_buffers(ports.data)
+
+
 async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
     port, data = ports.whole, ports.data
@@ -214,7 +228,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         context.replica.share = context.shard.share if context.shard.slices is None else 1.0
         meter.add(await context.take_step(data, batch, context.shard.batch_samples))
         if context.scheduler is not None:
-            context.scheduler.step()
+            _next_rate(context.scheduler)
         if (step + 1) % a_row_every == 0:
             await _train_row(port, context, meter, clock)
         if _saves_at(context, step + 1):
@@ -222,6 +236,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if _finished(context):
             break
     return context.replica.step > first_step
+
+
+def _next_rate(scheduler: LRScheduler) -> None:
+    """A step of a pipeline may have had no update yet, of which torch would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
+        scheduler.step()
 
 
 def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int) -> Any:
@@ -339,8 +360,10 @@ class Meter:
         self._samples = samples
         self._seconds = seconds
 
-    def add(self, loss: Tensor) -> None:
-        """One more step's loss."""
+    def add(self, loss: Tensor | None) -> None:
+        """One more step's loss; None: it is not there."""
+        if loss is None:
+            return
         detached = loss.detach()
         self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
         self._count += 1

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polytempo.core import Mesh, Port, Strategy
-from polytempo.core.state import Saved, Scalar
+from polytempo.core.state import Saved
 from polytempo.core.url_path import Place
 from polytempo.training.agree import agree
 from polytempo.training.checkpoint import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.training.manifest import Manifest
 from polytempo.training.optimizer_state import optimizer_restore
 from polytempo.training.ports import DATA, mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.schedule_state import schedule_restore
+from polytempo.training.staged_resumption import check_staged, restore_stage
 
 V = TypeVar("V")
 
@@ -39,10 +41,14 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
     """
     folder = await _newest(port, root, context.replica.strategy)
     manifest = read_manifest(folder)
-    _check(manifest.about, folder, context)
-    saved_ranks = _saved_ranks(folder, manifest.mesh, port)
+    _check(manifest, folder, context)
+    saved_ranks = [] if context.stage is not None else _saved_ranks(folder, manifest.mesh, port)
     try:
-        fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
+        if context.stage is None:
+            fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
+        else:
+            fresh = _rates(context.replica.optimizer)
+            _take_position(context, restore_stage(context.stage, folder, manifest))
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
@@ -69,9 +75,11 @@ async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
     raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
 
 
-def _check(about: Mapping[str, Scalar], folder: Place, context: TrainingContext) -> None:
-    strategy, job = str(context.replica.strategy), context.job.name
-    if about.get("strategy") != strategy:
+def _check(manifest: Manifest, folder: Place, context: TrainingContext) -> None:
+    about, strategy, job = manifest.about, str(context.replica.strategy), context.job.name
+    if context.stage is not None:
+        check_staged(manifest, folder, strategy)
+    elif about.get("strategy") != strategy:
         raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
     if about.get("job") != job:
         raise ValueError(f"{folder} was saved by job {about.get('job')!r}, this run trains {job!r}; use another --out")
@@ -104,11 +112,16 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
     optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
     debtors = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
     context.replica.restore(_strategy(own), [_strategy(part) for part in debtors])
+    _take_position(context, own)
+    return fresh
+
+
+def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
+    """In the data, in time and in the schedule."""
     context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     context.seconds = float(own.scalars["seconds"] or 0.0)
     if context.scheduler is not None:
         schedule_restore(context.scheduler, str(own.scalars["schedule"]))
-    return fresh
 
 
 def _strategy(part: CheckpointPart) -> Saved:

@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
@@ -32,11 +33,15 @@ from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
-from polytempo.training.ports import mesh_of
+from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out
+from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.replica import Replica
 from polytempo.training.resumption import load
 from polytempo.training.sliced_step import SlicedGradients
+from polytempo.training.staged_training import cut_of, staged, staged_step
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8
@@ -82,12 +87,11 @@ class Trainer:
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
-        self.handle: Handle = attach_replica(
-            *(self.model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
-            world=self.world,
-            options=AttachOptions(seed=spec.seed, on_drift=options.on_drift, allow_nan=options.allow_nan),
-        )
-        data = self.handle.ports.data
+        if spec.strategy.schedule is None:
+            part = _attached(self.world, spec, self.model, optimizer)
+        else:
+            part = _one_stage(self.world, spec, self.model, self.data)
+        self.port, data = part.port, ports_of(part.port).data
         shard = DataShard(
             self.data.training(),
             rank=data.rank,
@@ -99,12 +103,13 @@ class Trainer:
         )
         self.context = TrainingContext(
             spec=spec,
-            replica=self.handle.replica,
+            replica=part.replica,
             shard=shard,
             data=self.data,
-            take_step=attached_step(self.handle, spec),
-            observer=_observer(self.world, job, self.model, self.data, options, self.handle.replica.strategy),
-            scheduler=schedule_of(job, optimizer, len(shard)),
+            take_step=part.take_step,
+            observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
+            scheduler=schedule_of(job, part.replica.optimizer, len(shard)),
+            stage=part.stage,
             unchecked=unfinite_names(self.model),
         )
 
@@ -115,7 +120,7 @@ class Trainer:
         if out is not None:
             run_folder(out)
             if self.options.resume:
-                resumed_at = world.drive(load(world.port, context, out / "checkpoint"))
+                resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
         with ExitStack() as files:
             writer = None
             if out is not None and world.rank == 0:
@@ -128,7 +133,7 @@ class Trainer:
                 watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
                 context.leaves = watch.agreed
             world.begin()
-            summary = world.drive(train(world.port, context))
+            summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
             world.share = None
             if watch is not None:
@@ -168,6 +173,32 @@ class Trainer:
                 )
                 result.write(out)
         return result
+
+
+class _Part(NamedTuple):
+    """What this rank trains: a replica of the model, or of a stage of it."""
+
+    port: Port
+    replica: Replica
+    take_step: TakeStep
+    stage: PipelineStage | None = None
+
+
+def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> _Part:
+    handle = attach_replica(
+        *(model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
+        world=world,
+        options=AttachOptions(seed=spec.seed, on_drift=spec.options.on_drift, allow_nan=spec.options.allow_nan),
+    )
+    return _Part(world.port, handle.replica, attached_step(handle, spec))
+
+
+def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) -> _Part:
+    port, parts = laid_out(world.port, spec.strategy.stages), cut_of(spec, model, data)
+    world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
+    world.drive(broadcast_model(port, model))
+    stage = staged(spec, model, parts, port)
+    return _Part(port, stage.replica, staged_step(stage, spec.job), stage)
 
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:

@@ -6,6 +6,7 @@ rank 1  ───── step k ───── k + 1 ──▶  last one complet
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.checkpoint_writer import about, complete, write_when_landed
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
@@ -66,6 +68,8 @@ class VirtualObserver:
         """Takes the rows of scores."""
         self.size, self._evaluation = size, evaluation
         self._means: dict[int, _Mean] = {}
+        self._stages: dict[int, dict[int, _Mean]] = {}
+        """Of models in stages: after each step, what is there of each stage."""
         self._begun: dict[int, int] = {}
         self._stop: int | None = None
         self._newest: tuple[int, Score] | None = None
@@ -83,6 +87,9 @@ class VirtualObserver:
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
         replica, (_, data, model) = context.replica, ports_of(port)
+        if context.stage is not None:
+            self._add_stage(port, context, moment, context.stage)
+            return
         if model.rank:
             return
         if replica.strategy.synchronized or data.size == 1:
@@ -124,11 +131,27 @@ class VirtualObserver:
             await work
         if port.rank or self._evaluation is None:
             return None, None
-        if self._newest is None or self._newest[0] != moment.step:
+        if context.stage is not None:
+            self._complete(context, moment, final, self.size)
+        elif self._newest is None or self._newest[0] != moment.step:
             self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
         assert self._newest is not None
         reached = self._stop is not None if context.options.until else None
         return self._newest[1], reached
+
+    def _add_stage(self, port: Port, context: TrainingContext, moment: Moment, stage: PipelineStage) -> None:
+        """Score what stages had when each has finished the step: the first replica, or the mean where they differ."""
+        data, means = stage.ports.data, self._stages.setdefault(moment.step, defaultdict(_Mean))
+        averaged, others = stage.replica.averaged_tensors()
+        if data.size == 1 or stage.replica.strategy.synchronized:
+            averaged, others = {}, averaged | others
+        means[stage.number].add(data.rank, averaged, others)
+        if sum(mean.count for mean in means.values()) == self.size:
+            found = {
+                name: tensor for mean in self._stages.pop(moment.step).values() for name, tensor in mean.taken().items()
+            }
+            parameters, buffers = stage.named(found)
+            self._complete(context, moment, parameters | buffers, self.size)
 
     def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:
         assert self._evaluation is not None

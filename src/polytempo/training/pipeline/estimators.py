@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from polytempo.core import Port
+from polytempo.core.state import Saved
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.estimation import Estimation
+from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.pipeline.gradient_estimator import GradientEstimator
 from polytempo.training.randomness import seed_step
 from polytempo.training.tensor_groups import by_kind
 
 _CHANNEL = 890
+_PATH = "estimators"
 
 
 class _Estimated(NamedTuple):
@@ -36,12 +39,15 @@ class Estimators:
     `data` is the port of this stage's replicas: they learn by the mean of their gradients, and stay equal.
     """
 
-    def __init__(self, estimation: Estimation, seed: int = 0, data: Port | None = None) -> None:
-        self._estimation, self._seed, self._data = estimation, seed, data
+    def __init__(
+        self, estimation: Estimation, seed: int = 0, data: Port | None = None, device: torch.device | None = None
+    ) -> None:
+        self._estimation, self._seed, self._data, self._device = estimation, seed, data, device
         self.modules = nn.ModuleDict()
         self._optimizers: dict[str, Optimizer] = {}
         self._seen: dict[int, _Estimated] = {}
-        self._loaded: dict[str, Any] = {}
+        self._made: list[tuple[str, tuple[int, ...], str]] = []
+        """Of each estimator: its tensor's name, the shape of one sample of it, and the dtype."""
 
     def see(self, number: int, outputs: dict[str, Tensor], target: Any) -> None:
         """Batch `number` has passed: what this stage has given of it. ValueError for a target that is no label."""
@@ -88,18 +94,28 @@ class Estimators:
             total += 2.0 * places * sum(p.numel() for p in self.modules[_key(name)].parameters() if p.dim() > 1)
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and optimizers' states, by tensor. Batches that wait for their gradients are not in it."""
-        return {
-            name: {"module": module.state_dict(), "optimizer": self._optimizers[name].state_dict()}
-            for name, module in self.modules.items()
-        }
+    def state(self) -> Saved:
+        """The estimators, their optimizers, and the batches whose gradients have not come yet."""
+        tensors, scalars = {}, {_PATH: json.dumps({"made": self._made, "seen": list(self._seen)})}
+        for place, key in enumerate(self.modules):
+            tensors |= {f"module/{place}/{name}": t for name, t in self.modules[key].state_dict().items()}
+            own = optimizer_saved(self._optimizers[key], f"optimizer/{place}")
+            tensors, scalars = tensors | own.tensors, scalars | own.scalars
+        for number, (outputs, labels) in self._seen.items():
+            tensors |= {f"seen/{number}/{name}": output for name, output in outputs.items()}
+            tensors |= {} if labels is None else {f"labels/{number}": labels}
+        return Saved(tensors, scalars)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the estimators that `state` is of; those that are not made yet take theirs then."""
-        self._loaded = deepcopy(state)
-        for name in list(self.modules):
-            self._load(name)
+    def restore(self, source: Saved) -> None:
+        """Go on as those that `source` is the state of."""
+        plain = json.loads(str(source.scalars[_PATH]))
+        for place, (name, shape, dtype) in enumerate(plain["made"]):
+            self._make(name, torch.empty((0, *shape), dtype=getattr(torch, dtype), device=self._device))
+            self.modules[_key(name)].load_state_dict(source.under(f"module/{place}").tensors)
+            optimizer_restore(self._optimizers[_key(name)], source, f"optimizer/{place}")
+        for number in plain["seen"]:
+            outputs = source.under(f"seen/{number}").tensors
+            self._seen[number] = _Estimated(outputs, source.tensors.get(f"labels/{number}"))
 
     def _predicted(self, name: str, h: Tensor, labels: Tensor | None) -> Tensor:
         module = self.modules[_key(name)]
@@ -123,23 +139,19 @@ class Estimators:
         module = module.to(output.device, output.dtype)
         self.modules[key] = module
         self._optimizers[key] = (own.optimizer or self._adam)(module.parameters())
-        self._load(key)
+        self._made.append((name, shape, str(output.dtype).removeprefix("torch.")))
 
     def _adam(self, parameters: Any) -> Optimizer:
         return Adam(parameters, lr=self._estimation.lr)
 
-    def _load(self, key: str) -> None:
-        if key in self._loaded:
-            mine = self._loaded.pop(key)
-            self.modules[key].load_state_dict(mine["module"])
-            self._optimizers[key].load_state_dict(mine["optimizer"])
 
-
-def estimators_of(schedule: Schedule, stage: int, seed: int = 0, data: Port | None = None) -> Estimators | None:
+def estimators_of(
+    schedule: Schedule, stage: int, seed: int = 0, data: Port | None = None, device: torch.device | None = None
+) -> Estimators | None:
     """The estimators of a stage; None where it waits for its gradients, or has the loss."""
     if schedule.estimation is None or stage == schedule.stages - 1:
         return None
-    return Estimators(schedule.estimation, seed, data)
+    return Estimators(schedule.estimation, seed, data, device)
 
 
 def _key(name: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from polytempo.core.state import Saved
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.correction import PipeMare
 from polytempo.partition.schedules.facts import facts
@@ -27,10 +28,10 @@ class LateStage(Protocol):
     def updating(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> Saved:
         """What is remembered."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, source: Saved) -> None:
         """Go on from there."""
 
 
@@ -90,15 +91,15 @@ class DelayedRate:
             torch._foreach_mul_(self._changes, kept)
             torch._foreach_add_(self._changes, moved, alpha=1 - kept)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> Saved:
         """Updates so far, and δ."""
-        return {"updates": self._updates, "changes": list(self._changes)}
+        return Saved({str(place): change for place, change in enumerate(self._changes)}, {"updates": self._updates})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, source: Saved) -> None:
         """Go on from there."""
-        self._updates = state["updates"]
-        for mine, other in zip(self._changes, state["changes"], strict=True):
-            mine.copy_(other)
+        self._updates = int(source.scalars["updates"])
+        for place, change in enumerate(self._changes):
+            change.copy_(source.tensors[str(place)])
 
 
 class PredictedParameters:
@@ -130,9 +131,9 @@ class PredictedParameters:
         """As it is."""
         return nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> Saved:
         """Nothing beside the optimizer's."""
-        return {}
+        return Saved({}, {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, source: Saved) -> None:
         """Nothing."""

@@ -24,10 +24,16 @@ class MicroBatches:
     """
 
     def __init__(
-        self, cut: Cut, schedule: Schedule, loss: Callable[[Any, Any], Tensor], seed: int, replica: int
+        self,
+        cut: Cut,
+        schedule: Schedule,
+        loss: Callable[[Any, Any], Tensor],
+        seed: int,
+        replica: int,
+        flops_per_sample: float = 0.0,
     ) -> None:
         self._cut, self._count, self._loss = cut, schedule.micro_batches, loss
-        self._seed, self._replica = seed, replica
+        self._seed, self._replica, self._flops = seed, replica, flops_per_sample
         self._layouts: dict[tuple[Any, ...], dict[str, Layout]] = {}
 
     def of(self, inputs: Sequence[Any], target: Any, step: int) -> list[MicroBatch]:
@@ -58,9 +64,12 @@ class MicroBatches:
             loss = self._loss(output, target)
             return loss * (own / samples) if own < samples else loss
 
-        purpose = f"micro-batch {number} of a pipeline, part "
-        seeded = partial(self._seeded, step, purpose)
-        return MicroBatch(inputs, self._layouts_of(inputs), head, seeded, target=target)
+        flops = self._flops * own
+        return MicroBatch(inputs, self._layouts_of(inputs), head, self.seeded(step, number), flops, target)
+
+    def seeded(self, step: int, number: int) -> Callable[[int], None]:
+        """Sets the random state with which micro-batch `number` of `step` enters a part of the model."""
+        return partial(self._seed_part, step, f"micro-batch {number} of a pipeline, part ")
 
     def _layouts_of(self, inputs: tuple[Any, ...]) -> dict[str, Layout]:
         key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_flatten(inputs)[0])
@@ -68,7 +77,7 @@ class MicroBatches:
             self._layouts[key] = self._cut.layouts(*inputs)
         return self._layouts[key]
 
-    def _seeded(self, step: int, purpose: str, part: int) -> None:
+    def _seed_part(self, step: int, purpose: str, part: int) -> None:
         seed_step(self._seed, self._replica, step, f"{purpose}{part}")
 
 

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from polytempo.training.pipeline.late_stage import LateStage
+
+Keep = Callable[[Tensor], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """The tensor."""
+    return tensor
 
 
 class ParameterVersions:
@@ -31,7 +38,7 @@ class ParameterVersions:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool, late: LateStage | None = None) -> None:
         self._late = late
-        self._parameters, self._stashes = list(parameters), stashes
+        self._parameters, self.stashes = list(parameters), stashes
         self.current = 0
         self.oldest: float = math.inf
         """The first version that a later pass begins with, where that may be an old one."""
@@ -43,17 +50,20 @@ class ParameterVersions:
         return [parameter.detach() for parameter in self._parameters]
 
     @contextmanager
-    def forward(self, version: int) -> Iterator[None]:
-        """Inside, the parameters are those of `version`. It stays until as many `done` as there were passes."""
+    def forward(self, version: int, keep: Keep = as_it_is) -> Iterator[None]:
+        """Inside, the parameters are those of `version`. It stays until as many `done` as there were passes.
+
+        What else autograd keeps goes through `keep`.
+        """
         self._uses[version] += 1
         predicted = None if self._late is None else self._late.for_forward()
         if predicted is None:
-            with self.seen(version):
+            with self.seen(version, keep):
                 yield
             return
         self._lie_in(predicted)
         try:
-            with self._kept(self._memory[self.current]):
+            with self._kept(keep, self._memory[self.current]):
                 yield
         finally:
             self._lie_in(self._memory[self.current])
@@ -74,15 +84,15 @@ class ParameterVersions:
             torch._foreach_copy_(memory, before)
 
     @contextmanager
-    def seen(self, version: int) -> Iterator[None]:
+    def seen(self, version: int, keep: Keep = as_it_is) -> Iterator[None]:
         """Inside, the parameters are those of `version`, and what autograd keeps of them stays so."""
-        if not self._stashes or version == self.current:
-            with self._kept():
+        if not self.stashes or version == self.current:
+            with self._kept(keep):
                 yield
             return
         self._lie_in(self._memory[version])
         try:
-            with self._kept():
+            with self._kept(keep):
                 yield
         finally:
             self._lie_in(self._memory[self.current])
@@ -97,7 +107,7 @@ class ParameterVersions:
 
         Cost: a copy of the parameters, unless no pass uses the present version. Memory: as many versions as are in use.
         """
-        if self._stashes and (self._uses[self.current] > 0 or self.oldest <= self.current):
+        if self.stashes and (self._uses[self.current] > 0 or self.oldest <= self.current):
             into = self._free.pop() if self._free else [torch.empty_like(p) for p in self._memory[self.current]]
             torch._foreach_copy_(into, self._memory[self.current])
             self._lie_in(into)
@@ -118,31 +128,38 @@ class ParameterVersions:
         """How many are held, the present one included."""
         return len(self._memory)
 
+    def older(self) -> dict[int, list[Tensor]]:
+        """The versions that are held besides the present one."""
+        return {version: memory for version, memory in self._memory.items() if version != self.current}
+
+    def restore(self, current: int, older: Mapping[int, list[Tensor]]) -> None:
+        """The parameters as they lie are version `current`; no pass uses any of them yet."""
+        self.current = current
+        self._memory = {**older, current: self._present()}
+        self._uses.clear()
+        self._free.clear()
+
     def _lie_in(self, memory: list[Tensor]) -> None:
         for parameter, tensor in zip(self._parameters, memory, strict=True):
             parameter.data = tensor
 
     @contextmanager
-    def _kept(self, instead: Sequence[Tensor] | None = None) -> Iterator[None]:
+    def _kept(self, keep: Keep, instead: Sequence[Tensor] | None = None) -> Iterator[None]:
         """What autograd keeps of a parameter is its memory, without the check that an update has not written to it.
 
         `instead`: other memory, which the backward pass is to multiply by.
         """
         own = {p.untyped_storage().data_ptr(): place for place, p in enumerate(self._parameters) if p.numel()}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
             place = own.get(tensor.untyped_storage().data_ptr())
             if place is None:
-                return tensor
+                return keep(tensor)
             if instead is None:
                 return tensor.detach()
             other = instead[place]
             offset = tensor.storage_offset() - self._parameters[place].storage_offset() + other.storage_offset()
             return other.as_strided(tensor.size(), tensor.stride(), offset)
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, _as_it_is):
+        with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):
             yield
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

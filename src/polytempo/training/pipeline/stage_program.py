@@ -8,9 +8,11 @@ micro-batches, so they need no numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ from polytempo.partition.schedules.facts import version_of
 from polytempo.training.pipeline.estimators import Estimators
 from polytempo.training.pipeline.late_stage import LateStage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.program_state import ProgramState
+from polytempo.training.pipeline.sent_ahead import SentAhead
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
 
@@ -49,7 +53,10 @@ class MicroBatch(NamedTuple):
 
 
 class StageProgram:
-    """One stage. `update` is what happens to its parameters once their gradients are there."""
+    """One stage. `update` is what happens to its parameters once their gradients are there.
+
+    `shares`: of the model's operations, by part, which a virtual world charges; None: equal ones.
+    """
 
     def __init__(
         self,
@@ -57,17 +64,19 @@ class StageProgram:
         schedule: Schedule,
         stage: int,
         update: Callable[[], Program[None]],
+        shares: Sequence[float] | None = None,
+        *,
         estimators: Estimators | None = None,
         late: LateStage | None = None,
     ) -> None:
-        self._cut, self._schedule, self._stage, self._update = cut, schedule, stage, update
+        self._cut, self._schedule, self._stage, self._update, self._shares = cut, schedule, stage, update, shares
         self.estimators = estimators
         """Of the gradients of this stage's outputs, where the schedule has them."""
         self.late = late
         """What is done about late gradients, where the schedule has something."""
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
-        parameters = [p for part in own for p in part.module.parameters()]
+        parameters = self._parameters = [p for part in own for p in part.module.parameters()]
         self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", late=late)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
@@ -75,7 +84,7 @@ class StageProgram:
             for part in own
         }
         self._values = {value.name: value for value in cut.values}
-        self._turns = turns(schedule, stage)
+        self._turns: Iterator[Turn] = turns(schedule, stage)
         self._next = next(self._turns)
         self._batches: dict[int, MicroBatch] = {}
         self._device = next((p.device for p in parameters), torch.device("cpu"))
@@ -85,6 +94,10 @@ class StageProgram:
         self._entered: dict[int, int] = {}
         """The numbers of steps that had a batch, without those that had none."""
         self._has_gradient = False
+        self._last_version = 0
+        self.delays: Counter[int] = Counter()
+        """How often an update came so many updates after the parameters that its gradient was computed with."""
+        self._sent = SentAhead(cut, schedule, stage)
         self.most_held = self.most_versions = 0
         """The most micro-batches' parts between their passes, and the most versions of the parameters, so far."""
 
@@ -93,6 +106,7 @@ class StageProgram:
 
         `port` is that of the stages. With fewer micro-batches than the schedule has, the others are left out.
         """
+        await self._sent.again(port, self._mail)
         first = self.step_number * self._schedule.micro_batches
         self._batches |= {first + number: batch for number, batch in enumerate(batches)}
         if batches:
@@ -114,6 +128,7 @@ class StageProgram:
                 losses.append(loss)
         if self._schedule.lockstep:
             await port.barrier()
+        self._sent.forget(self.step_number)
         self._entered.pop(self.step_number, None)
         self.step_number += 1
         self._begun.clear()
@@ -152,6 +167,42 @@ class StageProgram:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
 
+    def begin(self, step: int) -> None:
+        """Begin with `step`, and with nothing under way."""
+        self.step_number = step
+        self._turns = dropwhile(lambda turn: turn.step < step, turns(self._schedule, self._stage))
+        self._next = next(self._turns)
+
+    def state(self) -> ProgramState:
+        """What is under way after a step; its tensors are those that are used."""
+        under_way = [((part, n), kept) for part, work in self._work.items() for n, kept in work.under_way.items()]
+        return ProgramState(
+            step=self.step_number,
+            updates=self.versions.current,
+            num_entered=self._num_entered,
+            entered=dict(self._entered),
+            older=self.versions.older(),
+            under_way=dict(under_way),
+            layouts={number: dict(batch.layouts) for number, batch in self._batches.items()},
+            sent=list(self._sent.held),
+            gradients=[p.grad for p in self._parameters] if self._has_gradient else None,
+        )
+
+    def restore(self, state: ProgramState, seeded: Callable[[int], Callable[[int], None]]) -> None:
+        """Go on from what `state` had; parameters and buffers are there. `seeded`: of each micro-batch of the run."""
+        self.begin(state.step)
+        self._num_entered, self._entered = state.num_entered, dict(state.entered)
+        self.versions.restore(state.updates, state.older)
+        for number, layouts in state.layouts.items():
+            self._batches[number] = MicroBatch((), layouts, _no_head, seeded(number))
+        for (part, number), kept in state.under_way.items():
+            kept.seeded = partial(self._batches[number].seeded, part)
+            self._work[part].resume(number, kept)
+        self._sent.restore(state.sent)
+        self._has_gradient = state.gradients is not None
+        for parameter, gradient in zip(self._parameters, state.gradients or (), strict=False):
+            parameter.grad = gradient
+
     async def settle(self) -> None:
         """Wait until what was sent has been received."""
         await self._mail.settle()
@@ -174,6 +225,7 @@ class StageProgram:
                 self._end(turn)
             case "update" if self._has_gradient:
                 self._has_gradient = False
+                self.delays[self.versions.current - self._last_version] += 1
                 self.versions.update_begins()
                 with nullcontext() if self.late is None else self.late.updating():
                     await self._update()
@@ -196,9 +248,10 @@ class StageProgram:
         if self.estimators is not None:
             outputs = {name: h for name, h in zip(stage.gives, given, strict=True) if self._back(name)}
             self.estimators.see(turn.micro_batch, outputs, batch.target)
-        self.most_held = max(self.most_held, sum(work.num_under_way for work in self._work.values()))
+        self.most_held = max(self.most_held, sum(len(work.under_way) for work in self._work.values()))
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
+                self._sent.note(turn.micro_batch, self._values[name], target, "forward", tensor)
                 await self._mail.put(port, self._values[name], target, "forward", tensor)
         return loss
 
@@ -215,11 +268,11 @@ class StageProgram:
             if self._values[name].requires_grad:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient
+                self._sent.note(turn.micro_batch, self._values[name], part, "backward", answer)
                 await self._mail.put(port, self._values[name], part, "backward", answer)
         if whole:
             self._has_gradient = True
-            if self.estimators is None:
-                self._end(turn)
+            self._end(turn)
 
     async def _learn(self, port: Port, turn: Turn, part: int) -> None:
         """Train the estimators by what the stages behind have sent."""
@@ -240,6 +293,9 @@ class StageProgram:
         return total
 
     def _end(self, turn: Turn) -> None:
+        self._last_version = self._work[part_of(self._schedule, self._stage, turn.action)].last_version
+        if turn.action.kind == "backward" and self.estimators is not None:  # which have still to learn
+            return
         if turn.action.part == 0:  # the last of this stage's parts on the way back
             del self._batches[turn.micro_batch]
 
@@ -249,7 +305,10 @@ class StageProgram:
         return value.targets if value.requires_grad else ()
 
     def _flops(self, turn: Turn) -> float:
-        """Operations of both passes of this part, its own share of the whole model's."""
-        costs = self._cut.costs
         part = part_of(self._schedule, self._stage, turn.action)
-        return self._batches[turn.micro_batch].flops * costs[part].operations / sum(c.operations for c in costs)
+        share = 1 / len(self._cut.stages) if self._shares is None else self._shares[part]
+        return self._batches[turn.micro_batch].flops * share
+
+
+def _no_head(output: Any) -> Tensor:
+    raise AssertionError("the last part has no micro-batch under way when a step is over")

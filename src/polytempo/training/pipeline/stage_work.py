@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.parameter_versions import ParameterVersions, as_it_is
 from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once
 
 Head = Callable[[Any], Tensor]
@@ -19,8 +20,8 @@ Head = Callable[[Any], Tensor]
 
 
 @dataclass
-class _UnderWay:
-    """What is kept of a micro-batch between its forward and its backward pass."""
+class UnderWay:
+    """What is held of a micro-batch between its forward and its backward pass."""
 
     inputs: tuple[Any, ...]
     taken: list[Tensor]
@@ -32,6 +33,8 @@ class _UnderWay:
     seeded: Callable[[], None]
     loss: Tensor | None = None
     later: list[Gradient] = field(default_factory=list)
+    saved: list[Tensor] | None = None
+    """What autograd keeps of it; None: it can be computed anew, for the parameters of its forward pass are held."""
 
 
 class StageWork:
@@ -46,7 +49,10 @@ class StageWork:
     ) -> None:
         self.module, self._versions = module, versions
         self._recomputes, self._splits, self._sums = recomputes, splits, sums
-        self._under_way: dict[int, _UnderWay] = {}
+        self.under_way: dict[int, UnderWay] = {}
+        """Micro-batches between their passes."""
+        self.last_version = 0
+        """With which the last gradient was computed."""
 
     def forward(
         self,
@@ -62,12 +68,16 @@ class StageWork:
         `taken` is what other parts have given for it. `seeded` sets the random state that the pass begins with.
         """
         leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in taken]
-        kept = _UnderWay(inputs, leaves, [], version, head, seeded)
-        with self._versions.forward(version), torch.set_grad_enabled(not self._recomputes):
+        kept = UnderWay(inputs, leaves, [], version, head, seeded)
+        keep = as_it_is
+        if not (self._recomputes or self._versions.stashes):
+            kept.saved = []
+            keep = partial(_noted, kept.saved)
+        with self._versions.forward(version, keep), torch.set_grad_enabled(not self._recomputes):
             given, loss = self._computed(kept)
         if not self._recomputes:
             kept.given, kept.loss = given, loss
-        self._under_way[number] = kept
+        self.under_way[number] = kept
         return [g.detach() for g in given], None if loss is None else loss.detach()
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -75,7 +85,7 @@ class StageWork:
 
         The parameters' gradients are added to `.grad`, or kept for `weight_gradients`.
         """
-        kept = self._under_way[number]
+        kept = self.under_way[number]
         if self._recomputes:
             with self._versions.seen(kept.version), torch.enable_grad(), _same_statistics(self.module):
                 kept.given, kept.loss = self._computed(kept)
@@ -96,19 +106,28 @@ class StageWork:
     def weight_gradients(self, number: int) -> None:
         """The second half of a backward pass: add the weights' gradients to `.grad`."""
         with torch.no_grad():
-            for later in self._under_way[number].later:
+            for later in self.under_way[number].later:
                 later()
         self._done(number)
 
-    @property
-    def num_under_way(self) -> int:
-        """Micro-batches between their passes."""
-        return len(self._under_way)
+    def resume(self, number: int, kept: UnderWay) -> None:
+        """Go on as behind the forward pass of which `kept` was saved: its graph is made anew. Buffers stay."""
+        keep = as_it_is if kept.saved is None else partial(_next_of, iter(kept.saved))
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with self._versions.forward(kept.version, keep):
+            if not self._recomputes:
+                with torch.enable_grad():
+                    kept.given, kept.loss = self._computed(kept)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self.under_way[number] = kept
 
     def _done(self, number: int) -> None:
-        self._versions.done(self._under_way.pop(number).version)
+        self.last_version = self.under_way.pop(number).version
+        self._versions.done(self.last_version)
 
-    def _computed(self, kept: _UnderWay) -> tuple[list[Tensor], Tensor | None]:
+    def _computed(self, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         take = kept.later.append if self._splits else at_once
         own = apart(self.module, take) if self._splits or self._sums else nullcontext()
         with torch.random.fork_rng(devices=[]), own:  # what the loop draws itself goes on as it was
@@ -116,6 +135,15 @@ class StageWork:
             answer = list(self.module(*kept.inputs, *kept.taken))
             loss = None if kept.head is None else kept.head(answer.pop())
         return answer, loss
+
+
+def _noted(into: list[Tensor], tensor: Tensor) -> Tensor:
+    into.append(tensor)
+    return tensor
+
+
+def _next_of(saved: Iterator[Tensor], tensor: Tensor) -> Tensor:
+    return next(saved)
 
 
 @contextmanager

@@ -1,0 +1,31 @@
+"""DDG: no stage waits for another; the gradients of earlier stages are late."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, call_name
+from polytempo.partition import schedules
+from polytempo.partition.over_stages import over_stages
+from polytempo.strategies.sync_sgd import sync_sgd
+
+
+def ddg(stages: int = 2, weights: str = "stashed", lockstep: bool = False, inner: Strategy | None = None) -> Strategy:
+    """Each step a stage takes a new batch forward and an older one back, and updates by that one's gradient.
+
+    w(k) ← w(k) - γ ∇f(x(t - d(k))),    d(k) = K-1-k steps late at stage k of K; the last stage is not late
+
+    `weights`: "stashed" takes the gradient at the parameters of its forward pass, as the theory has it; "current"
+    multiplies by the present ones on the way back, as the authors' code does. With `lockstep` all stages end a step
+    before one begins the next, as the paper times it. At the end of a run the gradients under way come back. Use a
+    learning rate that is smaller by about the delay.
+
+    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+
+    Cost: no bubble; stage k holds K-k batches, and with "stashed" as many versions of its parameters.
+
+    Source: Z. Huo et al., "Decoupled parallel backpropagation with convergence guarantee", 2018.
+    """
+    if weights not in ("stashed", "current"):
+        raise ValueError(f"weights is 'stashed' or 'current', got {weights!r}")
+    schedule = schedules.ddg(stages, weights=weights, lockstep=lockstep)  # type: ignore[arg-type]  # checked above
+    return over_stages(call_name(ddg, locals(), brief=("inner",)), schedule, inner or sync_sgd())

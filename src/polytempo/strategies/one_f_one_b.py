@@ -1,0 +1,25 @@
+"""1F1B: one micro-batch back for each that goes forward, and one update a batch."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, call_name
+from polytempo.partition import schedules
+from polytempo.partition.over_stages import over_stages
+from polytempo.strategies.sync_sgd import sync_sgd
+
+
+def one_f_one_b(stages: int = 2, micro_batches: int = 4, inner: Strategy | None = None) -> Strategy:
+    """As `gpipe`, but a micro-batch comes back as soon as it can, so that a stage holds fewer of them.
+
+    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
+
+    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+
+    Cost: a bubble of (K-1)/(M+K-1) of the time; stage k holds min(K-k, M) micro-batches.
+
+    Source: D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019; with one update a
+    batch: "Memory-efficient pipeline-parallel DNN training", 2021.
+    """
+    schedule = schedules.one_f_one_b(stages, micro_batches)
+    return over_stages(call_name(one_f_one_b, locals(), brief=("inner",)), schedule, inner or sync_sgd())

@@ -1,0 +1,232 @@
+"""`PipelineStage`: one rank's parts of a model, their optimizer, and what becomes of their gradients, in any world.
+
+batch ──▶ micro-batches ──▶ StageProgram ──▶ gradients ──▶ replicas of this stage ──▶ clipping ──▶ optimizer.step
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Port, Strategy
+from polytempo.core.state import Saved
+from polytempo.partition.cut import Cut
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
+from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.pipeline.estimators import estimators_of
+from polytempo.training.pipeline.gathered import gathered
+from polytempo.training.pipeline.late_stage import late_stage
+from polytempo.training.pipeline.loss_mail import LossMail
+from polytempo.training.pipeline.micro_batches import MicroBatches
+from polytempo.training.pipeline.program_state import restored_state, saved_state
+from polytempo.training.pipeline.shared_gradients import SharedGradients
+from polytempo.training.pipeline.stage_model import StageModel
+from polytempo.training.pipeline.stage_program import StageProgram
+from polytempo.training.ports import DATA, ports_of
+from polytempo.training.replica import Replica
+
+STAGE = "stage"
+"""The axis of the mesh along which ranks hold the stages of one model."""
+_UPDATE_FLOPS = 4.0
+"""Charged for each parameter in an optimizer step, as in a step without stages."""
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+class WholeModel(NamedTuple):
+    """All stages' tensors by the names and in the order of the model that was cut, in memory of their own."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class PipelineStage:
+    """The stage that rank `port.rank` has of `model`, which is cut as `parts` says. It begins nothing itself.
+
+    `strategy` has the schedule; `port` is laid out (`laid_out`). `optimizer` makes that of the stage's model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Cut,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        strategy: Strategy,
+        port: Port,
+        *,
+        seed: int,
+        max_norm: float | None = None,
+        allow_nan: bool = True,
+        flops_per_sample: float = 0.0,
+    ) -> None:
+        self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
+        self.number = self.ports.model.rank
+        self._whole, self._max_norm = model, max_norm
+        self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
+        self.optimizer = optimizer(self.model)
+        self.replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan)
+        self._shared = SharedGradients(parts, self.schedule, self.number)
+        operations = [cost.operations for cost in parts.costs]
+        shares = [each / sum(operations) for each in operations]
+        own = list(self.model.parameters())
+        device = next((parameter.device for parameter in own), None)
+        self.estimators = estimators_of(self.schedule, self.number, seed, self.ports.data, device)
+        self.late_stage = late_stage(self.schedule, self.number, own, self.optimizer)
+        self.program = StageProgram(
+            parts,
+            self.schedule,
+            self.number,
+            self._update,
+            shares,
+            estimators=self.estimators,
+            late=self.late_stage,
+        )
+        both = {"estimators": self.estimators, "late": self.late_stage}
+        self._remembering = {path: part for path, part in both.items() if part is not None}
+        self._losses = LossMail(self.late)
+        self._shares: deque[float | None] = deque()
+        """Of the batches whose gradients have made no update yet."""
+        self._batches = MicroBatches(
+            parts, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample
+        )
+
+    async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
+        """Take a batch. The last stage answers its mean loss. `replica.share`: the batch's weight among replicas."""
+        step = self.program.step_number
+        split = self._batches.of(inputs, target, step)
+        self._shares.append(self.replica.share)
+        loss = await self.program.step(self.ports.model, split)
+        self.replica.step = step + 1  # also where no gradient has come back yet, and so no update was made
+        return loss
+
+    async def reported(self, loss: Tensor | None) -> Tensor | None:
+        """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""
+        return await self._losses.step(self.ports.model, loss)
+
+    async def finish(self) -> list[Tensor]:
+        """Take the gradients that are under way back, and update by them. Answers losses that were not reported."""
+        step = self.replica.step
+        for _ in range(self.late):
+            await self.program.step(self.ports.model, [])
+        self.replica.step = step
+        await self.program.settle()
+        return await self._losses.rest()
+
+    @property
+    def late(self) -> int:
+        """Steps after its own in which a batch's last gradient is back at all stages."""
+        return steps_late(self.schedule)
+
+    @property
+    def facts(self) -> StageFacts:
+        """What the schedule lets this stage hold, and how late its updates are."""
+        return facts(self.schedule, self.number)
+
+    def state(self) -> Saved:
+        """What is under way here after a step; see `ProgramState`."""
+        about = {"shares": list(self._shares)}
+        found = saved_state(self.program.state(), about)
+        tensors = found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}
+        scalars = dict(found.scalars)
+        for path, part in self._remembering.items():
+            own = part.state().at(path)
+            tensors, scalars = tensors | own.tensors, scalars | own.scalars
+        return Saved(tensors, scalars)
+
+    def restore(self, source: Saved) -> None:
+        """Go on from what `state` answered, in the same stage of the same schedule. Parameters are loaded before."""
+        state, about = restored_state(source)
+        micro_batches = self.schedule.micro_batches
+        self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
+        self._shares = deque(about["shares"])
+        losses = [tensor for name, tensor in source.tensors.items() if name.startswith("loss/")]
+        self._losses.restore(losses, state.step)
+        for path, part in self._remembering.items():
+            part.restore(source.under(path))
+
+    def begin(self, step: int) -> None:
+        """Go on after `step` steps with nothing under way."""
+        self.program.begin(step)
+
+    async def whole(self) -> WholeModel:
+        """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
+        found = await gathered(self.ports, self.replica, self.cut, self.schedule.stages)
+        return self.named(found)
+
+    def named(self, found: dict[str, Tensor]) -> WholeModel:
+        """The stages' tensors in the model's order; what no stage computes with is as it was made."""
+        return WholeModel(
+            {name: found.get(name, p.detach()) for name, p in self._whole.named_parameters()},
+            {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()},
+        )
+
+    async def state_dict(self) -> dict[str, Tensor]:
+        """`whole` as a state that the model loads; tied parameters by all of their names."""
+        parameters, buffers = await self.whole()
+        first = {id(p): name for name, p in self._whole.named_parameters()}
+        every = {n: parameters[first[id(p)]] for n, p in self._whole.named_parameters(remove_duplicate=False)} | buffers
+        return {name: every[name] for name in self._whole.state_dict() if name in every}
+
+    async def _update(self) -> None:
+        """The gradients of this stage are there: exchange them with the replicas', and step."""
+        replica, ports = self.replica, self.ports
+        replica.share = self._shares.popleft()
+        if replica.guard is not None and not replica.exchanges_gradients:
+            replica.guard.gradients(replica.step, ports.whole.world_rank)
+        for bucket in replica.buckets:
+            await replica.exchange(ports.data, bucket)
+        await self._shared.summed(ports.model)  # last, so that all stages have the same bits of it
+        if self._max_norm is not None:
+            own = list(self.model.parameters())
+            await clip_grad_norm_(ports.model, own, self._max_norm, self._shared.counted_elsewhere)
+        numel = sum(parameter.numel() for parameter in replica.trainable.values())
+        await ports.whole.compute(self.optimizer.step, _UPDATE_FLOPS * numel)
+        await replica.finish_step(ports.data)
+        self.optimizer.zero_grad()
+
+    def _checked(self, loss: Loss) -> Loss:
+        """`loss`, and a look at its answer, where one is wanted."""
+        guard = self.replica.guard
+        if guard is None:
+            return loss
+
+        def looked_at(output: Any, target: Any) -> Tensor:
+            answer = loss(output, target)
+            guard.loss(answer, self.replica.step, self.ports.whole.world_rank)
+            return answer
+
+        return looked_at
+
+
+def schedule_of(strategy: Strategy) -> Schedule:
+    """The schedule of a strategy that has one."""
+    assert isinstance(strategy.schedule, Schedule)
+    return strategy.schedule
+
+
+def laid_out(port: Port, stages: int) -> Port:
+    """The ranks as replicas of so many stages. ValueError where they cannot be."""
+    if stages == 1 and port.mesh is None:
+        return port
+    lengths = {} if port.mesh is None else port.mesh.lengths
+    if STAGE in lengths:
+        if lengths[STAGE] != stages:
+            raise ValueError(f"the mesh {lengths} has {lengths[STAGE]} stages, and the schedule {stages}")
+        return port
+    if port.size % stages:
+        raise ValueError(
+            f"{port.size} ranks cannot be replicas of {stages} stages each; start {-(-port.size // stages) * stages}"
+        )
+    return port.meshed(**{DATA: port.size // stages, STAGE: stages})
+
+
+def of_parameters(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> MakeOptimizer:
+    """An optimizer's function of parameters as one of the stage's model."""
+    return lambda model: optimizer(model.parameters())
