@@ -121,7 +121,7 @@ def test_rates_go_with_every_late_schedule(make: Callable[..., Schedule]) -> Non
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ddg(2, correction=spectrain()), 'SpecTrain.* of ddg with weights="stashed" are given; use'),
+        (lambda: ddg(2, correction=spectrain()), r'spectrain\(\).* of ddg with weights="stashed" are given; use'),
         (lambda: pipedream(2, correction=pipemare(10, decay=0.1)), "or pipemare without decay"),
         (lambda: features_replay(2, correction=pipemare(10, decay=0.1)), "are computed anew are given"),
         (lambda: pipemare(0), "got anneal_steps=0"),

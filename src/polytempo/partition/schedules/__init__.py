@@ -1,7 +1,7 @@
 """In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
 
 from polytempo.partition.schedules.action import Action, Schedule
-from polytempo.partition.schedules.correction import PipeMare, SpecTrain, pipemare, spectrain
+from polytempo.partition.schedules.correction import Correction, PipeMare, SpecTrain, pipemare, spectrain
 from polytempo.partition.schedules.delayed import (
     ddg,
     features_replay,
@@ -15,6 +15,7 @@ from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_
 
 __all__ = [
     "Action",
+    "Correction",
     "Estimation",
     "PipeMare",
     "Schedule",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipeMare:
     """Smaller steps the later a stage's gradients are, at first; and backward passes with parameters as they were.
 
@@ -30,6 +30,9 @@ class PipeMare:
                 f"anneal_steps={self.anneal_steps} and decay={self.decay}"
             )
 
+    def __repr__(self) -> str:
+        return f"pipemare(anneal_steps={self.anneal_steps}, decay={self.decay})"
+
     def rate(self, updates: int, delay: int) -> float:
         """The factor of the learning rate after so many updates."""
         power = max(0.0, 1 - updates / self.anneal_steps)
@@ -40,7 +43,7 @@ class PipeMare:
         return float(self.decay ** (1 / delay))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpecTrain:
     """Forward passes with the parameters that a batch's own update will find, as momentum predicts them.
 
@@ -51,6 +54,9 @@ class SpecTrain:
     the paper counts s for a pipeline whose stages take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is
     counted from the schedule, by each stage's own updates, and a batch is predicted the same version at every stage.
     """
+
+    def __repr__(self) -> str:
+        return "spectrain()"
 
 
 Correction = PipeMare | SpecTrain
