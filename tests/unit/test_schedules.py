@@ -222,6 +222,7 @@ def test_the_page_draws_what_happens() -> None:
         played(one_f_one_b(2, 4), 1),
         played(zero_bubble(2, 4), 1),
         played(ddg(3), 5, StageTimes(1.0, 1.0)),
+        played(synthetic_gradients(3), 4, StageTimes(1.0, 1.0, learn_s=1.0)),
     ]
     assert drawn == [[f"stage {k}   {line}" for k, line in enumerate(each.drawn())] for each in played_ones]
 
