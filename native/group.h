@@ -49,6 +49,8 @@ struct alignas(64) Member {
     std::atomic<int32_t> pid; // 0 until it has opened the group
     alignas(64) std::atomic<uint32_t> bell; // rung by those that send to this rank, or have received from it
     std::atomic<uint32_t> bell_sleepers;
+    std::atomic<uint32_t> calls_for_help; // by those whose messages with this rank are held up
+    std::atomic<uint32_t> server_sleeps;
     std::atomic<uint64_t> issued; // this rank's program has come to the call of that number, if not yet to doing it
     alignas(64) Call calls[2];
     // followed by int64_t lengths[2][2 * size]: bytes sent to, and expected from, each rank

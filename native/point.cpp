@@ -1,10 +1,16 @@
 // Send and receive. Each rank has a ring for every other rank in its own arena, where that rank leaves frames:
 //
-//   ring of receiver r for sender s     head (written by s) │ tail (written by r) │ frame 0 │ frame 1 │ frame 2 │ frame 3
+//   ring of receiver r for sender s     head (written by s) │ tail (written by r) │ held │ frame │ frame │ … │ free
 //   frame                               total bytes, offset, bytes, tag, dtype │ payload
 //
-// A message is cut into frames, which follow each other in the ring, so sending and receiving overlap. A message whose
-// tag nobody has asked for waits in the ring; when something behind it is asked for, it is set aside in private memory.
+// Head and tail count bytes. A message is cut into frames, which follow each other in the ring, so sending and
+// receiving overlap. A frame is never cut: where it does not fit before the ring's end, a mark sends the reader to the
+// beginning. A message whose tag nobody has asked for waits in the ring; when something behind it is asked for, it is
+// set aside in private memory.
+//
+// A message that fits in the ring is sent at once. Another one is held up until its receiver has made room, and `held`
+// says so: then each of the two asks the other one's server (pt_transfers_serve), a thread that sleeps until then, to
+// do its part, for their programs may be busy elsewhere.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -29,7 +35,10 @@ struct pt_transfer {
 
 namespace pt {
 
-constexpr int FRAMES = 4;
+constexpr int64_t MAX_PART_BYTES = 128 << 10; // of a message in one frame
+constexpr int64_t LINE_BYTES = 64;
+constexpr int64_t LEAST_RING_BYTES = 512;
+constexpr int64_t GRACE_NS = 2'000'000; // how long a server leaves it to its program to see to a message
 constexpr int64_t MAX_ASIDE_BYTES = 1LL << 30; // of messages set aside; beyond it they wait in the ring
 
 struct Frame {
@@ -37,11 +46,13 @@ struct Frame {
     int32_t tag, dtype;
     int64_t unused[4];
 };
-static_assert(sizeof(Frame) == 64);
+static_assert(sizeof(Frame) == LINE_BYTES);
+constexpr int64_t GO_TO_BEGIN = -1; // the offset of a frame that is none: the next one is at the ring's beginning
 
 struct Ring {
     alignas(64) std::atomic<uint64_t> head;
     alignas(64) std::atomic<uint64_t> tail;
+    alignas(64) std::atomic<uint32_t> held; // 1: the sender has more, and waits for room
 };
 
 struct Aside { // a message that came before it was asked for
@@ -59,7 +70,9 @@ struct Incoming {        // what is arriving from one rank
 
 struct Points {
     pthread_mutex_t lock;
-    int64_t ring_bytes;
+    int64_t ring_bytes; // of its frames
+    int64_t part_bytes; // the most in one frame
+    uint32_t answered;  // the last call for help that the server has answered; only it looks
     pt_transfer** sends; // by destination, the oldest first
     pt_transfer* receives;
     Incoming* incoming; // by source
@@ -67,18 +80,17 @@ struct Points {
     int num_pending;
 };
 
-static int64_t frame_stride(int64_t ring_bytes) { return static_cast<int64_t>(sizeof(Frame)) + ring_bytes; }
-static int64_t ring_stride(int64_t ring_bytes) {
-    return static_cast<int64_t>(sizeof(Ring)) + FRAMES * frame_stride(ring_bytes);
-}
+static int64_t whole_lines(int64_t num_bytes) { return (num_bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
+static int64_t frame_bytes(int64_t part) { return static_cast<int64_t>(sizeof(Frame)) + whole_lines(part); }
+static int64_t room_bytes(int64_t ring_bytes) { return std::max(LEAST_RING_BYTES, whole_lines(ring_bytes)); }
+static int64_t ring_stride(int64_t ring_bytes) { return static_cast<int64_t>(sizeof(Ring)) + room_bytes(ring_bytes); }
 
 static Ring& ring_of(const Group& group, int receiver, int sender) {
     return *reinterpret_cast<Ring*>(group.rings[receiver] + sender * ring_stride(group.points->ring_bytes));
 }
 
-static Frame& frame_of(const Group& group, Ring& ring, uint64_t number) {
-    return *reinterpret_cast<Frame*>(
-        reinterpret_cast<char*>(&ring + 1) + number % FRAMES * frame_stride(group.points->ring_bytes));
+static Frame& frame_at(Ring& ring, int64_t place) {
+    return *reinterpret_cast<Frame*>(reinterpret_cast<char*>(&ring + 1) + place);
 }
 
 static char* payload(Frame& frame) { return reinterpret_cast<char*>(&frame + 1); }
@@ -88,6 +100,12 @@ static void ring_bell(Group& group, int rank) {
     // seq_cst, as in arrive(): no sleeper is missed.
     member.bell.fetch_add(1, std::memory_order_seq_cst);
     if (member.bell_sleepers.load(std::memory_order_seq_cst)) wake(member.bell);
+}
+
+static void call_server(Group& group, int rank) {
+    Member& member = group.member(rank);
+    member.calls_for_help.fetch_add(1, std::memory_order_seq_cst); // seq_cst, as in ring_bell
+    if (member.server_sleeps.load(std::memory_order_seq_cst)) wake(member.calls_for_help);
 }
 
 template <typename Node> static void append(Node*& list, Node* node) {
@@ -111,19 +129,46 @@ static void finish(Points& points, pt_transfer& transfer, Status status) {
 
 // ------------------------------------------------------------------------------------------------------- sending
 
+// Where in the ring a frame of `wanted` bytes can go: how many bytes before it are left out. -1: there is no room.
+static int64_t room_for(const Points& points, Ring& ring, uint64_t head, int64_t wanted) {
+    const auto used = static_cast<int64_t>(head - ring.tail.load(std::memory_order_seq_cst));
+    const auto place = static_cast<int64_t>(head % points.ring_bytes);
+    const int64_t before_end = points.ring_bytes - place;
+    // An empty ring is used from its beginning, whose memory is in the caches, and the rest of it is never touched.
+    const bool begins_again = wanted > before_end || (used == 0 && place >= 4 * points.part_bytes);
+    const int64_t left_out = begins_again ? before_end : 0;
+    return used + left_out + wanted <= points.ring_bytes ? left_out : -1;
+}
+
+// The same; where there is no room, the receiver is told that this rank waits for it.
+static int64_t room_or_hold(Group& group, Ring& ring, int to, uint64_t head, int64_t wanted) {
+    const int64_t left_out = room_for(*group.points, ring, head, wanted);
+    if (left_out >= 0 || ring.held.exchange(1, std::memory_order_seq_cst)) return left_out;
+    // seq_cst: either the receiver sees `held` after it has made room, or the room is seen here.
+    const int64_t now = room_for(*group.points, ring, head, wanted);
+    if (now >= 0)
+        ring.held.store(0, std::memory_order_relaxed);
+    else
+        call_server(group, to);
+    return now;
+}
+
 static bool push(Group& group, int to) {
     Points& points = *group.points;
     Ring& ring = ring_of(group, to, group.rank);
     bool moved = false;
     while (pt_transfer* transfer = points.sends[to]) {
-        const uint64_t head = ring.head.load(std::memory_order_relaxed); // only this rank writes it
-        if (head - ring.tail.load(std::memory_order_acquire) == FRAMES) break;
-        Frame& frame = frame_of(group, ring, head);
-        const int64_t part = std::min(points.ring_bytes, transfer->num_bytes - transfer->moved_bytes);
+        uint64_t head = ring.head.load(std::memory_order_relaxed); // only this rank writes it
+        const int64_t part = std::min(points.part_bytes, transfer->num_bytes - transfer->moved_bytes);
+        const int64_t left_out = room_or_hold(group, ring, to, head, frame_bytes(part));
+        if (left_out < 0) break;
+        if (left_out) frame_at(ring, static_cast<int64_t>(head % points.ring_bytes)).offset = GO_TO_BEGIN;
+        head += left_out;
+        Frame& frame = frame_at(ring, static_cast<int64_t>(head % points.ring_bytes));
         frame = Frame{transfer->num_bytes, transfer->moved_bytes, part, transfer->tag, transfer->dtype, {}};
         if (part) copy(payload(frame), transfer->data + transfer->moved_bytes, part);
         transfer->moved_bytes += part;
-        ring.head.store(head + 1, std::memory_order_release); // the frame is there before it is counted
+        ring.head.store(head + frame_bytes(part), std::memory_order_release); // the frame is there before it is counted
         ring_bell(group, to);
         moved = true;
         if (transfer->moved_bytes == transfer->num_bytes) {
@@ -183,15 +228,26 @@ static bool begin_message(Points& points, Incoming& incoming, int source, const 
     return true;
 }
 
+// What is before `tail` has been read: its place is the sender's again.
+static void give_back(Group& group, Ring& ring, int source, uint64_t tail) {
+    ring.tail.store(tail, std::memory_order_seq_cst); // seq_cst, as in room_or_hold
+    if (ring.held.load(std::memory_order_seq_cst) && ring.held.exchange(0, std::memory_order_seq_cst))
+        call_server(group, source);
+    ring_bell(group, source);
+}
+
 static bool pull(Group& group, int source) {
     Points& points = *group.points;
     Incoming& incoming = points.incoming[source];
     Ring& ring = ring_of(group, group.rank, source);
     bool moved = false;
     while (true) {
-        const uint64_t tail = ring.tail.load(std::memory_order_relaxed); // only this rank writes it
+        uint64_t tail = ring.tail.load(std::memory_order_relaxed); // only this rank writes it
         if (ring.head.load(std::memory_order_acquire) == tail) break;
-        Frame& frame = frame_of(group, ring, tail);
+        const auto place = static_cast<int64_t>(tail % points.ring_bytes);
+        const bool goes_to_begin = frame_at(ring, place).offset == GO_TO_BEGIN; // what is counted ends with a frame
+        if (goes_to_begin) tail += points.ring_bytes - place;
+        Frame& frame = frame_at(ring, goes_to_begin ? 0 : place);
         if (frame.offset == 0) abandon(points, incoming);
         if (frame.offset == 0 && !begin_message(points, incoming, source, frame)) break;
         char* data = incoming.target ? incoming.target->data : incoming.aside ? incoming.aside->data : nullptr;
@@ -200,8 +256,7 @@ static bool pull(Group& group, int source) {
                 data + frame.offset, payload(frame), frame.num_bytes);
         if (incoming.aside) incoming.aside->moved_bytes = frame.offset + frame.num_bytes;
         const bool last = frame.offset + frame.num_bytes == frame.total_bytes;
-        ring.tail.store(tail + 1, std::memory_order_release); // read before its place is given back
-        ring_bell(group, source);
+        give_back(group, ring, source, tail + frame_bytes(frame.num_bytes));
         moved = true;
         if (last) {
             if (incoming.target) finish(points, *incoming.target, FINE);
@@ -302,7 +357,8 @@ template <typename Finished, typename Idle> static void advance_until(Group& gro
 Points* open_points(const Group& group, int64_t ring_bytes) {
     auto* points = static_cast<Points*>(std::calloc(1, sizeof(Points)));
     pthread_mutex_init(&points->lock, nullptr);
-    points->ring_bytes = ring_bytes;
+    points->ring_bytes = room_bytes(ring_bytes);
+    points->part_bytes = std::min(MAX_PART_BYTES, points->ring_bytes / 4 / LINE_BYTES * LINE_BYTES - LINE_BYTES);
     points->sends = static_cast<pt_transfer**>(std::calloc(group.size, sizeof(pt_transfer*)));
     points->incoming = static_cast<Incoming*>(std::calloc(group.size, sizeof(Incoming)));
     return points;
@@ -379,13 +435,29 @@ int32_t pt_transfer_wait(pt_group* handle, pt_transfer* transfer, double timeout
     return transfer->status;
 }
 
-int32_t pt_transfers_advance(pt_group* handle, double timeout_s) {
+void pt_transfers_serve(pt_group* handle, double timeout_s) {
     auto& group = *reinterpret_cast<Group*>(handle);
+    Member& me = group.member(group.rank);
+    Points& points = *group.points;
     const int64_t deadline_ns = deadline_after(timeout_s);
-    advance_until(
-        group, [&] { return group.points->num_pending == 0; }, [&] { return now_ns() > deadline_ns; });
-    Locked locked(*group.points);
-    return group.points->num_pending;
+    uint32_t calls;
+    while ((calls = me.calls_for_help.load(std::memory_order_acquire)) == points.answered) {
+        const int64_t left_ns = deadline_ns - now_ns();
+        if (left_ns <= 0) return;
+        me.server_sleeps.fetch_add(1, std::memory_order_seq_cst);
+        if (me.calls_for_help.load(std::memory_order_seq_cst) == calls) sleep_on(me.calls_for_help, calls, left_ns);
+        me.server_sleeps.fetch_sub(1, std::memory_order_relaxed);
+    }
+    points.answered = calls;
+    std::atomic<uint32_t> nobody{0};
+    sleep_on(nobody, 0, GRACE_NS);
+    Locked locked(points);
+    advance(group);
+}
+
+void pt_transfers_wake(pt_group* handle) {
+    auto& group = *reinterpret_cast<Group*>(handle);
+    call_server(group, group.rank);
 }
 
 int32_t pt_transfer_peer(pt_transfer* transfer) { return transfer->peer; }

@@ -82,7 +82,10 @@ PT_EXPORT int32_t pt_transfer_peer(pt_transfer* transfer);
 PT_EXPORT int64_t pt_transfer_arrived_bytes(pt_transfer* transfer); // what the sender sent, where it did not fit
 PT_EXPORT int32_t pt_transfer_arrived_dtype(pt_transfer* transfer);
 PT_EXPORT void pt_transfer_free(pt_group* group, pt_transfer* transfer);
-PT_EXPORT int32_t pt_transfers_advance(pt_group* group, double timeout_s); // until none is pending or time is over; how many are
+// For a thread of its own: sleep until a message is held up that this rank has a part in, or the time is over; then move
+// what can be moved. pt_transfers_wake ends the sleep.
+PT_EXPORT void pt_transfers_serve(pt_group* group, double timeout_s);
+PT_EXPORT void pt_transfers_wake(pt_group* group);
 
 #ifdef __cplusplus
 }

@@ -130,6 +130,31 @@ class Opaque(nn.Module):
         return self.layer(x).tanh()
 
 
+class Decides(nn.Module):
+    """Python that `torch.fx` refuses and `torch.export` follows: types, sizes, a loop, and a list of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.relu = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)
+        self.drop, self.second, self.third = nn.Dropout(0.3), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.top = nn.Linear(8, 6, bias=False)
+        self.top.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+        self.register_buffer("shift", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Tensor]:
+        x = x.flatten(1) if x.dim() > 2 else x
+        if x.shape[0] > 100 or scale is not None:
+            return {"out": x}
+        skip = h = self.drop(self.relu(self.norm(self.first(x))))
+        for number in range(x.shape[1] // 2):
+            h = h + number * self.shift
+            h += torch.tensor([0.5, -0.5] * 4)
+        h = functional.dropout(self.second(h).tanh(), 0.2, training=self.training)
+        parts = [part * (1 + place) for place, part in enumerate(self.third(h).split(4, dim=1))]
+        h = torch.cat(parts, 1) + skip
+        return {"out": self.top(self.second(h)), "early": skip.sum(1) / x.size(0)}
+
+
 def _tokens() -> tuple[Tensor]:
     return (torch.randint(0, 11, (4, 5)),)
 
@@ -141,6 +166,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "tied": (lambda: Tied(by_name=False), _tokens),
     "tied by name": (lambda: Tied(by_name=True), _tokens),
     "inception": (Inception, lambda: (torch.randn(5, 6),)),
+    "decides": (Decides, lambda: {"x": torch.randn(5, 6), "scale": None}),
     "recurrent": (Recurrent, lambda: {"x": torch.randn(4, 3, 5), "scale": torch.rand(1), "double": True}),
 }
 

@@ -29,6 +29,7 @@ from polytempo.partition.schedules import (
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.worlds import VirtualWorld
 
 WIDTH, SAMPLES = 6, 8
@@ -109,11 +110,12 @@ def trained(
     momentum: float = 0.9,
     flops: float = 0.0,
     cluster: pt.cluster.Cluster | None = None,
+    wires: Wires = AS_THEY_ARE,
 ) -> Trained:
     """Train a perceptron by SGD in a virtual world, a rank a stage."""
     model = perceptron()
     whole = chain(model, schedule.stages * schedule.parts)
-    programs = [_program(whole, schedule, stage, lr, momentum) for stage in range(schedule.stages)]
+    programs = [_program(whole, schedule, stage, lr, momentum, wires) for stage in range(schedule.stages)]
     losses: list[float] = []
 
     async def program(port: Port) -> None:
@@ -128,7 +130,7 @@ def trained(
     return Trained(model, losses, outcome.seconds, programs, list(outcome.trace.bytes_sent.values()))
 
 
-def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float) -> StageProgram:
+def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float, wires: Wires) -> StageProgram:
     own = [p for part in whole.stages if part.index % schedule.stages == stage for p in part.module.parameters()]
     optimizer = torch.optim.SGD(own, lr=lr, momentum=momentum)
 
@@ -136,8 +138,15 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.step()
         optimizer.zero_grad()
 
-    late = late_stage(schedule, stage, own, optimizer)
-    return StageProgram(whole, schedule, stage, update, estimators=estimators_of(schedule, stage), late=late)
+    return StageProgram(
+        whole,
+        schedule,
+        stage,
+        update,
+        wires=wires,
+        estimators=estimators_of(schedule, stage),
+        late=late_stage(schedule, stage, own, optimizer),
+    )
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

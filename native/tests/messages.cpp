@@ -59,12 +59,12 @@ void exchange(Crew& crew, int rank, Random random, int num_tags) {
 }
 
 void everybody_to_everybody(Random& random, int size, bool helped) {
-    Crew crew(size, 1024, RING_BYTES, 64);
+    Crew crew(size, 1024, 4 * (64 + RING_BYTES), 64);
     const uint64_t seed = random.next();
     crew.run([&](int rank) {
         std::atomic<bool> over{false};
         std::thread helper([&] {
-            while (helped && !over) pt_transfers_advance(crew.groups[rank], 0.001);
+            while (helped && !over) pt_transfers_serve(crew.groups[rank], 0.001);
         });
         for (int round = 0; round < 3; ++round) exchange(crew, rank, Random{seed + round}, 12);
         over = true;
@@ -90,7 +90,7 @@ int32_t received(pt_group* group, int source, int tag, std::vector<char>& bytes,
 }
 
 void from_anyone() {
-    Crew crew(4, 1024, RING_BYTES, 64);
+    Crew crew(4, 1024, 4 * (64 + RING_BYTES), 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         if (rank != 0) {
@@ -113,7 +113,7 @@ void from_anyone() {
 
 // A receive that expects another length is told, and what comes after it is not disturbed.
 void another_length() {
-    Crew crew(2, 1024, RING_BYTES, 64);
+    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         std::vector<char> wrong(1999), right(2001);
@@ -132,7 +132,7 @@ void another_length() {
 // 2 the receiver takes the part: for a receive that waits for it, or aside, for it wants what is behind
 // 3 the sender sends another one: now the receiver knows, and never takes the part for the whole
 void given_up_half_way(bool aside) {
-    Crew crew(2, 1024, RING_BYTES, 64);
+    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         std::vector<char> whole(20 * RING_BYTES), other(101);
@@ -153,7 +153,7 @@ void given_up_half_way(bool aside) {
 
 // What was sent before the sender left still comes; what was not is lost, whether one waits or asks.
 void sender_leaves() {
-    Crew crew(2, 1024, RING_BYTES, 64);
+    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         if (rank == 0) {

@@ -18,6 +18,7 @@ from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two
 from polytempo.partition import schedules
 from polytempo.partition.schedules import ddg, one_f_one_b, pipedream
 from polytempo.partition.schedules.facts import facts
+from polytempo.training.pipeline.wires import Wires
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 
@@ -54,6 +55,41 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world() -> None:
         for parameter, tensor in virtual.model.named_parameters():
             assert torch.equal(torch.tensor(last[name][1][parameter], dtype=torch.float64), tensor), (name, parameter)
         assert first[name][1] == last[name][1]
+
+
+def test_codecs_compute_the_bits_of_the_virtual_world_and_send_the_bytes_that_they_claim() -> None:
+    both = {
+        "int8, bf16": (pt.compression.int8(block=WIDTH), pt.compression.bf16()),
+        "qsgd": (pt.compression.qsgd(levels=127), pt.compression.qsgd(levels=127)),
+    }
+
+    def work(world: ProcessWorld) -> Any:
+        found = {}
+        for name, (activations, gradients) in both.items():
+            codecs = {"activations": activations, "gradients": gradients}
+            pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 4), sample=SAMPLE, **codecs)
+            before = world.trace.bytes_sent[world.rank]
+            losses = [pipe.step(x, y) for x, y in batches(6)]
+            pipe.finish()  # a send is counted when it is over
+            sent = world.trace.bytes_sent[world.rank] - before
+            claimed = 6 * pipe.sent_bytes(*batches(1)[0])[world.rank]
+            found[name] = [
+                [float(loss) for loss in losses if loss is not None],
+                plain(pipe.state_dict()),
+                sent,
+                claimed,
+            ]
+        return found
+
+    first, last = together(2, work)
+    for name, codecs in both.items():
+        virtual = trained(one_f_one_b(2, 4), wires=Wires(*codecs))
+        assert last[name][0] == virtual.losses
+        assert first[name][1] == last[name][1]
+        for parameter, tensor in virtual.model.named_parameters():
+            assert torch.equal(torch.tensor(last[name][1][parameter], dtype=torch.float64), tensor), (name, parameter)
+        for rank, (*_, sent, claimed) in enumerate((first[name], last[name])):
+            assert sent == claimed == virtual.sent_bytes[rank]
 
 
 def test_what_is_under_way_is_finished_and_a_pipeline_goes_on_afterwards() -> None:

@@ -26,6 +26,80 @@ class Lambda(nn.Module):
         return self.function(self.layers, x, *more)  # type: ignore[operator]
 
 
+def export_follows(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    y = layers[0](x) if x.dim() == 2 else x
+    return layers[1](y) if x.shape[0] < 10 else y
+
+
+def test_a_cut_by_the_sample_s_sizes_refuses_others() -> None:
+    """`torch.fx` cannot decide by sizes; `torch.export` decides as with the sample, and says where that is right."""
+    model = Lambda(export_follows)
+    found = cut(model, 2, sample=X)
+    for samples in (1, 2, 9):
+        x = torch.randn(samples, 4)
+        assert torch.equal(chained(found, (x,)), model(x))
+        assert [shape for shape, _ in found.layouts(x).values()] == [(samples, 4)]
+    with pytest.raises(ValueError, match=r"was cut for x.size\(\)\[0\] <= 9, as the sample has it; call it with such"):
+        found.layouts(torch.randn(10, 4))
+
+
+class Follows(nn.Module):
+    """A module, not the whole model, that `torch.fx` cannot trace: it is cut if that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)) if x.dim() == 2 else x
+
+
+def test_a_module_that_stays_whole_is_traced_by_export_where_a_cut_must_divide_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Follows())
+    assert [cost.layers for cost in cut(model, 2, sample=X).costs] == [("0",), ("1",)]
+    by_count, by_name = cut(model, 3, sample=X), cut(model, sample=X, by=["1.one", "1.two"])
+    for found in (by_count, by_name):
+        assert found.begins == ("1", "1.two")
+        assert cut(model, sample=X, by=found.begins).values == found.values
+        assert torch.equal(chained(found, (X,)), model(X))
+        assert {key for stage in found.stages for key in stage.module.state_dict()} == set(model.state_dict())
+
+
+def both_refuse(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    y = layers[0](x) if x.dim() == 2 else x
+    if y.sum() > 0:
+        y = layers[1](y)
+    return layers[2](y)
+
+
+class WithoutGradients(Follows):
+    """A part of it computes no gradients, which export has as a graph of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) if x.dim() == 2 else x
+        with torch.no_grad():
+            z = y.sin() + 1
+        return self.two(y) * z
+
+
+def test_of_two_obstacles_the_one_is_named_that_remains() -> None:
+    with pytest.raises(
+        ValueError, match=r"test_cut_mistakes.py:\d+: `if y.sum\(\) > 0:` cannot be traced .*data-dep"
+    ) as caught:
+        cut(Lambda(both_refuse), 2, sample=X)
+    assert "nn.Sequential" in str(caught.value)
+    with pytest.raises(ValueError, match=r"test_cut_mistakes.py:\d+: `z = y.sin\(\) \+ 1` is in a region .*set_grad"):
+        cut(WithoutGradients(), 2, sample=X)
+
+
+def test_what_export_would_fix_is_not_fixed_in_silence() -> None:
+    def scaled(layers: nn.ModuleList, x: Tensor, factor: float) -> Tensor:
+        return layers[1](layers[0](x)) * factor if x.dim() == 2 else x
+
+    with pytest.raises(ValueError, match=r"`return .* if x.dim\(\) == 2 else x` cannot be traced \(TraceError"):
+        cut(Lambda(scaled), 2, sample=(X, 2.0))
+
+
 def linear(stages: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(stages)))
 

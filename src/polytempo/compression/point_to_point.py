@@ -28,17 +28,9 @@ async def send(port: Port, x: Tensor, to: int, codec: Codec, tag: int = 0, *, st
     Raises ValueError for a codec that remembers something or whose wires vary in length, `NotFinite` for a NaN or an
     infinity that the codec could only hide.
     """
-    _check(codec, x)
-    given = x.detach().contiguous()
-
-    def encode() -> Tensor:
-        try:
-            return codec.encode(given, None, _occasion(port.rank, tag, step))[0]
-        except NotFinite as error:
-            where = f"what rank {port.rank} sends to rank {to} (tag {tag})"
-            raise NotFinite(error.codec, error.index, error.value, where) from None
-
-    wire = await port.compute(encode, codec.facts.flops / 2 * x.numel())
+    check_forgetful(codec)
+    where = f"what rank {port.rank} sends to rank {to} (tag {tag})"
+    wire = await encoded(port, x, codec, _occasion(port.rank, tag, step), where)
     await port.send(wire, to, tag)
 
 
@@ -47,22 +39,37 @@ async def recv(port: Port, like: Tensor, source: int, codec: Codec, tag: int = 0
 
     Raises ValueError as `send`.
     """
-    _check(codec, like)
+    check_forgetful(codec)
+    wire = await port.recv(wire_like(codec, like), source, tag)
+    return await decoded(port, wire, like, codec, _occasion(source, tag, step))
+
+
+async def encoded(port: Port, x: Tensor, codec: Codec, when: EncodeContext, where: str) -> Tensor:
+    """The wire of x. `NotFinite` says `where` it was found."""
+    given = x.detach().contiguous()
+
+    def encode() -> Tensor:
+        try:
+            return codec.encode(given, None, when)[0]
+        except NotFinite as error:
+            raise NotFinite(error.codec, error.index, error.value, where) from None
+
+    return await port.compute(encode, codec.facts.flops / 2 * x.numel())
+
+
+async def decoded(port: Port, wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext) -> Tensor:
+    """x̂, shaped like `like`, in memory of its own."""
+    return await port.compute(lambda: codec.decode(wire, like, when), codec.facts.flops / 2 * like.numel())
+
+
+def wire_like(codec: Codec, like: Tensor) -> Tensor:
+    """What a receiver of the wire of a tensor like this allocates."""
     dtype = codec.wire_dtype(like)
-    room = torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
-    wire = await port.recv(room, source, tag)
-
-    def decode() -> Tensor:
-        return codec.decode(wire, like, _occasion(source, tag, step))
-
-    return await port.compute(decode, codec.facts.flops / 2 * like.numel())
+    return torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
 
 
-def _occasion(sender: int, tag: int, step: int) -> EncodeContext:
-    return EncodeContext(step=step, rank=sender, tensor=tag)
-
-
-def _check(codec: Codec, like: Tensor) -> None:
+def check_forgetful(codec: Codec) -> None:
+    """Raise ValueError for a codec that remembers something, and for one whose wires vary in length."""
     if codec.facts.memory != "none":
         raise ValueError(
             f"{codec.facts.name} remembers what it did with the tensor before, but what passes between stages "
@@ -73,3 +80,7 @@ def _check(codec: Codec, like: Tensor) -> None:
             f"{codec.facts.name} wires vary in length, which the receiver must know; use a codec of fixed length, as "
             "bf16() or int8()"
         )
+
+
+def _occasion(sender: int, tag: int, step: int) -> EncodeContext:
+    return EncodeContext(step=step, rank=sender, tensor=tag)

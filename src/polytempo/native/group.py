@@ -34,7 +34,8 @@ from polytempo.native.meeting import (
 from polytempo.native.transfer import Transfer
 
 BLOCK_BYTES = 512 << 10
-RING_BYTES = 128 << 10
+RING_BYTES, LEAST_RING_BYTES, RINGS_BYTES = 8 << 20, 512 << 10, 64 << 20
+"""The most and the least of one ring, and the most of a rank's rings together, as far as the least allows."""
 
 _ORDERS = {"linear": 0, "tree": 1}
 _MAX_RANKS, _LEAST_BYTES = 1024, 64
@@ -64,7 +65,8 @@ class Group:
     by a balanced tree instead: where each rank has summed its own parts by such a tree, the bits depend on the parts
     alone, not on how many ranks they were dealt to (a power of two).
 
-    Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages.
+    Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages, of which only what
+    messages have filled at one time takes memory. A message that fits in its ring is sent at once.
     To make one waits until all members are there; where one of them cannot come, all raise `Unreachable`.
 
     After `TimedOut` do not use the arena's tensors of that call for anything else: slower ranks may still be in the
@@ -81,13 +83,15 @@ class Group:
         names: Sequence[int] | None = None,
         order: str = "linear",
         block_bytes: int = BLOCK_BYTES,
-        ring_bytes: int = RING_BYTES,
+        ring_bytes: int | None = None,
     ) -> None:
         if order not in _ORDERS or not 1 <= size <= _MAX_RANKS or block_bytes < _LEAST_BYTES * size:
             raise ValueError(
                 f"a group has 1 to {_MAX_RANKS} ranks, adds in order {' or '.join(_ORDERS)}, and has blocks of at "
                 f"least {_LEAST_BYTES} bytes a rank; got {size} ranks, order {order!r} and {block_bytes} bytes"
             )
+        if ring_bytes is None:
+            ring_bytes = max(LEAST_RING_BYTES, min(RING_BYTES, RINGS_BYTES // size))
         self.rank, self.size, self.timeout_s, self.order = rank, size, timeout_s, order
         self.names = list(names or range(size))
         self.lock = threading.Lock()
@@ -283,9 +287,14 @@ class Group:
         whom = "anyone" if source < 0 else self.names[source]
         return Transfer(self, pointer, tensor, f"recv(source={whom}, tag={tag})")
 
-    def advance_transfers(self, timeout_s: float) -> int:
-        """Move messages until none is pending or the time is over; says how many are pending."""
-        return int(self._library.pt_transfers_advance(self._handle, timeout_s))
+    def serve_transfers(self, timeout_s: float) -> None:
+        """For a thread: sleep until another rank's message waits for this one, or the time is over; then see to it."""
+        self._library.pt_transfers_serve(self._handle, timeout_s)
+
+    def wake_server(self) -> None:
+        """End the sleep of `serve_transfers`."""
+        if os.getpid() == self.owner:  # a forked child has no such thread
+            self._library.pt_transfers_wake(self._handle)
 
     # ------------------------------------------------------------------ the end
 

@@ -6,7 +6,7 @@ stage 0 ──h──▶ stage 1 ──g──▶ stage 2        values: h (sour
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch.func import functional_call
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 """What a receiver allocates: a shape and a dtype."""
+
+
+def any_size(inputs: Sequence[Any]) -> None:
+    """What `Cut.check` is where nothing was decided by sizes."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class Cut:
     begins: tuple[str, ...]
     """Where each stage but the first begins: `cut(…, by=begins)` makes the same cut."""
     costs: tuple[StageCost, ...] = ()
+    check: Callable[[Sequence[Any]], None] = any_size
+    """Raises ValueError for inputs of sizes with which the model would decide otherwise than with the sample."""
 
     def inputs_of(self, stage: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Those of the model's inputs that the stage's module is given first."""
@@ -106,6 +112,7 @@ class Cut:
         """
         if len(inputs) != len(self.inputs):
             raise ValueError(f"the model was cut for the inputs {', '.join(self.inputs)}; got {len(inputs)} of them")
+        self.check(inputs)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         given = [fake(value, mode) for value in inputs]
         known: dict[str, Tensor] = {}

@@ -14,17 +14,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from polytempo.partition.balance import prefix, slowest_least, total_least
 from polytempo.partition.chain import Chain, chain_of, has_parameters
 from polytempo.partition.cut import Cut, Stage, StageCost, Value
+from polytempo.partition.exported import exported
 from polytempo.partition.places import Places
 from polytempo.partition.profile import counted, measured
 from polytempo.partition.split import split
-from polytempo.partition.trace import inputs_of, trace
+from polytempo.partition.trace import Inputs, Traced, Untraceable, inputs_of, trace
 
 By = Literal["operations", "time", "memory", "traffic"]
 _WITHIN = 1.5
@@ -68,28 +69,54 @@ def cut(
     """
     _check(stages, by, within)
     inputs = inputs_of(model, sample)
-    traced = trace(model, inputs)
-    facts = counted(model, traced, inputs)
-    chain = chain_of(model, traced, facts, keep_tied=tied == "together", state_per_parameter=state_per_parameter)
-    places = Places(chain)
-    seconds = None
-    if measure or by == "time":
-        seconds = prefix(_of_units(chain, measured(model, traced, inputs)))
-    if isinstance(by, str):
-        assert stages is not None
-        _check_parts(chain, stages, traced.whole)
-        ends = _chosen(chain, stages, by, seconds, within=within, memory_bytes=memory_bytes)
-    else:
-        ends = places.ends(by, stages)
-    made, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
-    return Cut(
-        stages=tuple(made),
-        values=tuple(sizes),
-        shared=_shared(model, made),
-        inputs=inputs.names,
-        begins=tuple(places.begin(chain.begins[end]) for end in ends[1:-1]),
-        costs=tuple(_costs(chain, places, ends, seconds, sizes)),
-    )
+    asked = _Asked(stages, by, within, memory_bytes, state_per_parameter, tied, measure)
+    try:
+        return asked.of(model, inputs, trace(model, inputs))
+    except Untraceable as error:
+        other = exported(model, inputs, error)
+        try:
+            return asked.of(model, inputs, other)
+        except ValueError:
+            raise error from None
+
+
+class _Asked(NamedTuple):
+    """What `cut` was asked for."""
+
+    stages: int | None
+    by: By | Sequence[str]
+    within: float | None
+    memory_bytes: float | None
+    state_per_parameter: float
+    tied: Literal["shared", "together"]
+    measure: bool
+
+    def of(self, model: nn.Module, inputs: Inputs, traced: Traced) -> Cut:
+        """The cut of a graph. `Untraceable` where a stage would have to begin within a module that stays whole."""
+        facts = counted(model, traced, inputs)
+        together = self.tied == "together"
+        chain = chain_of(model, traced, facts, keep_tied=together, state_per_parameter=self.state_per_parameter)
+        places = Places(chain)
+        seconds = None
+        if self.measure or self.by == "time":
+            seconds = prefix(_of_units(chain, measured(model, traced, inputs)))
+        if isinstance(self.by, str):
+            assert self.stages is not None
+            _check_parts(chain, self.stages, traced.whole)
+            bounds = {"within": self.within, "memory_bytes": self.memory_bytes}
+            ends = _chosen(chain, self.stages, self.by, seconds, **bounds)
+        else:
+            ends = _named(places, self.by, self.stages, traced.whole)
+        made, sizes = split(model, traced, facts, inputs, chain.stage_of(ends))
+        return Cut(
+            stages=tuple(made),
+            values=tuple(sizes),
+            shared=_shared(model, made),
+            inputs=inputs.names,
+            begins=tuple(places.begin(chain.begins[end]) for end in ends[1:-1]),
+            costs=tuple(_costs(chain, places, ends, seconds, sizes)),
+            check=traced.check,
+        )
 
 
 def _check(stages: int | None, by: By | Sequence[str], within: float | None) -> None:
@@ -117,10 +144,24 @@ def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
     allowed = has_parameters(chain)
     most = sum(bool(allowed[unit, unit + 1]) for unit in range(chain.units))
     if stages > most:
-        kept = "".join(f"; {name} stays whole: {reason}" for name, reason in whole.items())
-        raise ValueError(
-            f"stages={stages}, and the model can be cut into at most {most} parts that have parameters{kept}"
-        )
+        said = f"stages={stages}, and the model can be cut into at most {most} parts that have parameters"
+        if whole:
+            raise Untraceable(f"{said}; {_kept(whole)}")
+        raise ValueError(said)
+
+
+def _named(places: Places, by: Sequence[str], stages: int | None, whole: Mapping[str, str]) -> tuple[int, ...]:
+    """Where the stages end that begin at these names. `Untraceable`, if a name may be within what stays whole."""
+    try:
+        return places.ends(by, stages)
+    except ValueError as error:
+        if not whole:
+            raise
+        raise Untraceable(f"{error}; {_kept(whole)}") from None
+
+
+def _kept(whole: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} stays whole: {reason}" for name, reason in whole.items())
 
 
 def _chosen(

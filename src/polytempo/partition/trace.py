@@ -1,8 +1,7 @@
 """A model as a graph of its layers and operations, in the order in which it computes them.
 
 `torch.fx` is the base, with the modules of `torch.nn` as single nodes. So dropout and batch norm stay modules, with
-their state and their two modes, and every parameter keeps its name. (`torch.export` takes more kinds of Python code,
-but it writes one mode into the graph, flattens batch norm into operations on its buffers, and fixes sizes.)
+their state and their two modes, and every parameter keeps its name. What it cannot trace, `exported` may.
 
 What differs from `torch.fx.symbolic_trace`:
 
@@ -32,19 +31,30 @@ import torch
 from torch import Tensor, fx, nn
 
 from polytempo.partition.checks import passing_outcome
+from polytempo.partition.cut import any_size
+from polytempo.partition.modes import modes_kept, read_flags
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _MADE = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")
 _DRAWN = ("normal", "rand", "randint", "randn", "randperm")
 _IN_PLACE = ("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
-_FIXED = (bool, str, type(None))
-_REMEDY = (
+FIXED = (bool, str, type(None))
+REMEDY = (
     "move these lines into a submodule, which then stays whole; or build the model as an nn.Sequential of its parts, "
     "and cut that by their names"
 )
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 """Tracing replaces methods of `nn.Module` and functions of `torch` while it lasts, for all threads."""
+
+
+class Untraceable(ValueError):
+    """What a model does that cannot be traced, and the remedy."""
+
+    def __init__(self, message: str, line: tuple[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+        """File and number of the line of the model's own code that cannot be traced."""
 
 
 class Inputs(NamedTuple):
@@ -57,12 +67,12 @@ class Inputs(NamedTuple):
     @property
     def traced(self) -> tuple[str, ...]:
         """Inputs of the graph. Flags, texts and None are none: they stay what they are in the sample."""
-        return tuple(n for n, value in zip(self.names, self.values, strict=True) if not isinstance(value, _FIXED))
+        return tuple(n for n, value in zip(self.names, self.values, strict=True) if not isinstance(value, FIXED))
 
     @property
     def traced_values(self) -> tuple[Any, ...]:
         """The values of those."""
-        return tuple(value for value in self.values if not isinstance(value, _FIXED))
+        return tuple(value for value in self.values if not isinstance(value, FIXED))
 
     def call(self, function: Callable[..., Any], *before: Any, values: Sequence[Any]) -> Any:
         """`function(*before, *values)`, or with the values as keywords."""
@@ -80,6 +90,8 @@ class Traced:
     """Tensors that `forward` makes from nothing, by the names that the graph has for them."""
     whole: dict[str, str] = field(default_factory=dict)
     """Submodules that could not be traced, each with the reason."""
+    check: Callable[[Sequence[Any]], None] = any_size
+    """Raises ValueError for inputs of sizes that the graph is not right for."""
 
 
 def inputs_of(model: nn.Module, sample: Any) -> Inputs:
@@ -101,21 +113,18 @@ def inputs_of(model: nn.Module, sample: Any) -> Inputs:
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Traced:
-    """The model's graph for these inputs. ValueError names the first construct that cannot be traced, and a remedy."""
+    """The model's graph. `Untraceable` names the first construct that cannot be traced, and a remedy."""
     whole: dict[str, str] = {}
-    with _one_at_a_time, _modes_kept(model):
+    with one_at_a_time, modes_kept(model):
         while True:
             traced = _in_mode(model, inputs, whole, training=True)
             other = _in_mode(model, inputs, whole, training=False)
-            if _read_flags(traced.graph, other.graph):
+            if read_flags(traced.graph, other.graph):
                 traced.graph.lint()
                 return traced
             reading = {name for name, each in model.named_modules() if name and _reads_mode(each)} - set(whole)
             if not reading:
-                raise ValueError(
-                    f"{type(model).__name__}.forward does other things in training than in evaluation, and a cut model "
-                    f"has one graph for both; {_REMEDY}"
-                )
+                raise two_graphs(model)
             whole |= dict.fromkeys(reading, "it does other things in training than in evaluation")
 
 
@@ -130,7 +139,7 @@ def _in_mode(model: nn.Module, inputs: Inputs, whole: dict[str, str], *, trainin
                 graph = tracer.trace(model)
         except Exception as error:
             if tracer.failed is None:
-                raise ValueError(f"{type(model).__name__} cannot be cut: {_construct(error)}; {_REMEDY}") from error
+                raise untraceable(model, error) from error
             whole[tracer.failed] = _construct(error)
             continue
         finally:
@@ -140,25 +149,38 @@ def _in_mode(model: nn.Module, inputs: Inputs, whole: dict[str, str], *, trainin
         return Traced(graph, constants, dict(whole))
 
 
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def untraceable(model: nn.Module, error: Exception) -> Untraceable:
+    """The error that says what of the model's own code failed under a tracer."""
+    frames = _own_frames(error)
+    line = (frames[-1].filename, frames[-1].lineno or 0) if frames else None
+    return Untraceable(f"{type(model).__name__} cannot be cut: {_construct(error)}; {REMEDY}", line)
+
+
+def two_graphs(model: nn.Module) -> Untraceable:
+    """The error for a model that decides by its mode."""
+    return Untraceable(
+        f"{type(model).__name__}.forward does other things in training than in evaluation, and a cut model has one "
+        f"graph for both; {REMEDY}"
+    )
 
 
 def _construct(error: Exception) -> str:
     """Where the model's own code failed under the tracer, and how."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_OURS, _TORCH, "<"))]
+    own = _own_frames(error)
     said = " ".join(str(error).split())
     reason = said if len(said) <= 160 else said[:157] + "..."
     if not own:
         return f"{type(error).__name__}: {reason}"
     return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}` cannot be traced ({type(error).__name__}: {reason})"
+
+
+def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+
+
+def is_own(file: str) -> bool:
+    """Whether it is the user's, neither ours nor torch's."""
+    return not file.startswith((_OURS, _TORCH, "<"))
 
 
 def _reads_mode(module: nn.Module) -> bool:
@@ -235,7 +257,7 @@ class _Tracer(fx.Tracer):
         if root_module := sys.modules.get(type(self.root).__module__):
             self._autowrap_search.append(root_module)  # `from math import sqrt` in the model's own file
         values = [
-            value if isinstance(value, _FIXED) else self.create_proxy("placeholder", name, (), {})
+            value if isinstance(value, FIXED) else self.create_proxy("placeholder", name, (), {})
             for name, value in zip(self._inputs.names, self._inputs.values, strict=True)
         ]
         return lambda root, *given: self._inputs.call(root_fn, root, values=given), [self.root, *values]
@@ -261,47 +283,3 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch, name, original)
-
-
-# ---------------------------------------------------------------------- training and evaluation
-
-
-def _read_flags(training: fx.Graph, evaluation: fx.Graph) -> bool:
-    """Replace arguments that are the mode by a node that reads it. False where the graphs differ in something else."""
-    nodes, others = list(training.nodes), list(evaluation.nodes)
-    same = [(n.op, n.target) for n in nodes] == [(n.op, n.target) for n in others]
-    if not same:
-        return False
-    place = {other: node for node, other in zip(nodes, others, strict=True)}
-    changes: list[tuple[fx.Node, Any, Any]] = []
-    for node, other in zip(nodes, others, strict=True):
-        mapped = fx.node.map_arg((other.args, other.kwargs), lambda each: place[each])
-        if not _alike((node.args, node.kwargs), mapped, allowed=(True, False)):
-            return False
-        if not _alike((node.args, node.kwargs), mapped):
-            changes.append((node, (node.args, node.kwargs), mapped))
-    for node, given, mapped in changes:
-        path = list(node.meta.get("nn_module_stack", {}).values())
-        with training.inserting_before(node):
-            flag = training.get_attr(f"{path[-1][0]}.training" if path and path[-1][0] else "training")
-        node.args, node.kwargs = _with_flag(given, mapped, flag)
-    return True
-
-
-def _alike(one: Any, other: Any, allowed: tuple[bool, bool] | None = None) -> bool:
-    """Whether arguments are equal, but for values that are `allowed[0]` in one and `allowed[1]` in the other."""
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(_alike(a, b, allowed) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key], allowed) for key in one)
-    return (one is other or (type(one) is type(other) and one == other)) or (
-        allowed is not None and one is allowed[0] and other is allowed[1]
-    )
-
-
-def _with_flag(one: Any, other: Any, flag: fx.Node) -> Any:
-    if isinstance(one, tuple | list):
-        return type(one)(_with_flag(a, b, flag) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict):
-        return {key: _with_flag(one[key], other[key], flag) for key in one}
-    return flag if one is True and other is False else one

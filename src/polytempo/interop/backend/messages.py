@@ -12,55 +12,51 @@ from polytempo.native.group import Group
 from polytempo.native.transfer import Transfer
 from polytempo.worlds.threads import close_at_exit, ended
 
-_GRACE_S = 0.002
-"""How long a message may wait for someone to wait for it before a thread sees to it."""
+_LOOKS_S = 1.0
+"""How long the thread sleeps at most before it looks whether it is to end."""
 
 
 class Courier:
-    """Finishes messages that no caller waits for yet: a thread, made when there is one."""
+    """Moves messages that are held up while no caller waits for them: in a thread, made with the first unfinished one.
+
+    It sleeps in the native core until another rank asks for this one's part, so it does not take Python's lock from a
+    program that computes.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.num_waiting = 0
-        self._news = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def take(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> Work:
         """The message as a `Work`; `back` gets a copy of what is received."""
-        work = PendingMessage(self, transfer, back, timeout)
+        work = PendingMessage(transfer, back, timeout)
         if transfer.done():
             work.exception()  # kept until someone waits for it
-            return work
-        if self._thread is None:
+        elif self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="polytempo-messages", daemon=True)
             self._thread.start()
             close_at_exit(self)
-        self._news.set()
         return work
 
     def close(self) -> None:
         """Let the thread end, and wait for that."""
         self._closed = True
-        self._news.set()
+        if self._thread is not None:
+            self.group.wake_server()
         ended(self._thread)
 
     def _serve(self) -> None:
-        pending = 0
         while not self._closed:
-            if not pending:
-                self._news.wait()
-            self._news.clear()
-            threading.Event().wait(_GRACE_S)
-            pending = 1 if self.num_waiting else self.group.advance_transfers(0.1)
+            self.group.serve_transfers(_LOOKS_S)
 
 
 class PendingMessage(Work):
     """A message under way."""
 
-    def __init__(self, courier: Courier, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> None:
+    def __init__(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> None:
         super().__init__()
-        self._courier, self._transfer, self._back, self._timeout = courier, transfer, back, timeout
+        self._transfer, self._back, self._timeout = transfer, back, timeout
         self._finished = False
         self._error: Exception | None = None
 
@@ -68,13 +64,10 @@ class PendingMessage(Work):
         """Until it is sent, or here. Errors: PeerLost, TimedOut, Mismatch."""
         if not self._finished:
             limit_s = timeout.total_seconds() if timeout is not None else 0.0
-            self._courier.num_waiting += 1
             try:
                 self._transfer.wait(limit_s if limit_s > 0 else self._timeout.total_seconds())
             except Exception as error:
                 self._error = error
-            finally:
-                self._courier.num_waiting -= 1
             if self._back is not None and self._error is None:
                 self._back.copy_(self._transfer.tensor)
             self._finished = True

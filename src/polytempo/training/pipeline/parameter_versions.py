@@ -33,12 +33,19 @@ class ParameterVersions:
     """Counts which versions are in use. Version v is the parameters after v updates.
 
     `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
-    `late`: what then replaces the present one in a pass.
+    `overtaken`: whether updates come between a forward pass and its backward pass. `late`: what then replaces the
+    present parameters in a pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool, late: LateStage | None = None) -> None:
-        self._late = late
-        self._parameters, self.stashes = list(parameters), stashes
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        stashes: bool,
+        overtaken: bool = True,
+        late: LateStage | None = None,
+    ) -> None:
+        self._parameters, self.stashes, self._overtaken, self._late = list(parameters), stashes, overtaken, late
         self.current = 0
         self.oldest: float = math.inf
         """The first version that a later pass begins with, where that may be an old one."""
@@ -149,6 +156,9 @@ class ParameterVersions:
 
         `instead`: other memory, which the backward pass is to multiply by.
         """
+        if not self._overtaken and keep is as_it_is:
+            yield
+            return
         own = {p.untyped_storage().data_ptr(): place for place, p in enumerate(self._parameters) if p.numel()}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Strategy
+from polytempo.core import Codec, Strategy
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
@@ -22,6 +22,7 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
+from polytempo.training.pipeline.wires import Wires, sent_bytes
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -35,6 +36,8 @@ def pipeline(
     by: By | Sequence[str] = "operations",
     inner: Strategy | None = None,
     max_norm: float | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
     seed: int = 0,
     world: ProcessWorld | None = None,
 ) -> Pipeline:
@@ -60,12 +63,15 @@ def pipeline(
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
-    Errors: ValueError where the ranks are no multiple of the stages, or a late schedule shares weights between stages;
-    `Mismatch` where ranks disagree.
+    `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
+    gradients back; None: as they are. See `training.pipeline.wires`.
+
+    Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
+    a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
-    return Pipeline(
-        world or current(), model, optimizer, loss, strategy_of(schedule, inner), sample, by, max_norm, seed
-    )
+    wires = Wires(activations, gradients)
+    whole = strategy_of(schedule, inner)
+    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, wires, seed)
 
 
 class Pipeline:
@@ -81,9 +87,10 @@ class Pipeline:
         sample: Any,
         by: By | Sequence[str],
         max_norm: float | None,
+        wires: Wires,
         seed: int,
     ) -> None:
-        self._world, self.schedule = world, schedule_of(strategy)
+        self._world, self.schedule, self._wires = world, schedule_of(strategy), wires
         whole, schedule = laid_out(world.port, self.schedule.stages), self.schedule
         self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
         if by == "time" and whole.size > 1:  # each rank has measured for itself
@@ -91,11 +98,14 @@ class Pipeline:
             self.cut = cut(model, sample=sample, by=begins)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
+        told |= {"activations": str(wires.activations), "gradients": str(wires.gradients)}
         world.drive(agree(whole, told))
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm)
+        self._stage = PipelineStage(
+            model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm, wires=wires
+        )
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
 
@@ -107,6 +117,15 @@ class Pipeline:
         """
         loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1]))
         return loss
+
+    def sent_bytes(self, *batch: Any) -> list[int]:
+        """Bytes that each stage of a replica sends to the others in a step with a batch of these sizes.
+
+        What replicas of a stage exchange is not among them: see `Strategy.gradients.cost`.
+        """
+        split = self._stage.micro_batches(batch[:-1], batch[-1])
+        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self._wires) for part in split]
+        return [sum(column) for column in zip(*each, strict=True)]
 
     def finish(self) -> None:
         """Take the gradients that are under way back through all stages, and update by them. All ranks call it."""

@@ -26,7 +26,8 @@ from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
-from polytempo.training.pipeline.stage_program import StageProgram
+from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replica import Replica
 
@@ -65,6 +66,7 @@ class PipelineStage:
         max_norm: float | None = None,
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
+        wires: Wires = AS_THEY_ARE,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
         self.number = self.ports.model.rank
@@ -85,6 +87,7 @@ class PipelineStage:
             self.number,
             self._update,
             shares,
+            wires,
             estimators=self.estimators,
             late=self.late_stage,
         )
@@ -100,11 +103,15 @@ class PipelineStage:
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
         """Take a batch. The last stage answers its mean loss. `replica.share`: the batch's weight among replicas."""
         step = self.program.step_number
-        split = self._batches.of(inputs, target, step)
+        split = self.micro_batches(inputs, target)
         self._shares.append(self.replica.share)
         loss = await self.program.step(self.ports.model, split)
         self.replica.step = step + 1  # also where no gradient has come back yet, and so no update was made
         return loss
+
+    def micro_batches(self, inputs: Sequence[Any], target: Any) -> list[MicroBatch]:
+        """What the next step would make of a batch."""
+        return self._batches.of(inputs, target, self.program.step_number)
 
     async def reported(self, loss: Tensor | None) -> Tensor | None:
         """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""

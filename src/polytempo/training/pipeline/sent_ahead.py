@@ -13,7 +13,8 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
-from polytempo.training.pipeline.stage_mail import StageMail, Way
+from polytempo.training.pipeline.stage_mail import StageMail
+from polytempo.training.pipeline.wires import Way
 
 
 class SentTensor(NamedTuple):
@@ -55,7 +56,7 @@ class SentAhead:
     async def again(self, port: Port, mail: StageMail) -> None:
         """Send what was restored."""
         for sent in self._again:
-            await mail.put(port, self._values[sent.value], sent.target, sent.way, sent.tensor)
+            await mail.put(port, self._values[sent.value], (sent.target,), sent.way, sent.tensor)
         self._again = []
 
     def _taken(self, sent: SentTensor) -> int:

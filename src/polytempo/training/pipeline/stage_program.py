@@ -22,7 +22,7 @@ from polytempo.core import Port, Program
 from polytempo.partition.cut import Cut, Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
-from polytempo.partition.schedules.facts import version_of
+from polytempo.partition.schedules.facts import facts, version_of
 from polytempo.training.pipeline.estimators import Estimators
 from polytempo.training.pipeline.late_stage import LateStage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
@@ -30,6 +30,7 @@ from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.sent_ahead import SentAhead
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
+from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 
 _RECEIVES_AHEAD = 2
 """How many actions ahead a receive is begun."""
@@ -65,6 +66,7 @@ class StageProgram:
         stage: int,
         update: Callable[[], Program[None]],
         shares: Sequence[float] | None = None,
+        wires: Wires = AS_THEY_ARE,
         *,
         estimators: Estimators | None = None,
         late: LateStage | None = None,
@@ -77,7 +79,8 @@ class StageProgram:
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = self._parameters = [p for part in own for p in part.module.parameters()]
-        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", late=late)
+        stashes, overtaken = schedule.weights != "current", facts(schedule, stage).delay > 0
+        self.versions = ParameterVersions(parameters, stashes=stashes, overtaken=overtaken, late=late)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
             part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
@@ -88,7 +91,7 @@ class StageProgram:
         self._next = next(self._turns)
         self._batches: dict[int, MicroBatch] = {}
         self._device = next((p.device for p in parameters), torch.device("cpu"))
-        self._mail = StageMail(cut, schedule, stage)
+        self._mail = StageMail(cut, schedule, stage, wires)
         self._begun: set[Turn] = set()
         self.step_number = self._num_entered = 0
         self._entered: dict[int, int] = {}
@@ -233,7 +236,7 @@ class StageProgram:
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
         stage, batch = self._parts[part], self._batches[turn.micro_batch]
-        taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
+        taken = [await self._mail.take(port, name, part, "forward") for name in stage.takes]
         version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
         work = partial(
             self._work[part].forward,
@@ -252,14 +255,14 @@ class StageProgram:
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
                 self._sent.note(turn.micro_batch, self._values[name], target, "forward", tensor)
-                await self._mail.put(port, self._values[name], target, "forward", tensor)
+            await self._mail.put(port, self._values[name], self._values[name].targets, "forward", tensor)
         return loss
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
         if self.estimators is None:
-            gradients = [await self._gradient(name) for name in stage.gives]
+            gradients = [await self._gradient(port, name) for name in stage.gives]
         else:
             gradients = self.estimators.estimates(turn.micro_batch, stage.gives)
             flops += self.estimators.flops(turn.micro_batch)
@@ -269,7 +272,7 @@ class StageProgram:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient
                 self._sent.note(turn.micro_batch, self._values[name], part, "backward", answer)
-                await self._mail.put(port, self._values[name], part, "backward", answer)
+                await self._mail.put(port, self._values[name], (part,), "backward", answer)
         if whole:
             self._has_gradient = True
             self._end(turn)
@@ -277,18 +280,18 @@ class StageProgram:
     async def _learn(self, port: Port, turn: Turn, part: int) -> None:
         """Train the estimators by what the stages behind have sent."""
         assert self.estimators is not None
-        found = {name: await self._gradient(name) for name in self._parts[part].gives}
+        found = {name: await self._gradient(port, name) for name in self._parts[part].gives}
         known = {name: gradient for name, gradient in found.items() if gradient is not None}
         work = partial(self.estimators.descend, turn.micro_batch, known)
         await port.compute(work, 3 * self.estimators.flops(turn.micro_batch))
         await self.estimators.learn()
         self._end(turn)
 
-    async def _gradient(self, name: str) -> Tensor | None:
+    async def _gradient(self, port: Port, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
         for target in self._back(name):
-            gradient = await self._mail.take(name, target, "backward")
+            gradient = await self._mail.take(port, name, target, "backward")
             total = gradient if total is None else total + gradient
         return total
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.training.pipeline.parameter_versions import ParameterVersions, as_it_is
-from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once
+from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once, layers_of
 
 Head = Callable[[Any], Tensor]
 """From the model's own output to the loss that is descended; only the last part has one."""
@@ -48,7 +48,8 @@ class StageWork:
         self, module: nn.Module, versions: ParameterVersions, *, recomputes: bool = False, splits: bool, sums: bool
     ) -> None:
         self.module, self._versions = module, versions
-        self._recomputes, self._splits, self._sums = recomputes, splits, sums
+        self._recomputes, self._splits = recomputes, splits
+        self._layers = layers_of(module) if splits or sums else []
         self.under_way: dict[int, UnderWay] = {}
         """Micro-batches between their passes."""
         self.last_version = 0
@@ -129,7 +130,7 @@ class StageWork:
 
     def _computed(self, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         take = kept.later.append if self._splits else at_once
-        own = apart(self.module, take) if self._splits or self._sums else nullcontext()
+        own = apart(self._layers, take) if self._layers else nullcontext()
         with torch.random.fork_rng(devices=[]), own:  # what the loop draws itself goes on as it was
             kept.seeded()
             answer = list(self.module(*kept.inputs, *kept.taken))

@@ -10,7 +10,7 @@ zero bubble puts off; source: P. Qi et al., "Zero bubble pipeline parallelism", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,25 +20,31 @@ from torch import Tensor, nn
 Gradient = Callable[[], None]
 Take = Callable[[Gradient], None]
 """What is done with a weight gradient that can be computed now."""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @contextmanager
-def apart(module: nn.Module, take: Take) -> Iterator[None]:
-    """Inside, forward passes of `module` build graphs whose backward passes hand their weight gradients to `take`.
+def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
+    """Inside, forward passes of `layers` (see `layers_of`) build graphs that hand their weight gradients to `take`.
 
     Of convolutions only where `take` is not `at_once`: they cannot add in place, and two halves cost more than a whole.
     """
     kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
     if take is not at_once:
-        kinds |= dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution)
-    layers = [m for m in module.modules() if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
-    for layer in layers:
+        kinds |= dict.fromkeys(_CONVOLUTIONS, _convolution)
+    own: list[Any] = [m for m in layers if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
+    for layer in own:
         layer.forward = kinds[type(layer)](layer, take)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in own:
             del layer.forward
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of `module` that `apart` is for."""
+    return [m for m in module.modules() if type(m) in (nn.Linear, *_CONVOLUTIONS)]
 
 
 def at_once(gradient: Gradient) -> None:

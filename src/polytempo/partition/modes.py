@@ -1,0 +1,61 @@
+"""The two modes of a model, training and evaluation, as one graph that reads the mode when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Each module is in the mode afterwards in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def read_flags(training: fx.Graph, evaluation: fx.Graph) -> bool:
+    """Replace arguments that are the mode by a node that reads it. False where the graphs differ in something else."""
+    nodes, others = list(training.nodes), list(evaluation.nodes)
+    same = [(n.op, n.target) for n in nodes] == [(n.op, n.target) for n in others]
+    if not same:
+        return False
+    place = {other: node for node, other in zip(nodes, others, strict=True)}
+    changes: list[tuple[fx.Node, Any, Any]] = []
+    for node, other in zip(nodes, others, strict=True):
+        mapped = fx.node.map_arg((other.args, other.kwargs), lambda each: place[each])
+        if not _alike((node.args, node.kwargs), mapped, allowed=(True, False)):
+            return False
+        if not _alike((node.args, node.kwargs), mapped):
+            changes.append((node, (node.args, node.kwargs), mapped))
+    for node, given, mapped in changes:
+        path = list(node.meta.get("nn_module_stack", {}).values())
+        with training.inserting_before(node):
+            flag = training.get_attr(f"{path[-1][0]}.training" if path and path[-1][0] else "training")
+        node.args, node.kwargs = _with_flag(given, mapped, flag)
+    return True
+
+
+def _alike(one: Any, other: Any, allowed: tuple[bool, bool] | None = None) -> bool:
+    """Whether arguments are equal, but for values that are `allowed[0]` in one and `allowed[1]` in the other."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(_alike(a, b, allowed) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key], allowed) for key in one)
+    return (one is other or (type(one) is type(other) and one == other)) or (
+        allowed is not None and one is allowed[0] and other is allowed[1]
+    )
+
+
+def _with_flag(one: Any, other: Any, flag: fx.Node) -> Any:
+    if isinstance(one, tuple | list):
+        return type(one)(_with_flag(a, b, flag) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return {key: _with_flag(one[key], other[key], flag) for key in one}
+    return flag if one is True and other is False else one

@@ -1,0 +1,76 @@
+"""`Wires`: what passes between the stages of a pipeline, in fewer bytes.
+
+    forward    stage 0 ── h, encoded ──▶ stage 1 computes with ĥ = decode(encode(h))
+    backward   stage 0 ◀── ĝ ────────── stage 1 sends g = ∂L/∂ĥ, encoded; stage 0 takes ĝ for ∂L/∂h
+
+So the gradient passes the codec of activations as if it were the identity (straight through).
+
+Sources: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
+conditional computation", 2013, section 3.1 (straight through); T. Dettmers, "8-bit approximations for parallelism in
+deep learning", 2016, for 8-bit activations and gradients between the parts of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polytempo.compression.point_to_point import check_forgetful
+from polytempo.core import Codec
+from polytempo.core.codec import check_codec
+from polytempo.partition.cut import Cut, Layout
+
+Way = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The codecs of both ways; None: tensors travel as they are.
+
+    Raises ValueError for a codec that remembers something, or whose wires vary in length.
+    """
+
+    activations: Codec | None = None
+    gradients: Codec | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot serve."""
+        for codec in (self.activations, self.gradients):
+            if codec is not None:
+                check_codec(codec)
+                check_forgetful(codec)
+
+    def codec(self, way: Way, like: Tensor) -> Codec | None:
+        """What encodes a tensor like this on its way. None for whole numbers, truth values and single numbers (a size,
+        a scale), and for a tensor that would not get smaller."""
+        codec = self.activations if way == "forward" else self.gradients
+        if codec is None or not like.is_floating_point() or like.dim() == 0 or codec.wire_bytes(like) > like.nbytes:
+            return None
+        return codec
+
+    def num_bytes(self, way: Way, like: Tensor) -> int:
+        """What travels for a tensor like this."""
+        codec = self.codec(way, like)
+        return like.nbytes if codec is None else codec.wire_bytes(like)
+
+
+AS_THEY_ARE = Wires()
+"""Nothing is encoded."""
+
+
+def sent_bytes(cut: Cut, layouts: Mapping[str, Layout], num_stages: int, wires: Wires) -> list[int]:
+    """Bytes that each stage sends to others for one micro-batch: every tensor once to each part that uses it, and its
+    gradient once from each of them. A part at the same stage is sent nothing."""
+    sent = [0] * num_stages
+    for value in cut.values:
+        shape, dtype = layouts[value.name]
+        like = torch.empty((), dtype=dtype).expand(shape)
+        source = value.source % num_stages
+        for target in (part % num_stages for part in value.targets if part % num_stages != source):
+            sent[source] += wires.num_bytes("forward", like)
+            sent[target] += wires.num_bytes("backward", like) * value.requires_grad
+    return sent
