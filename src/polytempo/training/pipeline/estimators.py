@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from polytempo.core import Port
-from polytempo.core.state import Saved
+from polytempo.core.state import Saved, Scalar
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.estimation import Estimation
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
@@ -96,7 +96,8 @@ class Estimators:
 
     def state(self) -> Saved:
         """The estimators, their optimizers, and the batches whose gradients have not come yet."""
-        tensors, scalars = {}, {_PATH: json.dumps({"made": self._made, "seen": list(self._seen)})}
+        tensors: dict[str, Tensor] = {}
+        scalars: dict[str, Scalar] = {_PATH: json.dumps({"made": self._made, "seen": list(self._seen)})}
         for place, key in enumerate(self.modules):
             tensors |= {f"module/{place}/{name}": t for name, t in self.modules[key].state_dict().items()}
             own = optimizer_saved(self._optimizers[key], f"optimizer/{place}")

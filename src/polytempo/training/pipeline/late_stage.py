@@ -97,7 +97,9 @@ class DelayedRate:
 
     def restore(self, source: Saved) -> None:
         """Go on from there."""
-        self._updates = int(source.scalars["updates"])
+        updates = source.scalars["updates"]
+        assert isinstance(updates, int)
+        self._updates = updates
         for place, change in enumerate(self._changes):
             change.copy_(source.tensors[str(place)])
 
