@@ -21,8 +21,13 @@ from polytempo.partition.schedules import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
+    pipemare,
+    spectrain,
+    synthetic_gradients,
     zero_bubble,
 )
+from polytempo.training.pipeline.estimators import estimators_of
+from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.worlds import VirtualWorld
@@ -45,6 +50,9 @@ DELAYED = {
     "pipelined_backprop": pipelined_backprop,
     "pipedream": pipedream,
     "pipedream with vertical sync": lambda stages: pipedream(stages, vertical_sync=True),
+    "pipelined_backprop with pipemare": lambda stages: pipelined_backprop(stages, correction=pipemare(5, decay=0.2)),
+    "pipelined_backprop with spectrain": lambda stages: pipelined_backprop(stages, correction=spectrain()),
+    "synthetic_gradients": lambda stages: synthetic_gradients(stages, lr=0.01, hidden_layers=1, width=8),
 }
 
 
@@ -80,7 +88,7 @@ def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: f
             return nn.functional.mse_loss(output, y) * (len(y) / len(batch[1]))
 
         layouts = {value.name: ((len(x), WIDTH), x.dtype) for value in parts.values}
-        found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x)))
+        found.append(MicroBatch((x,), layouts, head, lambda part: None, flops * len(x), y))
     return found
 
 
@@ -130,7 +138,15 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         optimizer.step()
         optimizer.zero_grad()
 
-    return StageProgram(whole, schedule, stage, update, wires=wires)
+    return StageProgram(
+        whole,
+        schedule,
+        stage,
+        update,
+        wires=wires,
+        estimators=estimators_of(schedule, stage),
+        late=late_stage(schedule, stage, own, optimizer),
+    )
 
 
 def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) -> Trained:

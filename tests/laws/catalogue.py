@@ -9,6 +9,7 @@ from polytempo import aggregation, collectives
 from polytempo import strategies as s
 from polytempo.compression import bf16, feedback
 from polytempo.core import Strategy
+from polytempo.partition.schedules import pipemare, spectrain
 
 ROUTES = [
     collectives.native,
@@ -162,6 +163,9 @@ STAGED = [
     Row("pipedream", lambda: s.pipedream(3)),
     Row("pipedream", lambda: s.pipedream(3, vertical_sync=True)),
     Row("pipedream_2bw", lambda: s.pipedream_2bw(3, 3)),
+    Row("pipelined_backprop", lambda: s.pipelined_backprop(correction=pipemare(anneal_steps=9, decay=0.2))),
+    Row("pipelined_backprop", lambda: s.pipelined_backprop(correction=spectrain())),
+    Row("synthetic_gradients", lambda: s.synthetic_gradients(3, hidden_layers=1, width=5, lr=0.01)),
 ]
 """Those that cut a model into stages (`strategy.schedule`), for which no rank holds the whole model: their laws are in
 `test_pipeline_laws`."""

@@ -22,6 +22,7 @@ from polytempo.partition.schedules import (
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
+    synthetic_gradients,
     zero_bubble,
 )
 from polytempo.partition.schedules.facts import facts
@@ -42,6 +43,7 @@ TABLES = [
     (features_replay(2), ["F0 B-1 U", "F0 B0 U"]),
     (pipelined_backprop(3), ["F0 B-4 U", "F0 B-2 U", "F0 B0 U"]),
     (pipedream(2), ["F0 B-1 U", "F0 B0 U"]),
+    (synthetic_gradients(3), ["F0 B0 U L-1", "F0 B0 U L-1", "F0 B0 U"]),
     (pipedream_2bw(3, 3), ["F0 B-2 F1 B-1 U F2 B0", "F0 B-1 U F1 B0 F2 B1", "F0 B0 F1 B1 F2 B2 U"]),
 ]
 
@@ -62,6 +64,7 @@ EVERY: dict[str, Callable[[int], Schedule]] = {
     "features_replay": features_replay,
     "pipelined_backprop": pipelined_backprop,
     "pipedream": pipedream,
+    "synthetic_gradients": synthetic_gradients,
     "pipedream_2bw": lambda stages: pipedream_2bw(stages, 2 * stages),
 }
 
@@ -100,6 +103,7 @@ def test_bubbles_are_those_of_the_papers(stages: int) -> None:
         ddg(k): 0.0,
         features_replay(k): 0.0,
         pipelined_backprop(k): 0.0,
+        synthetic_gradients(k): 0.0,
         pipedream_2bw(k, m): 0.0,
     }
     for schedule, bubble in expected.items():
@@ -149,7 +153,7 @@ FACTS = [  # stage by stage: micro-batches held, delay, versions
     ("schedule", "table"), FACTS, ids=lambda value: str(value) if isinstance(value, Schedule) else ""
 )
 def test_what_a_stage_holds_and_how_late_it_updates(schedule: Schedule, table: list[tuple[int, int, int]]) -> None:
-    assert [tuple(facts(schedule, stage)) for stage in range(schedule.stages)] == table
+    assert [facts(schedule, stage)[:3] for stage in range(schedule.stages)] == table
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
@@ -180,6 +184,11 @@ def test_docstrings_draw_what_happens(make: Callable[..., Schedule]) -> None:
 def test_the_module_draws_a_pipeline_that_is_full_from_its_third_step_on() -> None:
     drawn = re.findall(r"stage \d   (.*) …$", schedules.delayed.__doc__ or "", re.M)
     assert drawn == played(ddg(3), 5, StageTimes(1.0, 1.0)).drawn()
+
+
+def test_estimated_gradients_are_drawn_with_what_the_estimators_learn() -> None:
+    drawn = re.findall(r"^    stage \d   (.*)$", inspect.getdoc(synthetic_gradients) or "", re.M)
+    assert drawn == played(synthetic_gradients(3), 4, StageTimes(1.0, 1.0, learn_s=1.0)).drawn()
 
 
 @pytest.mark.parametrize(
@@ -213,6 +222,7 @@ def test_the_page_draws_what_happens() -> None:
         played(one_f_one_b(2, 4), 1),
         played(zero_bubble(2, 4), 1),
         played(ddg(3), 5, StageTimes(1.0, 1.0)),
+        played(synthetic_gradients(3), 4, StageTimes(1.0, 1.0, learn_s=1.0)),
     ]
     assert drawn == [[f"stage {k}   {line}" for k, line in enumerate(each.drawn())] for each in played_ones]
 

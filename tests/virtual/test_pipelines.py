@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
 import polytempo as pt
 from pipelines import DELAYED, SAMPLES, WAITING, batches, perceptron, plainly_trained, trained, two_versions
-from polytempo.partition.schedules import Schedule, ddg, features_replay, pipedream, pipelined_backprop
+from polytempo.core import Port
+from polytempo.partition import cut, striped, unstriped
+from polytempo.partition.schedules import Action, Schedule, ddg, features_replay, pipedream, pipelined_backprop
 from polytempo.partition.schedules.facts import facts
 from polytempo.partition.schedules.timetable import StageTimes, played
+from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.worlds import VirtualWorld
 
 EVERY = WAITING | DELAYED | {"pipedream_2bw": two_versions}
 every = pytest.mark.parametrize("name", EVERY)
@@ -119,8 +125,52 @@ def test_the_virtual_world_takes_the_time_of_the_timetable(name: str) -> None:
     """Equal stages on a network that costs nothing: the same steps as the schedule, played with the same times."""
     schedule, steps = EVERY[name](4), 12
     cluster = pt.cluster.ethernet(gbit_per_s=1e9, latency_us=0.0)
-    flops = 1e9
+    flops = 1e12
     ours = trained(schedule, steps=steps, flops=flops, cluster=cluster)
     forward_s = flops * SAMPLES / schedule.micro_batches / 3 / (4 * schedule.parts) / cluster.flops_per_s
     timetable = played(schedule, steps, StageTimes(forward_s, 2 * forward_s, forward_s))
     assert ours.seconds == pytest.approx(timetable.seconds, rel=1e-6)
+
+
+def test_stripes_of_a_layer_are_trained_as_the_layer_is() -> None:
+    """Without delay: the bits of a sum differ, nothing else."""
+
+    def order(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+        return Action("forward"), Action("backward"), Action("update")
+
+    schedule, losses = Schedule("in turn", 3, 1, order, stripes=2), []
+    whole = nn.Sequential(*perceptron(3)[:2], perceptron(3)[2][0])
+    model = striped(whole, "2", 2)
+    parts = cut(model, sample=batches(1)[0][0], by=["2.stripes.0", "2.stripes.1"])
+    optimizers = [SGD(each.module.parameters(), lr=0.1, momentum=0.9) for each in parts.stages]
+    programs = [StageProgram(parts, schedule, k, stepping(own)) for k, own in enumerate(optimizers)]
+
+    async def program(port: Port) -> None:
+        for x, y in batches(6):
+            batch = MicroBatch((x,), parts.layouts(x), lambda output, y=y: nn.functional.mse_loss(output, y), no_seed)
+            if (loss := await programs[port.rank].step(port, [batch])) is not None:
+                losses.append(float(loss))
+
+    VirtualWorld(pt.cluster.ethernet(gbit_per_s=1), 3).run(program)
+    plain, optimizer = [], SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(whole(x), y)
+        loss.backward()
+        optimizer.step()
+        plain.append(float(loss.detach()))
+    assert losses == pytest.approx(plain, abs=1e-13)
+    for name, tensor in unstriped(model.state_dict()).items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-13)
+
+
+def no_seed(part: int) -> None:
+    """Nothing is drawn."""
+
+
+def stepping(optimizer: SGD) -> Callable[[], Any]:
+    async def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update

@@ -63,6 +63,21 @@ class Saved(NamedTuple):
     tensors: dict[str, Tensor]
     scalars: dict[str, Scalar]
 
+    def under(self, path: str) -> Saved:
+        """The leaves below `path`, by the rest of their paths."""
+        prefix = f"{path}/"
+        return Saved(
+            {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)},
+            {name.removeprefix(prefix): each for name, each in self.scalars.items() if name.startswith(prefix)},
+        )
+
+    def at(self, path: str) -> Saved:
+        """The leaves, all of them below `path`."""
+        return Saved(
+            {f"{path}/{name}": each for name, each in self.tensors.items()},
+            {f"{path}/{name}": each for name, each in self.scalars.items()},
+        )
+
     def holds(self, path: str) -> bool:
         """Whether there is a leaf at `path`, or below it."""
         return any(name == path or name.startswith(f"{path}/") for name in [*self.tensors, *self.scalars])

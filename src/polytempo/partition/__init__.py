@@ -4,5 +4,6 @@ from polytempo.partition import schedules
 from polytempo.partition.cut import Cut, Stage, Value
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import Schedule
+from polytempo.partition.striping import striped, unstriped
 
-__all__ = ["Cut", "Schedule", "Stage", "Value", "cut", "schedules"]
+__all__ = ["Cut", "Schedule", "Stage", "Value", "cut", "schedules", "striped", "unstriped"]

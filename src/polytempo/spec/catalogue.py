@@ -11,12 +11,13 @@ from polytempo import aggregation, cluster, collectives, compression, strategies
 from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.measured import read_cluster
 from polytempo.core import Strategy
+from polytempo.partition import schedules
 from polytempo.spec.call import split_calls
 from polytempo.spec.names import COMPARED, names
 from polytempo.spec.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
-_FOLDERS["strategies"] = strategies
+_FOLDERS |= {"strategies": strategies, "partition.schedules": schedules}
 
 
 def _imported(folder: str) -> Mapping[str, Function]:

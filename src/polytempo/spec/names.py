@@ -98,7 +98,7 @@ def names(load: Load) -> Names:
     codecs = {name: compression[name] for name in sorted(compression) if name not in NO_CODECS}
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
-    aggregation = load("aggregation")
+    aggregation, schedules = load("aggregation"), load("partition.schedules")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
         codecs=codecs,
@@ -107,7 +107,10 @@ def names(load: Load) -> Names:
         stragglers=stragglers,
         low_rank=aggregation["low_rank"],
         invariant=load("collectives")["invariant"],
-        arguments=_arguments(load("collectives"), aggregation, codecs, stragglers),
+        arguments={
+            **_arguments(load("collectives"), aggregation, codecs, stragglers),
+            "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
+        },
     )
 
 

@@ -35,6 +35,7 @@ from polytempo.strategies.softsync import softsync
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
 from polytempo.strategies.sync_sgd import sync_sgd
+from polytempo.strategies.synthetic_gradients import synthetic_gradients
 from polytempo.strategies.terngrad import terngrad
 from polytempo.strategies.threshold_sgd import threshold_sgd
 from polytempo.strategies.top_k_sgd import top_k_sgd
@@ -76,6 +77,7 @@ __all__ = [
     "ssp",
     "staleness_aware",
     "sync_sgd",
+    "synthetic_gradients",
     "terngrad",
     "threshold_sgd",
     "top_k_sgd",

@@ -5,10 +5,17 @@ from __future__ import annotations
 from polytempo.core import Strategy, call_name
 from polytempo.partition import schedules
 from polytempo.partition.over_stages import over_stages
+from polytempo.partition.schedules import Correction
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def ddg(stages: int = 2, weights: str = "stashed", lockstep: bool = False, inner: Strategy | None = None) -> Strategy:
+def ddg(
+    stages: int = 2,
+    weights: str = "stashed",
+    lockstep: bool = False,
+    correction: Correction | None = None,
+    inner: Strategy | None = None,
+) -> Strategy:
     """Each step a stage takes a new batch forward and an older one back, and updates by that one's gradient.
 
     w(k) ← w(k) - γ ∇f(x(t - d(k))),    d(k) = K-1-k steps late at stage k of K; the last stage is not late
@@ -17,6 +24,8 @@ def ddg(stages: int = 2, weights: str = "stashed", lockstep: bool = False, inner
     multiplies by the present ones on the way back, as the authors' code does. With `lockstep` all stages end a step
     before one begins the next, as the paper times it. At the end of a run the gradients under way come back. Use a
     learning rate that is smaller by about the delay.
+
+    `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -27,5 +36,5 @@ def ddg(stages: int = 2, weights: str = "stashed", lockstep: bool = False, inner
     """
     if weights not in ("stashed", "current"):
         raise ValueError(f"weights is 'stashed' or 'current', got {weights!r}")
-    schedule = schedules.ddg(stages, weights=weights, lockstep=lockstep)  # type: ignore[arg-type]  # checked above
-    return over_stages(call_name(ddg, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    schedule = schedules.ddg(stages, weights=weights, lockstep=lockstep, correction=correction)  # type: ignore[arg-type]  # checked above
+    return over_stages(call_name(ddg, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd())

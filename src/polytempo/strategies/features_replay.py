@@ -5,15 +5,20 @@ from __future__ import annotations
 from polytempo.core import Strategy, call_name
 from polytempo.partition import schedules
 from polytempo.partition.over_stages import over_stages
+from polytempo.partition.schedules import Correction
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def features_replay(stages: int = 2, lockstep: bool = False, inner: Strategy | None = None) -> Strategy:
+def features_replay(
+    stages: int = 2, lockstep: bool = False, correction: Correction | None = None, inner: Strategy | None = None
+) -> Strategy:
     """As `ddg`, but a late backward pass computes a batch's activations anew, with the present parameters.
 
     w(k) ← w(k) - γ ∇f(w(t); h(t - d(k))),    d(k) = K-1-k; h is what the stage before gave then
 
     Running statistics and dropout masks are those of the first pass. `lockstep`: as in `ddg`.
+
+    `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -23,5 +28,7 @@ def features_replay(stages: int = 2, lockstep: bool = False, inner: Strategy | N
     Source: Z. Huo et al., "Training neural networks using features replay", 2018. Deviation: the authors' code draws
     new dropout masks, and updates running statistics twice.
     """
-    schedule = schedules.features_replay(stages, lockstep=lockstep)
-    return over_stages(call_name(features_replay, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    schedule = schedules.features_replay(stages, lockstep=lockstep, correction=correction)
+    return over_stages(
+        call_name(features_replay, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd()
+    )

@@ -5,16 +5,21 @@ from __future__ import annotations
 from polytempo.core import Strategy, call_name
 from polytempo.partition import schedules
 from polytempo.partition.over_stages import over_stages
+from polytempo.partition.schedules import Correction
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def pipedream(stages: int = 2, vertical_sync: bool = False, inner: Strategy | None = None) -> Strategy:
+def pipedream(
+    stages: int = 2, vertical_sync: bool = False, correction: Correction | None = None, inner: Strategy | None = None
+) -> Strategy:
     """Each batch comes back with the parameters that it went forward with, and makes an update at once.
 
     w(t+1) = w(t) - ν ∇f(w₁(t-K+1), …, w_K(t))
 
     Stage k of K is K-1-k updates late. With `vertical_sync` a batch sees the parameters of one moment at all stages,
     w(t-K+1), and all are K-1 late.
+
+    `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -23,5 +28,5 @@ def pipedream(stages: int = 2, vertical_sync: bool = False, inner: Strategy | No
 
     Source: D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019.
     """
-    schedule = schedules.pipedream(stages, vertical_sync=vertical_sync)
-    return over_stages(call_name(pipedream, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    schedule = schedules.pipedream(stages, vertical_sync=vertical_sync, correction=correction)
+    return over_stages(call_name(pipedream, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd())

@@ -5,13 +5,18 @@ from __future__ import annotations
 from polytempo.core import Strategy, call_name
 from polytempo.partition import schedules
 from polytempo.partition.over_stages import over_stages
+from polytempo.partition.schedules import Correction
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def pipelined_backprop(stages: int = 2, inner: Strategy | None = None) -> Strategy:
+def pipelined_backprop(
+    stages: int = 2, correction: Correction | None = None, inner: Strategy | None = None
+) -> Strategy:
     """As `ddg(weights="current")`, with a step more between stages, so that a message may take as long as a batch.
 
     w(k) ← w(k) - γ g(t - d(k)),    d(k) = 2(K-1-k) steps late at stage k of K
+
+    `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -20,5 +25,7 @@ def pipelined_backprop(stages: int = 2, inner: Strategy | None = None) -> Strate
 
     Source: X. Chen et al., "Pipelined back-propagation for context-dependent deep neural networks", 2012.
     """
-    schedule = schedules.pipelined_backprop(stages)
-    return over_stages(call_name(pipelined_backprop, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    schedule = schedules.pipelined_backprop(stages, correction=correction)
+    return over_stages(
+        call_name(pipelined_backprop, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd()
+    )

@@ -1,6 +1,7 @@
 """In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
 
 from polytempo.partition.schedules.action import Action, Schedule
+from polytempo.partition.schedules.correction import Correction, PipeMare, SpecTrain, pipemare, spectrain
 from polytempo.partition.schedules.delayed import (
     ddg,
     features_replay,
@@ -8,11 +9,17 @@ from polytempo.partition.schedules.delayed import (
     pipedream_2bw,
     pipelined_backprop,
 )
+from polytempo.partition.schedules.estimated import synthetic_gradients
+from polytempo.partition.schedules.estimation import Estimation
 from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
 
 __all__ = [
     "Action",
+    "Correction",
+    "Estimation",
+    "PipeMare",
     "Schedule",
+    "SpecTrain",
     "ddg",
     "features_replay",
     "gpipe",
@@ -21,5 +28,8 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "pipelined_backprop",
+    "pipemare",
+    "spectrain",
+    "synthetic_gradients",
     "zero_bubble",
 ]

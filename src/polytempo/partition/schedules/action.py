@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "input", "weight", "update"]
-"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters."""
+from polytempo.partition.schedules.correction import Correction, PipeMare
+from polytempo.partition.schedules.estimation import Estimation
+
+Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]
+"""`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters.
+`learn` trains a stage's estimator of its output's gradient by the gradient that the stage behind sends."""
 Weights = Literal["stashed", "current", "vertical", "previous"]
 """With which parameters a backward pass computes that comes after later updates; see `Schedule`."""
 
@@ -27,7 +31,7 @@ class Action(NamedTuple):
         return f"{LETTERS[self.kind]}{self.micro_batch}" + ("" if self.part == 0 else f".{self.part}")
 
 
-LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W", "learn": "L"}
 
 Order = Callable[[int, int, int], tuple[Action, ...]]
 """(stage, stages, micro-batches) to the actions of one step of this stage, in their order."""
@@ -62,12 +66,31 @@ class Schedule:
     recomputes: bool = False
     lockstep: bool = False
     """Whether all stages end a step before one of them begins the next."""
+    estimation: Estimation | None = None
+    """How a stage estimates the gradient of its output; None: it waits for the gradient."""
+    stripes: int = 1
+    """The last so many parts are stripes of one layer: each uses what is before them, and the last one the others."""
+    correction: Correction | None = None
+    """What a stage does about late gradients."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""
-        for name in ("stages", "micro_batches", "parts"):
+        for name in ("stages", "micro_batches", "parts", "stripes"):
             if not isinstance(number := getattr(self, name), int) or number < 1:
                 raise ValueError(f"{self.name} needs {name} of 1 or more, got {number!r}")
+        if self.stripes > self.stages or (self.stripes > 1 and self.parts > 1):
+            raise ValueError(
+                f"stripes={self.stripes} of a layer are at as many of the {self.stages} stages, with one part each; "
+                f"give stripes of {self.stages} or less"
+            )
+        rates_alone = self.correction is None or (isinstance(self.correction, PipeMare) and not self.correction.decay)
+        replays = self.recomputes and isinstance(self.correction, PipeMare)
+        if not rates_alone and (self.weights != "current" or replays):
+            raise ValueError(
+                f"{self.correction} changes the parameters that a pass computes with, and those of {self.name} with "
+                f'weights="{self.weights}"{" are computed anew" if replays else ""} are given; use '
+                'pipelined_backprop or ddg(weights="current"), or pipemare without decay'
+            )
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """One step of `stage`."""

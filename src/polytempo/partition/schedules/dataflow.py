@@ -1,7 +1,9 @@
 """What an action of a schedule waits for, and what waits for it: micro-batches that have passed parts of the model.
 
 part p of the model ── forward ──▶ Passed("forward", batch, p) ──▶ forward of p + 1, backward of p
-part p of the model ── backward ─▶ Passed("backward", batch, p) ─▶ backward of p - 1
+part p of the model ── backward ─▶ Passed("backward", batch, p) ─▶ backward of p - 1, or its learning
+
+Stripes of one layer, the last parts, all use what is before the first of them; the last one uses the others.
 """
 
 from __future__ import annotations
@@ -62,15 +64,26 @@ def turns(schedule: Schedule, stage: int, steps: int | None = None) -> Iterator[
 def waits_for(schedule: Schedule, stage: int, turn: Turn) -> tuple[Passed, ...]:
     """What has to have happened before it."""
     kind, batch, part = turn.action.kind, turn.micro_batch, part_of(schedule, stage, turn.action)
-    here, behind = Passed("forward", batch, part), Passed("backward", batch, part + 1)
-    is_top = part == schedule.stages * schedule.parts - 1
+    here = Passed("forward", batch, part)
+    behind = [Passed("backward", batch, other) for other in _behind(schedule, part)]
     match kind:
         case "forward":
-            return (Passed("forward", batch, part - 1),) if part else ()
+            return tuple(Passed("forward", batch, other) for other in range(part) if part in _behind(schedule, other))
         case "backward" | "input":
-            return (here,) if is_top else (here, behind)
+            return (here,) if schedule.estimation is not None else (here, *behind)
+        case "learn":
+            return (here, *behind)
         case _:
             return ()
+
+
+def _behind(schedule: Schedule, part: int) -> range:
+    """The parts that use what `part` gives."""
+    last = schedule.stages * schedule.parts - 1
+    first_stripe = last - schedule.stripes + 1
+    if part >= first_stripe:
+        return range(last, last + (part < last))
+    return range(part + 1, part + 2) if part + 1 < first_stripe else range(first_stripe, last + 1)
 
 
 def makes(schedule: Schedule, stage: int, turn: Turn) -> Passed | None:

@@ -9,19 +9,28 @@ Stage k of K (0 is the first) updates by the gradient of a batch d(k) steps afte
     pipelined_backprop                 d(k) = 2(K - 1 - k)        messages may take as long as a batch in a stage
     pipedream_2bw                      one update everywhere
 
-What they differ in is with which parameters a late backward pass computes (`Schedule.weights`).
+What they differ in is with which parameters a late backward pass computes (`Schedule.weights`). `correction` says what
+a stage does about the delay: `pipemare` or `spectrain`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from polytempo.partition.schedules.action import Action, Order, Schedule, Weights
+from polytempo.partition.schedules.correction import Correction
 
 _UPDATE = Action("update")
 
 
-def ddg(stages: int, *, weights: Literal["stashed", "current"] = "stashed", lockstep: bool = False) -> Schedule:
+def ddg(
+    stages: int,
+    *,
+    weights: Literal["stashed", "current"] = "stashed",
+    lockstep: bool = False,
+    correction: Correction | None = None,
+) -> Schedule:
     """Decoupled parallel backpropagation with delayed gradients.
 
         w(k) ← w(k) - γ ∇ f(x(t - d(k))),    d(k) = K - 1 - k
@@ -34,29 +43,33 @@ def ddg(stages: int, *, weights: Literal["stashed", "current"] = "stashed", lock
     Memory: stage k holds K - k batches, and with stashed parameters as many versions. Source: Z. Huo et al., "Decoupled
     parallel backpropagation with convergence guarantee", 2018.
     """
-    return Schedule("ddg", stages, 1, _older_by(1), weights=weights, lockstep=lockstep)
+    return Schedule("ddg", stages, 1, _older_by(1), weights=weights, lockstep=lockstep, correction=correction)
 
 
-def features_replay(stages: int, *, lockstep: bool = False) -> Schedule:
+def features_replay(stages: int, *, lockstep: bool = False, correction: Correction | None = None) -> Schedule:
     """DDG that keeps a batch's inputs only, and computes its activations anew with the present parameters.
 
     Memory: one batch's activations, and K - k batches' inputs. Cost: a second forward pass. Running statistics and
     dropout masks are those of the first one. Source: Z. Huo et al., "Training neural networks using features replay",
     2018. Deviation: the authors' code draws new dropout masks, and updates running statistics twice.
     """
-    return Schedule("features_replay", stages, 1, _older_by(1), weights="current", recomputes=True, lockstep=lockstep)
+    replayed = Schedule("features_replay", stages, 1, _older_by(1), weights="current", recomputes=True)
+    return replace(replayed, lockstep=lockstep, correction=correction)
 
 
-def pipelined_backprop(stages: int) -> Schedule:
+def pipelined_backprop(stages: int, *, stripes: int = 1, correction: Correction | None = None) -> Schedule:
     """Pipelined back-propagation: batches stream through the layers, and parameters are used as they are.
 
-    d(k) = 2(K - 1 - k), and 0 at the top. Memory: stage k holds 2(K - 1 - k) + 1 batches, and one version of the
-    parameters. Source: X. Chen et al., "Pipelined back-propagation for context-dependent deep neural networks", 2012.
+    d(k) = 2(K - 1 - k), and 0 at the top. With `stripes`, the last so many stages have each a stripe of one layer that
+    is too large for one of them (`partition.striped`): d = 0 at the last one, which has the loss, and 2 at the others;
+    then 4, 6, … Memory: stage k holds d(k) + 1 batches, and one version of the parameters. Source: X. Chen et al.,
+    "Pipelined back-propagation for context-dependent deep neural networks", 2012.
     """
-    return Schedule("pipelined_backprop", stages, 1, _older_by(2), weights="current")
+    order = _older_by(2, stripes)
+    return Schedule("pipelined_backprop", stages, 1, order, weights="current", stripes=stripes, correction=correction)
 
 
-def pipedream(stages: int, *, vertical_sync: bool = False) -> Schedule:
+def pipedream(stages: int, *, vertical_sync: bool = False, correction: Correction | None = None) -> Schedule:
     """1F1B without a flush: a backward pass uses the parameters that its forward pass has used.
 
         w(t + 1) = w(t) - ν ∇ f(w₁(t - K + 1), …, w_K(t))
@@ -65,7 +78,8 @@ def pipedream(stages: int, *, vertical_sync: bool = False) -> Schedule:
     versions. Memory: stage k holds K - k batches and as many versions of its parameters. Source: D. Narayanan et al.,
     "PipeDream: generalized pipeline parallelism for DNN training", 2019.
     """
-    return Schedule("pipedream", stages, 1, _older_by(1), weights="vertical" if vertical_sync else "stashed")
+    weights: Weights = "vertical" if vertical_sync else "stashed"
+    return Schedule("pipedream", stages, 1, _older_by(1), weights=weights, correction=correction)
 
 
 def pipedream_2bw(stages: int, micro_batches: int) -> Schedule:
@@ -95,11 +109,16 @@ def _two_versions(stage: int, stages: int, micro_batches: int) -> tuple[Action, 
     return tuple(actions)
 
 
-def _older_by(steps: int) -> Order:
-    """Forward, backward and update, with so many steps of delay more at each stage further from the top."""
+def _older_by(steps: int, stripes: int = 1) -> Order:
+    """Forward, backward and update, with so many steps of delay more at each stage further from the top.
+
+    Of stripes the last one is the top, and the others are one stage from it.
+    """
 
     def order(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
         del micro_batches
-        return Action("forward"), Action("backward", -steps * (stages - 1 - stage)), _UPDATE
+        before_stripes = stages - stripes - stage
+        distance = before_stripes + (stripes > 1) if before_stripes > 0 else int(stage < stages - 1)
+        return Action("forward"), Action("backward", -steps * distance), _UPDATE
 
     return order

@@ -17,6 +17,8 @@ class StageFacts(NamedTuple):
     """Updates between the parameters that a batch's gradient is computed from, and the update by that gradient."""
     versions: int
     """Versions of its parameters that it holds."""
+    target_delay: int = 0
+    """Batches that a stage has forwarded since, when its estimator learns by the gradient of a batch."""
 
 
 def version_of(schedule: Schedule, step: int, updates: int) -> int:
@@ -34,7 +36,7 @@ def facts(schedule: Schedule, stage: int) -> StageFacts:
     """Play some steps of `stage`. Cost: linear in the number of actions of 4 K + 4 steps."""
     held: set[tuple[int, int]] = set()
     used: dict[int, int] = {}
-    updates = most = delay = versions = 0
+    updates = most = delay = versions = target_delay = 0
     last = 0
     for turn in turns(schedule, stage, 4 * schedule.stages + 4):
         batch, step = turn.micro_batch, turn.micro_batch // schedule.micro_batches
@@ -45,13 +47,15 @@ def facts(schedule: Schedule, stage: int) -> StageFacts:
             case "backward" | "weight":
                 held.discard((batch, turn.action.part))
                 last = step
+            case "learn":
+                target_delay = turn.step - step
             case "update":
                 delay = updates - used[last]
                 updates += 1
         oldest = min((used[b // schedule.micro_batches] for b, _ in held), default=updates)
         most = max(most, len(held))
         versions = max(versions, updates - oldest + 1)
-    return StageFacts(most, delay, 1 if schedule.weights == "current" else versions)
+    return StageFacts(most, delay, 1 if schedule.weights == "current" else versions, target_delay)
 
 
 def steps_late(schedule: Schedule) -> int:

@@ -24,6 +24,8 @@ class StageTimes:
     weight_s: float = 1.0
     """Of `backward_s`: for the gradient of the parameters."""
     update_s: float = 0.0
+    learn_s: float = 0.0
+    """Of the training of an estimator by one batch."""
 
     def of(self, kind: Kind, *, recomputes: bool = False) -> float:
         """Seconds of an action of this kind."""
@@ -38,6 +40,8 @@ class StageTimes:
                 return self.weight_s
             case "update":
                 return self.update_s
+            case "learn":
+                return self.learn_s
 
 
 class TimetableEntry(NamedTuple):

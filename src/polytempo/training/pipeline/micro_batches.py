@@ -64,7 +64,8 @@ class MicroBatches:
             loss = self._loss(output, target)
             return loss * (own / samples) if own < samples else loss
 
-        return MicroBatch(inputs, self._layouts_of(inputs), head, self.seeded(step, number), self._flops * own)
+        flops = self._flops * own
+        return MicroBatch(inputs, self._layouts_of(inputs), head, self.seeded(step, number), flops, target)
 
     def seeded(self, step: int, number: int) -> Callable[[int], None]:
         """Sets the random state with which micro-batch `number` of `step` enters a part of the model."""

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from polytempo.training.pipeline.late_stage import LateStage
+
 Keep = Callable[[Tensor], Tensor]
 
 
@@ -31,11 +33,19 @@ class ParameterVersions:
     """Counts which versions are in use. Version v is the parameters after v updates.
 
     `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
-    `overtaken`: whether updates come between a forward pass and its backward pass.
+    `overtaken`: whether updates come between a forward pass and its backward pass. `late`: what then replaces the
+    present parameters in a pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, stashes: bool, overtaken: bool = True) -> None:
-        self._parameters, self.stashes, self._overtaken = list(parameters), stashes, overtaken
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        stashes: bool,
+        overtaken: bool = True,
+        late: LateStage | None = None,
+    ) -> None:
+        self._parameters, self.stashes, self._overtaken, self._late = list(parameters), stashes, overtaken, late
         self.current = 0
         self.oldest: float = math.inf
         """The first version that a later pass begins with, where that may be an old one."""
@@ -53,8 +63,32 @@ class ParameterVersions:
         What else autograd keeps goes through `keep`.
         """
         self._uses[version] += 1
-        with self.seen(version, keep):
+        predicted = None if self._late is None else self._late.for_forward()
+        if predicted is None:
+            with self.seen(version, keep):
+                yield
+            return
+        self._lie_in(predicted)
+        try:
+            with self._kept(keep, self._memory[self.current]):
+                yield
+        finally:
+            self._lie_in(self._memory[self.current])
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, graphs that keep the present parameters multiply by what is to replace them."""
+        values = None if self._late is None else self._late.for_backward()
+        if values is None:
             yield
+            return
+        memory = self._memory[self.current]
+        before = [tensor.clone() for tensor in memory]
+        torch._foreach_copy_(memory, values)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(memory, before)
 
     @contextmanager
     def seen(self, version: int, keep: Keep = as_it_is) -> Iterator[None]:
@@ -117,15 +151,25 @@ class ParameterVersions:
             parameter.data = tensor
 
     @contextmanager
-    def _kept(self, keep: Keep) -> Iterator[None]:
-        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it."""
+    def _kept(self, keep: Keep, instead: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it.
+
+        `instead`: other memory, which the backward pass is to multiply by.
+        """
         if not self._overtaken and keep is as_it_is:
             yield
             return
-        own = {parameter.untyped_storage().data_ptr() for parameter in self._parameters if parameter.numel()}
+        own = {p.untyped_storage().data_ptr(): place for place, p in enumerate(self._parameters) if p.numel()}
 
         def pack(tensor: Tensor) -> Tensor:
-            return tensor.detach() if tensor.untyped_storage().data_ptr() in own else keep(tensor)
+            place = own.get(tensor.untyped_storage().data_ptr())
+            if place is None:
+                return keep(tensor)
+            if instead is None:
+                return tensor.detach()
+            other = instead[place]
+            offset = tensor.storage_offset() - self._parameters[place].storage_offset() + other.storage_offset()
+            return other.as_strided(tensor.size(), tensor.stride(), offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):
             yield

@@ -18,7 +18,9 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
+from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
@@ -75,7 +77,22 @@ class PipelineStage:
         self._shared = SharedGradients(parts, self.schedule, self.number)
         operations = [cost.operations for cost in parts.costs]
         shares = [each / sum(operations) for each in operations]
-        self.program = StageProgram(parts, self.schedule, self.number, self._update, shares, wires)
+        own = list(self.model.parameters())
+        device = next((parameter.device for parameter in own), None)
+        self.estimators = estimators_of(self.schedule, self.number, seed, self.ports.data, device)
+        self.late_stage = late_stage(self.schedule, self.number, own, self.optimizer)
+        self.program = StageProgram(
+            parts,
+            self.schedule,
+            self.number,
+            self._update,
+            shares,
+            wires,
+            estimators=self.estimators,
+            late=self.late_stage,
+        )
+        both = {"estimators": self.estimators, "late": self.late_stage}
+        self._remembering = {path: part for path, part in both.items() if part is not None}
         self._losses = LossMail(self.late)
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
@@ -123,7 +140,12 @@ class PipelineStage:
         """What is under way here after a step; see `ProgramState`."""
         about = {"shares": list(self._shares)}
         found = saved_state(self.program.state(), about)
-        return Saved(found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}, found.scalars)
+        tensors = found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}
+        scalars = dict(found.scalars)
+        for path, part in self._remembering.items():
+            own = part.state().at(path)
+            tensors, scalars = tensors | own.tensors, scalars | own.scalars
+        return Saved(tensors, scalars)
 
     def restore(self, source: Saved) -> None:
         """Go on from what `state` answered, in the same stage of the same schedule. Parameters are loaded before."""
@@ -133,6 +155,8 @@ class PipelineStage:
         self._shares = deque(about["shares"])
         losses = [tensor for name, tensor in source.tensors.items() if name.startswith("loss/")]
         self._losses.restore(losses, state.step)
+        for path, part in self._remembering.items():
+            part.restore(source.under(path))
 
     def begin(self, step: int) -> None:
         """Go on after `step` steps with nothing under way."""

@@ -64,6 +64,7 @@ class SentAhead:
         """The last micro-batch whose message of this kind is taken within a step, counted from the step's first."""
         value, stages = self._values[sent.value], self._schedule.stages
         part = sent.target if sent.way == "forward" else value.source
-        kinds = ("forward",) if sent.way == "forward" else ("backward", "input")
+        back = ("backward", "input") if self._schedule.estimation is None else ("learn",)
+        kinds = ("forward",) if sent.way == "forward" else back
         actions = self._schedule.actions(part % stages)
         return max(each.micro_batch for each in actions if each.kind in kinds and each.part == part // stages)

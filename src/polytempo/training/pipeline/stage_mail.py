@@ -45,7 +45,8 @@ class StageMail:
     def __init__(self, cut: Cut, schedule: Schedule, stage: int, wires: Wires = AS_THEY_ARE) -> None:
         self._stage, self._num_stages, self._num_parts = stage, schedule.stages, len(cut.stages)
         self._wires = wires
-        self._held = max(facts(schedule, each).held for each in range(schedule.stages))
+        every = [facts(schedule, each) for each in range(schedule.stages)]
+        self._held = max(each.held + each.target_delay for each in every)
         self._numbers = {value.name: number for number, value in enumerate(cut.values)}
         self._arriving: dict[_Lane, deque[Tensor | Work[Tensor] | _Encoded]] = defaultdict(deque)
         self._leaving: dict[_Lane, deque[Work[None]]] = defaultdict(deque)

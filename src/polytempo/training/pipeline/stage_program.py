@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import dropwhile
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from polytempo.partition.cut import Cut, Layout, Stage, described, located
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import facts, version_of
+from polytempo.training.pipeline.estimators import Estimators
+from polytempo.training.pipeline.late_stage import LateStage
 from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.sent_ahead import SentAhead
@@ -46,6 +49,8 @@ class MicroBatch(NamedTuple):
     """Sets the random state that the forward pass of a part begins with."""
     flops: float = 0.0
     """Of its forward and backward passes through the whole model."""
+    target: Any = None
+    """What the head compares the output with; of use to estimators that are given labels."""
 
 
 class StageProgram:
@@ -62,13 +67,20 @@ class StageProgram:
         update: Callable[[], Program[None]],
         shares: Sequence[float] | None = None,
         wires: Wires = AS_THEY_ARE,
+        *,
+        estimators: Estimators | None = None,
+        late: LateStage | None = None,
     ) -> None:
         self._cut, self._schedule, self._stage, self._update, self._shares = cut, schedule, stage, update, shares
+        self.estimators = estimators
+        """Of the gradients of this stage's outputs, where the schedule has them."""
+        self.late = late
+        """What is done about late gradients, where the schedule has something."""
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = self._parameters = [p for part in own for p in part.module.parameters()]
-        overtaken = facts(schedule, stage).delay > 0
-        self.versions = ParameterVersions(parameters, stashes=schedule.weights != "current", overtaken=overtaken)
+        stashes, overtaken = schedule.weights != "current", facts(schedule, stage).delay > 0
+        self.versions = ParameterVersions(parameters, stashes=stashes, overtaken=overtaken, late=late)
         splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
         self._work = {
             part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
@@ -149,7 +161,7 @@ class StageProgram:
             for name in stage.takes:
                 value, like = self._values[name], self._like(turn, name)
                 await self._mail.expect(port, value, stage.index, "forward", like, turn.micro_batch)
-        elif turn.action.kind in ("backward", "input"):
+        elif turn.action.kind in (("backward", "input") if self.estimators is None else ("learn",)):
             for name in stage.gives:
                 like = self._like(turn, name)
                 for target in self._back(name):
@@ -175,7 +187,7 @@ class StageProgram:
             entered=dict(self._entered),
             older=self.versions.older(),
             under_way=dict(under_way),
-            layouts={number: dict(self._batches[number].layouts) for (_, number), _ in under_way},
+            layouts={number: dict(batch.layouts) for number, batch in self._batches.items()},
             sent=list(self._sent.held),
             gradients=[p.grad for p in self._parameters] if self._has_gradient else None,
         )
@@ -185,9 +197,10 @@ class StageProgram:
         self.begin(state.step)
         self._num_entered, self._entered = state.num_entered, dict(state.entered)
         self.versions.restore(state.updates, state.older)
+        for number, layouts in state.layouts.items():
+            self._batches[number] = MicroBatch((), layouts, _no_head, seeded(number))
         for (part, number), kept in state.under_way.items():
-            batch = MicroBatch((), state.layouts[number], _no_head, seeded(number))
-            self._batches[number], kept.seeded = batch, partial(batch.seeded, part)
+            kept.seeded = partial(self._batches[number].seeded, part)
             self._work[part].resume(number, kept)
         self._sent.restore(state.sent)
         self._has_gradient = state.gradients is not None
@@ -207,6 +220,8 @@ class StageProgram:
                 return await self._forward(port, turn, part)
             case "backward" | "input":
                 await self._backward(port, turn, part)
+            case "learn":
+                await self._learn(port, turn, part)
             case "weight":
                 flops = self._flops(turn) / 3
                 await port.compute(
@@ -218,7 +233,8 @@ class StageProgram:
                 self._has_gradient = False
                 self.delays[self.versions.current - self._last_version] += 1
                 self.versions.update_begins()
-                await self._update()
+                with nullcontext() if self.late is None else self.late.updating():
+                    await self._update()
         return None
 
     async def _forward(self, port: Port, turn: Turn, part: int) -> Tensor | None:
@@ -240,6 +256,9 @@ class StageProgram:
             what = ", ".join(described(value) for value in batch.inputs)
             error.add_note(f"in {located(part, error)}, micro-batch {turn.micro_batch} of the run; inputs {what}")
             raise
+        if self.estimators is not None:
+            outputs = {name: h for name, h in zip(stage.gives, given, strict=True) if self._back(name)}
+            self.estimators.see(turn.micro_batch, outputs, batch.target)
         self.most_held = max(self.most_held, sum(len(work.under_way) for work in self._work.values()))
         for name, tensor in zip(stage.gives, given, strict=True):
             for target in self._values[name].targets:
@@ -249,8 +268,12 @@ class StageProgram:
 
     async def _backward(self, port: Port, turn: Turn, part: int) -> None:
         stage, whole = self._parts[part], turn.action.kind == "backward"
-        gradients = [await self._gradient(name) for name in stage.gives]
         flops = self._flops(turn) * (2 if whole else 1) / 3 + self._flops(turn) / 3 * self._schedule.recomputes
+        if self.estimators is None:
+            gradients = [await self._gradient(name) for name in stage.gives]
+        else:
+            gradients = self.estimators.estimates(turn.micro_batch, stage.gives)
+            flops += self.estimators.flops(turn.micro_batch)
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
         for name, gradient in zip(stage.takes, await port.compute(work, flops, "backward"), strict=True):
             if self._values[name].requires_grad:
@@ -262,6 +285,16 @@ class StageProgram:
             self._has_gradient = True
             self._end(turn)
 
+    async def _learn(self, port: Port, turn: Turn, part: int) -> None:
+        """Train the estimators by what the stages behind have sent."""
+        assert self.estimators is not None
+        found = {name: await self._gradient(name) for name in self._parts[part].gives}
+        known = {name: gradient for name, gradient in found.items() if gradient is not None}
+        work = partial(self.estimators.descend, turn.micro_batch, known)
+        await port.compute(work, 3 * self.estimators.flops(turn.micro_batch))
+        await self.estimators.learn()
+        self._end(turn)
+
     async def _gradient(self, name: str) -> Tensor | None:
         """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
@@ -272,6 +305,8 @@ class StageProgram:
 
     def _end(self, turn: Turn) -> None:
         self._last_version = self._work[part_of(self._schedule, self._stage, turn.action)].last_version
+        if turn.action.kind == "backward" and self.estimators is not None:  # which have still to learn
+            return
         if turn.action.part == 0:  # the last of this stage's parts on the way back
             del self._batches[turn.micro_batch]
 

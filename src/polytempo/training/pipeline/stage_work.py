@@ -97,7 +97,8 @@ class StageWork:
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append((kept.loss, None))
         if roots:
-            torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+            with self._versions.backward():
+                torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
         kept.given, kept.loss = [], None
         if not self._splits:
             self._done(number)

@@ -1,0 +1,72 @@
+"""`PipeMare` and `SpecTrain`: what a stage does about the delay of its gradients, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, repr=False)
+class PipeMare:
+    """Smaller steps the later a stage's gradients are, at first; and backward passes with parameters as they were.
+
+        lr(t) = lr / max(1, τ)^p,    p = max(0, 1 - t / anneal_steps)          t updates so far, τ updates of delay
+        δ ← D^(1/τ) δ + (1 - D^(1/τ)) (w(t+1) - w(t))
+        a backward pass multiplies by w(t) - τ δ                               with D = `decay` > 0
+
+    Source: B. Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", 2021, techniques 1 and 2.
+    Deviations: τ counts the updates between a batch's forward pass and its own update, 2(K - 1 - k) in a pipeline that
+    streams; the paper's 2(P - i) + 1 counts that update, too. Epochs of a synchronous warm-up are left out.
+    """
+
+    anneal_steps: int
+    decay: float = 0.0
+    """D, 0 to 1: what is left in δ of a change of the parameters after τ updates. 0: no correction back."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no schedule of rates."""
+        if self.anneal_steps < 1 or not 0 <= self.decay < 1:
+            raise ValueError(
+                "pipemare needs anneal_steps of 1 or more and a decay from 0 to 1, got "
+                f"anneal_steps={self.anneal_steps} and decay={self.decay}"
+            )
+
+    def __repr__(self) -> str:
+        return f"pipemare(anneal_steps={self.anneal_steps}, decay={self.decay})"
+
+    def rate(self, updates: int, delay: int) -> float:
+        """The factor of the learning rate after so many updates."""
+        power = max(0.0, 1 - updates / self.anneal_steps)
+        return float(max(1, delay) ** -power)
+
+    def smoothing(self, delay: int) -> float:
+        """How much of δ stays in each update."""
+        return float(self.decay ** (1 / delay))
+
+
+@dataclass(frozen=True, repr=False)
+class SpecTrain:
+    """Forward passes with the parameters that a batch's own update will find, as momentum predicts them.
+
+        ŵ = w - s η v         s updates until this batch's, the stage's delay; v: SGD's momentum; η: its learning rate
+
+    A backward pass has the present parameters: then s is 0. The optimizer is SGD with momentum. Source: C.-C. Chen et
+    al., "Efficient and robust parallel DNN training through model parallelism on multi-GPU platform", 2018. Deviation:
+    the paper counts s for a pipeline whose stages take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is
+    counted from the schedule, by each stage's own updates, and a batch is predicted the same version at every stage.
+    """
+
+    def __repr__(self) -> str:
+        return "spectrain()"
+
+
+Correction = PipeMare | SpecTrain
+
+
+def pipemare(anneal_steps: int, decay: float = 0.0) -> PipeMare:
+    """Learning rates by delay; see `PipeMare`. The paper's experiments have a `decay` of 0.1 to 0.5."""
+    return PipeMare(anneal_steps, decay)
+
+
+def spectrain() -> SpecTrain:
+    """Weight prediction by momentum; see `SpecTrain`."""
+    return SpecTrain()

@@ -1,0 +1,38 @@
+"""Synthetic gradients: a stage estimates the gradient of its output, and waits for nothing."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, call_name
+from polytempo.partition import schedules
+from polytempo.partition.over_stages import over_stages
+from polytempo.strategies.sync_sgd import sync_sgd
+
+
+def synthetic_gradients(
+    stages: int = 2,
+    classes: int = 0,
+    hidden_layers: int = 0,
+    width: int = 256,
+    lr: float = 1e-3,
+    inner: Strategy | None = None,
+) -> Strategy:
+    """Decoupled neural interfaces (DNI): every stage updates at once, by an estimate M(h) of its output's gradient.
+
+    w ← w - γ M(h) ∂h/∂w                 no update is late; the last stage has the true gradient
+    M ← M - lr ∂/∂M ‖M(h) - δ‖²          δ: what the stage behind sends back, by its own estimate, one batch later
+
+    With `classes`, targets are labels, and M is given them one-hot (cDNI): without them it is far less exact. M has
+    `hidden_layers` of `width`, and learns by Adam with `lr`; it begins with zeros.
+    `partition.schedules.synthetic_gradients` takes networks and optimizers of one's own. The parameters of M are in
+    checkpoints, and not in the model.
+
+    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
+    exchanges gradients between replicas of a stage, whose estimators learn by the mean of their gradients.
+    `pt.pipeline` takes it for a loop of one's own.
+
+    Cost: no bubble; one batch's activations, one version of the parameters; M's passes.
+
+    Source: M. Jaderberg et al., "Decoupled neural interfaces using synthetic gradients", 2017.
+    """
+    schedule = schedules.synthetic_gradients(stages, classes=classes, hidden_layers=hidden_layers, width=width, lr=lr)
+    return over_stages(call_name(synthetic_gradients, locals(), brief=("inner",)), schedule, inner or sync_sgd())

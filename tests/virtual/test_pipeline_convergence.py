@@ -1,0 +1,46 @@
+"""Digits by late and estimated gradients, one seed: the short version of `benchmarks/pipeline/convergence.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def _loaded() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "convergence.py"
+    spec = importlib.util.spec_from_file_location("convergence", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+convergence = _loaded()
+SETTING = convergence.DIGITS._replace(layers=(64, 48, 48, 48, 10))
+MAKES = convergence.LATE | convergence.ESTIMATED
+EPOCHS = 8
+
+
+def error(name: str, lr: float, setting: Any = SETTING) -> float:
+    found: float = convergence.error_of(setting, MAKES[name](4), lr, EPOCHS, seed=0)
+    return found
+
+
+def test_gradients_that_are_six_updates_late_learn_at_a_small_rate_and_not_at_a_large_one() -> None:
+    """Back-propagation learns at both."""
+    plain = error("back-propagation", 0.003)
+    assert plain < 0.08
+    assert error("pipelined_backprop", 0.003) < plain + 0.06
+    assert error("back-propagation", 0.05) < 0.2
+    assert error("pipelined_backprop", 0.05) > 0.5
+
+
+def test_estimated_gradients_learn_with_labels_nearly_as_well_as_true_ones_and_better_than_without() -> None:
+    by_adam = SETTING._replace(optimizer=convergence.MNIST.optimizer)
+    plain = error("back-propagation", 0.001, by_adam)
+    with_labels = error("synthetic_gradients, labels", 0.001, by_adam)
+    assert plain < 0.08
+    assert with_labels < plain + 0.04
+    assert with_labels < error("synthetic_gradients", 0.001, by_adam)
