@@ -24,10 +24,10 @@ ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
 COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
-# and all examples, one after the other.
+# ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
 RUNS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
-	elastic_rounds engines held_agent host_mail loop_servers lost_launcher preemption probe remote_engine \
-	served_faults served_resume url_runs) tests/commands/test_examples.py
+	elastic_rounds engines held_agent host_mail init loop_servers lost_launcher mesh_training preemption probe \
+	remote_engine served_faults served_resume url_runs) $(patsubst %,tests/commands/test_%.py,cli_starts examples)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)

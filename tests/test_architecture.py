@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"core", "native", "compression.packing"},
     "flexrr": {"core", "server"},
     "partition": {"core"},
+    "large_batch": {"core", "native"},
     "wire": {"core", "native", "server.message"},
     "membership": {"core"},
     "chaos": {"core", "server"},

@@ -41,7 +41,10 @@ class Encoding(Protocol):
         """What it is."""
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """Of the wire of a tensor like this; of a sum of `terms` wires, where they may be added."""
+        """Of the wire of a tensor like this; of a sum of `terms` wires, where they may be added.
+
+        Raises ValueError for a tensor that is too large for a wire.
+        """
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """The wire, flat; a view of x may do. Raises NotFinite, where the facts do not say that it passes."""
@@ -146,6 +149,7 @@ class Coded:
         kernels = self.kernels
         if kernels is not None and kernels.encode is not None and kernels.encodes(x, residual):
             return kernels.encode(self.encoding, x, residual, when, out), state
+        self.encoding.size(x)  # refuses what is too large for a wire before memory is taken for v
         v = x + residual
         if self.facts.passes_nonfinite:
             check_finite(self.facts.name, v)

@@ -79,6 +79,7 @@ class Threshold:
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """At most 8 + 4⌈n/16⌉ bytes: a bitmap."""
+        entries.check_count(self.facts.name, like.numel())
         return WireSize(_HEADER_BYTES + 4 * _words(like.numel()))
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:

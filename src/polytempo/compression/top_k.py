@@ -91,6 +91,7 @@ class TopK:
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """Of k indices and k values; with entropy 4 more, the most: what zstd does not shorten stays as it is."""
+        entries.check_count(self.facts.name, like.numel())
         return WireSize(_HEADER_BYTES * self.entropy + self.plain_bytes(like))
 
     def plain_bytes(self, like: Tensor) -> int:

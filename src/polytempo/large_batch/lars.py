@@ -1,0 +1,59 @@
+"""LARS: momentum SGD whose step in every layer is as long as a fixed part of the layer's own norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.large_batch.layer_wise import LayerKernels, LayerWise, adapts, check_numbers, trust_ratio
+
+
+class LARS(LayerWise):
+    """Layer-wise adaptive rate scaling, for large batches with momentum SGD.
+
+        λ = η ‖w‖ / (‖g‖ + β ‖w‖)        v ← m v + γ λ (g + β w)        w ← w - v
+
+    for every parameter tensor w by itself, with its gradient g, learning rate γ, momentum m, weight decay β and trust
+    coefficient η. λ = 1 where ‖w‖ or ‖g‖ is 0. Tensors of one dimension or none (biases, gains of norms) are stepped as
+    by SGD, with λ = 1 and β = 0, unless their parameter group says `adapts=True`; False is for all of a group.
+
+    The learning rate stands inside the momentum, as in the paper: under a schedule, earlier steps keep the rate that
+    they were made with (`torch.optim.SGD` multiplies afterwards).
+
+    State: v, as large as the parameters. Cost: two norms and one update a tensor.
+    Errors: ValueError for a number out of its range; RuntimeError for a sparse gradient.
+    Source: Y. You, I. Gitman and B. Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        *,
+        adapts: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust)
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapts": adapts}
+        super().__init__(params, options, fused=fused)
+
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
+        """One tensor's step."""
+        beta, rate = 0.0, torch.tensor(group["lr"], dtype=w.dtype, device=w.device)
+        if adapts(w, group):
+            beta = group["weight_decay"]
+            of_w, of_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
+            rate *= trust_ratio(of_w * group["trust"], torch.where(of_g > 0, of_g + beta * of_w, of_g))
+        (v,) = self.kept(w, "momentum_buffer")
+        if kernels is None:
+            v.mul_(group["momentum"]).add_(torch.add(g, w, alpha=beta).mul_(rate))
+            w.sub_(v)
+        else:
+            numbers = {"lr": 1.0, "momentum": group["momentum"], "weight_decay": rate.item() * beta}
+            kernels.update_("sgd", w, g, rate.item(), w.view(-1), v, **numbers)

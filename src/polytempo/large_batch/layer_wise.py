@@ -1,0 +1,107 @@
+"""`LayerWise`: what LARS and LAMB share. Each tensor's step is as long as a fixed part of the tensor's own norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.native.library import available
+from polytempo.native.step import RULES, Hyper
+from polytempo.native.update import DTYPES_UPDATED, Updater
+
+
+class LayerWise(Optimizer):
+    """An optimizer that steps every tensor by itself. `fused`: by the native core; None: where that is there."""
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any], *, fused: bool | None) -> None:
+        if fused and not available():
+            raise ValueError("fused=True needs the native core, and there is none here; leave fused out")
+        super().__init__(params, options | {"fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; returns what `closure` did. Errors: RuntimeError for a sparse gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kernels = LayerKernels()
+        for group in self.param_groups:
+            for w in group["params"]:
+                if w.grad is not None:
+                    by_kernel = group["fused"] is not False and kernels.take(w, dense(w.grad, type(self).__name__))
+                    self.descend(w, w.grad, group, kernels if by_kernel else None)
+        return loss
+
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
+        """Step one tensor by its gradient; by torch where there are no kernels for it."""
+        raise NotImplementedError
+
+    def kept(self, w: nn.Parameter, *names: str) -> list[Tensor]:
+        """Tensors of the state that are shaped like w, and 0 at the beginning."""
+        state = self.state[w]
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(w, memory_format=torch.preserve_format)
+        return [state[name] for name in names]
+
+
+class LayerKernels:
+    """The native updates of one step."""
+
+    def __init__(self) -> None:
+        self._updater = cache(lambda rule, dtype: Updater(Hyper(rule=RULES[rule]), dtype))
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def take(self, w: Tensor, g: Tensor) -> bool:
+        """Whether they update such a tensor."""
+        plain = w.is_contiguous() and g.is_contiguous() and w.device.type == "cpu"
+        return plain and w.dtype in DTYPES_UPDATED and g.dtype is w.dtype and available()
+
+    def update_(
+        self, rule: str, w: Tensor, g: Tensor, scale: float, out: Tensor, *moments: Tensor, **hyper: float
+    ) -> None:
+        """out ← w after a step of the rule on scale · g, with these hyper-parameters; the moments change in place."""
+        updater = self._updater(rule, w.dtype)
+        for name, value in hyper.items():
+            setattr(updater.hyper, name, value)
+        updater.update_([g.view(-1)], [scale], w.view(-1), out, *(moment.view(-1) for moment in moments))
+
+    def scratch(self, w: Tensor) -> Tensor:
+        """Flat memory as large as w, until the next call."""
+        held = self._scratch.get(w.dtype)
+        if held is None or held.numel() < w.numel():
+            held = self._scratch[w.dtype] = torch.empty(w.numel(), dtype=w.dtype)
+        return held[: w.numel()]
+
+
+def adapts(w: nn.Parameter, group: dict[str, Any]) -> bool:
+    """Whether a tensor's step depends on its norm: as its group says; else unless it is a bias or a gain."""
+    return w.ndim > 1 if group["adapts"] is None else bool(group["adapts"])
+
+
+def trust_ratio(of_weights: Tensor, of_step: Tensor) -> Tensor:
+    """of_weights / of_step, and 1 where one of them is 0: norms, as tensors of one element."""
+    return torch.where((of_weights > 0) & (of_step > 0), of_weights / of_step, torch.ones_like(of_weights))
+
+
+def check_numbers(**given: float) -> None:
+    """Raise ValueError that names what is negative, infinite or no number."""
+    for name, value in given.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+def dense(gradient: Tensor, optimizer: str) -> Tensor:
+    """The gradient itself. Raises RuntimeError for a sparse one, which has the norm of some rows alone."""
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"{optimizer} takes dense gradients, and one is {gradient.layout}; make the embedding with sparse=False"
+        )
+    return gradient
