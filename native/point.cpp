@@ -1,16 +1,9 @@
-// Send and receive. Each rank has a ring for every other rank in its own arena, where that rank leaves frames:
+// Send and receive. Each rank has a ring (ring.h) for every other rank in its own arena, where that rank leaves frames.
 //
-//   ring of receiver r for sender s     head (written by s) │ tail (written by r) │ held │ frame │ frame │ … │ free
-//   frame                               total bytes, offset, bytes, tag, dtype │ payload
-//
-// Head and tail count bytes. A message is cut into frames, which follow each other in the ring, so sending and
-// receiving overlap. A frame is never cut: where it does not fit before the ring's end, a mark sends the reader to the
-// beginning. A message whose tag nobody has asked for waits in the ring; when something behind it is asked for, it is
-// set aside in private memory.
-//
-// A message that fits in the ring is sent at once. Another one is held up until its receiver has made room, and `held`
-// says so: then each of the two asks the other one's server (pt_transfers_serve), a thread that sleeps until then, to
-// do its part, for their programs may be busy elsewhere.
+// A message whose tag nobody has asked for waits in the ring; when something behind it is asked for, it is set aside in
+// private memory. A message that fits in the ring is sent at once. Another one is held up until its receiver has made
+// room, and the ring says so (`held`): then each of the two asks the other one's server (pt_transfers_serve), a thread
+// that sleeps until then, to do its part, for their programs may be busy elsewhere.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +13,7 @@
 #include "group.h"
 #include "kernels.h"
 #include "polytempo.h"
+#include "ring.h"
 
 struct pt_transfer {
     bool sends, done;
@@ -35,25 +29,8 @@ struct pt_transfer {
 
 namespace pt {
 
-constexpr int64_t MAX_PART_BYTES = 128 << 10; // of a message in one frame
-constexpr int64_t LINE_BYTES = 64;
-constexpr int64_t LEAST_RING_BYTES = 512;
 constexpr int64_t GRACE_NS = 2'000'000; // how long a server leaves it to its program to see to a message
 constexpr int64_t MAX_ASIDE_BYTES = 1LL << 30; // of messages set aside; beyond it they wait in the ring
-
-struct Frame {
-    int64_t total_bytes, offset, num_bytes;
-    int32_t tag, dtype;
-    int64_t unused[4];
-};
-static_assert(sizeof(Frame) == LINE_BYTES);
-constexpr int64_t GO_TO_BEGIN = -1; // the offset of a frame that is none: the next one is at the ring's beginning
-
-struct Ring {
-    alignas(64) std::atomic<uint64_t> head;
-    alignas(64) std::atomic<uint64_t> tail;
-    alignas(64) std::atomic<uint32_t> held; // 1: the sender has more, and waits for room
-};
 
 struct Aside { // a message that came before it was asked for
     int tag, dtype;
@@ -70,30 +47,17 @@ struct Incoming {        // what is arriving from one rank
 
 struct Points {
     pthread_mutex_t lock;
-    int64_t ring_bytes; // of its frames
-    int64_t part_bytes; // the most in one frame
-    uint32_t answered;  // the last call for help that the server has answered; only it looks
+    RingSizes sizes;
+    uint32_t answered; // the last call for help that the server has answered; only it looks
     pt_transfer** sends; // by destination, the oldest first
     pt_transfer* receives;
     Incoming* incoming; // by source
     int64_t aside_bytes;
-    int num_pending;
 };
 
-static int64_t whole_lines(int64_t num_bytes) { return (num_bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
-static int64_t frame_bytes(int64_t part) { return static_cast<int64_t>(sizeof(Frame)) + whole_lines(part); }
-static int64_t room_bytes(int64_t ring_bytes) { return std::max(LEAST_RING_BYTES, whole_lines(ring_bytes)); }
-static int64_t ring_stride(int64_t ring_bytes) { return static_cast<int64_t>(sizeof(Ring)) + room_bytes(ring_bytes); }
-
 static Ring& ring_of(const Group& group, int receiver, int sender) {
-    return *reinterpret_cast<Ring*>(group.rings[receiver] + sender * ring_stride(group.points->ring_bytes));
+    return *reinterpret_cast<Ring*>(group.rings[receiver] + sender * group.points->sizes.stride());
 }
-
-static Frame& frame_at(Ring& ring, int64_t place) {
-    return *reinterpret_cast<Frame*>(reinterpret_cast<char*>(&ring + 1) + place);
-}
-
-static char* payload(Frame& frame) { return reinterpret_cast<char*>(&frame + 1); }
 
 static void ring_bell(Group& group, int rank) {
     Member& member = group.member(rank);
@@ -121,31 +85,19 @@ template <typename Node> static void take_out(Node*& list, Node* node) {
     node->next = nullptr;
 }
 
-static void finish(Points& points, pt_transfer& transfer, Status status) {
+static void finish(pt_transfer& transfer, Status status) {
     transfer.done = true;
     transfer.status = status;
-    --points.num_pending;
 }
 
 // ------------------------------------------------------------------------------------------------------- sending
 
-// Where in the ring a frame of `wanted` bytes can go: how many bytes before it are left out. -1: there is no room.
-static int64_t room_for(const Points& points, Ring& ring, uint64_t head, int64_t wanted) {
-    const auto used = static_cast<int64_t>(head - ring.tail.load(std::memory_order_seq_cst));
-    const auto place = static_cast<int64_t>(head % points.ring_bytes);
-    const int64_t before_end = points.ring_bytes - place;
-    // An empty ring is used from its beginning, whose memory is in the caches, and the rest of it is never touched.
-    const bool begins_again = wanted > before_end || (used == 0 && place >= 4 * points.part_bytes);
-    const int64_t left_out = begins_again ? before_end : 0;
-    return used + left_out + wanted <= points.ring_bytes ? left_out : -1;
-}
-
-// The same; where there is no room, the receiver is told that this rank waits for it.
+// As RingSizes::room_for; where there is none, the receiver is told that this rank waits for it.
 static int64_t room_or_hold(Group& group, Ring& ring, int to, uint64_t head, int64_t wanted) {
-    const int64_t left_out = room_for(*group.points, ring, head, wanted);
+    const int64_t left_out = group.points->sizes.room_for(ring, head, wanted);
     if (left_out >= 0 || ring.held.exchange(1, std::memory_order_seq_cst)) return left_out;
     // seq_cst: either the receiver sees `held` after it has made room, or the room is seen here.
-    const int64_t now = room_for(*group.points, ring, head, wanted);
+    const int64_t now = group.points->sizes.room_for(ring, head, wanted);
     if (now >= 0)
         ring.held.store(0, std::memory_order_relaxed);
     else
@@ -159,12 +111,12 @@ static bool push(Group& group, int to) {
     bool moved = false;
     while (pt_transfer* transfer = points.sends[to]) {
         uint64_t head = ring.head.load(std::memory_order_relaxed); // only this rank writes it
-        const int64_t part = std::min(points.part_bytes, transfer->num_bytes - transfer->moved_bytes);
+        const int64_t part = std::min(points.sizes.part_bytes, transfer->num_bytes - transfer->moved_bytes);
         const int64_t left_out = room_or_hold(group, ring, to, head, frame_bytes(part));
         if (left_out < 0) break;
-        if (left_out) frame_at(ring, static_cast<int64_t>(head % points.ring_bytes)).offset = GO_TO_BEGIN;
+        if (left_out) points.sizes.frame_at(ring, points.sizes.place_of(head)).offset = GO_TO_BEGIN;
         head += left_out;
-        Frame& frame = frame_at(ring, static_cast<int64_t>(head % points.ring_bytes));
+        Frame& frame = points.sizes.frame_at(ring, points.sizes.place_of(head));
         frame = Frame{transfer->num_bytes, transfer->moved_bytes, part, transfer->tag, transfer->dtype, {}};
         if (part) copy(payload(frame), transfer->data + transfer->moved_bytes, part);
         transfer->moved_bytes += part;
@@ -173,7 +125,7 @@ static bool push(Group& group, int to) {
         moved = true;
         if (transfer->moved_bytes == transfer->num_bytes) {
             take_out(points.sends[to], transfer);
-            finish(points, *transfer, FINE);
+            finish(*transfer, FINE);
         }
     }
     return moved;
@@ -197,7 +149,7 @@ static void forget(Points& points, Incoming& incoming, Aside* aside) {
 
 // A message begins before the last one is complete: its sender has given that up, and nobody may take a part for it.
 static void abandon(Points& points, Incoming& incoming) {
-    if (incoming.target) finish(points, *incoming.target, LATE);
+    if (incoming.target) finish(*incoming.target, LATE);
     if (incoming.aside) forget(points, incoming, incoming.aside);
     incoming.target = nullptr;
 }
@@ -214,7 +166,7 @@ static bool begin_message(Points& points, Incoming& incoming, int source, const 
         if (fits(*transfer, frame.total_bytes, frame.dtype))
             incoming.target = transfer;
         else
-            finish(points, *transfer, MISMATCH);
+            finish(*transfer, MISMATCH);
         return true;
     }
     if (!wanted || points.aside_bytes + frame.total_bytes > MAX_ASIDE_BYTES) return false;
@@ -244,10 +196,10 @@ static bool pull(Group& group, int source) {
     while (true) {
         uint64_t tail = ring.tail.load(std::memory_order_relaxed); // only this rank writes it
         if (ring.head.load(std::memory_order_acquire) == tail) break;
-        const auto place = static_cast<int64_t>(tail % points.ring_bytes);
-        const bool goes_to_begin = frame_at(ring, place).offset == GO_TO_BEGIN; // what is counted ends with a frame
-        if (goes_to_begin) tail += points.ring_bytes - place;
-        Frame& frame = frame_at(ring, goes_to_begin ? 0 : place);
+        const int64_t place = points.sizes.place_of(tail);
+        const bool goes_to_begin = points.sizes.frame_at(ring, place).offset == GO_TO_BEGIN; // what is counted ends with a frame
+        if (goes_to_begin) tail += points.sizes.room_bytes - place;
+        Frame& frame = points.sizes.frame_at(ring, goes_to_begin ? 0 : place);
         if (frame.offset == 0) abandon(points, incoming);
         if (frame.offset == 0 && !begin_message(points, incoming, source, frame)) break;
         char* data = incoming.target ? incoming.target->data : incoming.aside ? incoming.aside->data : nullptr;
@@ -259,7 +211,7 @@ static bool pull(Group& group, int source) {
         give_back(group, ring, source, tail + frame_bytes(frame.num_bytes));
         moved = true;
         if (last) {
-            if (incoming.target) finish(points, *incoming.target, FINE);
+            if (incoming.target) finish(*incoming.target, FINE);
             incoming.target = nullptr;
             incoming.aside = nullptr;
         }
@@ -275,13 +227,13 @@ static bool from_aside(Points& points, pt_transfer& transfer, int source) {
         transfer.peer = source;
         const bool under_way = incoming.aside == aside;
         if (!fits(transfer, aside->num_bytes, aside->dtype)) {
-            finish(points, transfer, MISMATCH);
+            finish(transfer, MISMATCH);
         } else {
             if (aside->moved_bytes) copy(transfer.data, aside->data, aside->moved_bytes);
             if (under_way)
                 incoming.target = &transfer;
             else
-                finish(points, transfer, FINE);
+                finish(transfer, FINE);
         }
         forget(points, incoming, aside);
         return true;
@@ -316,7 +268,7 @@ static void give_up(Group& group, pt_transfer& transfer, Status status) {
         take_out(points.receives, &transfer);
     for (int rank = 0; rank < group.size; ++rank) // what still comes of a message under way is dropped
         if (points.incoming[rank].target == &transfer) points.incoming[rank].target = nullptr;
-    finish(points, transfer, status);
+    finish(transfer, status);
 }
 
 // Give up what is late, or cannot come any more. What the other sent before it was gone still counts.
@@ -357,8 +309,7 @@ template <typename Finished, typename Idle> static void advance_until(Group& gro
 Points* open_points(const Group& group, int64_t ring_bytes) {
     auto* points = static_cast<Points*>(std::calloc(1, sizeof(Points)));
     pthread_mutex_init(&points->lock, nullptr);
-    points->ring_bytes = room_bytes(ring_bytes);
-    points->part_bytes = std::min(MAX_PART_BYTES, points->ring_bytes / 4 / LINE_BYTES * LINE_BYTES - LINE_BYTES);
+    points->sizes = sizes_of(ring_bytes);
     points->sends = static_cast<pt_transfer**>(std::calloc(group.size, sizeof(pt_transfer*)));
     points->incoming = static_cast<Incoming*>(std::calloc(group.size, sizeof(Incoming)));
     return points;
@@ -378,7 +329,7 @@ void close_points(const Group& group) {
 
 using namespace pt;
 
-int64_t pt_rings_bytes(int32_t size, int64_t ring_bytes) { return size * ring_stride(ring_bytes); }
+int64_t pt_rings_bytes(int32_t size, int64_t ring_bytes) { return size * sizes_of(ring_bytes).stride(); }
 
 static pt_transfer* made(bool sends, int peer, int tag, int dtype, void* data, int64_t num_bytes) {
     auto* transfer = static_cast<pt_transfer*>(std::calloc(1, sizeof(pt_transfer)));
@@ -395,7 +346,6 @@ pt_transfer* pt_send(pt_group* handle, int32_t to, int32_t tag, int32_t dtype, c
     auto& group = *reinterpret_cast<Group*>(handle);
     Locked locked(*group.points);
     pt_transfer* transfer = made(true, to, tag, dtype, const_cast<void*>(data), num_bytes);
-    ++group.points->num_pending;
     append(group.points->sends[to], transfer);
     push(group, to);
     return transfer;
@@ -406,7 +356,6 @@ pt_transfer* pt_receive(pt_group* handle, int32_t source, int32_t tag, int32_t d
     Points& points = *group.points;
     Locked locked(points);
     pt_transfer* transfer = made(false, source, tag, dtype, data, num_bytes);
-    ++points.num_pending;
     for (int rank = 0; rank < group.size; ++rank)
         if ((source < 0 || source == rank) && from_aside(points, *transfer, rank)) return transfer;
     append(points.receives, transfer);

@@ -4,7 +4,8 @@
     python benchmarks/pipeline/main.py --model cnn          # a small residual convolutional network
 
 All contenders take turns in one run, one thread a process. `limit`: two processes that train half of the model each and
-do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend.
+do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend. `predicted`:
+our schedule played with the times that the stages took for their actions in the same run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import polytempo as pt
 from polytempo.partition import schedules
 from polytempo.partition.cutting import cut
-from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.partition.schedules.timetable import StageTimes, played
+from polytempo.training.pipeline.pipeline import Pipeline, pipeline
+from polytempo.worlds import current
 
 MICRO_BATCHES = 8
 SCHEDULES: dict[str, Callable[[], schedules.Schedule]] = {
@@ -112,14 +116,42 @@ def half(name: str, steps: int) -> float:
     return seconds_of(step, steps, together=True)
 
 
-def ours(name: str, steps: int, schedule: str) -> float:
-    """A stage by one of our schedules."""
+def ours(name: str, steps: int, schedule: str) -> tuple[float, tuple[float, ...]]:
+    """A stage by one of our schedules, and what its actions took (`StageTimes`)."""
     pt.init(quiet=True)
     model, x, y, begins = made(name)
     pipe = pipeline(model, optimizer, nn.functional.mse_loss, SCHEDULES[schedule](), sample=x, by=begins)
+    update_s = updates_timed(pipe)
     seconds = seconds_of(lambda: pipe.step(x, y), steps, together=True)
+    times = stage_times(pipe, steps, statistics.mean(update_s[-steps:]))
     pipe.finish()
+    return seconds, astuple(times)
+
+
+def updates_timed(pipe: Pipeline) -> list[float]:
+    """The seconds of each update from now on."""
+    step, seconds = pipe.optimizer.step, []
+
+    def timed() -> None:
+        begin_s = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin_s)
+
+    pipe.optimizer.step = timed  # type: ignore[method-assign, assignment]
     return seconds
+
+
+def stage_times(pipe: Pipeline, steps: int, update_s: float) -> StageTimes:
+    """Mean seconds of this stage's actions in the last steps, from the trace."""
+    kinds = [action.kind for action in pipe.schedule.actions(pipe.stage) if action.kind != "update"] * steps
+    computed = [event.end_s - event.start_s for event in current().trace.events if event.op == "compute"][-len(kinds) :]
+    seconds = {kind: [s for k, s in zip(kinds, computed, strict=True) if k == kind] for kind in set(kinds)}
+    mean_s = {kind: statistics.mean(each) for kind, each in seconds.items()}
+    weight_s = mean_s.get("weight", 0.0)
+    backward_s = mean_s["backward"] if "backward" in mean_s else mean_s["input"] + weight_s
+    if pipe.schedule.recomputes:
+        backward_s -= mean_s["forward"]  # a timetable adds it again
+    return StageTimes(mean_s["forward"], backward_s, weight_s, update_s)
 
 
 def theirs(name: str, steps: int, peer: str, backend: str) -> float:
@@ -141,15 +173,27 @@ def theirs(name: str, steps: int, peer: str, backend: str) -> float:
     return seconds_of(step, steps, together=True)
 
 
-def contenders(name: str, steps: int) -> dict[str, Callable[[], float]]:
+Measured = tuple[float, float]
+"""Seconds of a step: as they were, and as the timetable predicts them (0: it does not)."""
+
+
+def contenders(name: str, steps: int) -> dict[str, Callable[[], Measured]]:
     """Everything that takes turns: a name, and what measures it in processes of its own."""
 
-    def launched(work: Callable[[], float], processes: int = 2) -> Callable[[], float]:
-        return lambda: max(pt.launch(lambda info: work(), processes, threads=1))
+    def launched(work: Callable[[], float], processes: int = 2) -> Callable[[], Measured]:
+        return lambda: (max(pt.launch(lambda info: work(), processes, threads=1)), 0.0)
+
+    def predicted(schedule: str) -> Callable[[], Measured]:
+        def measured() -> Measured:
+            found = pt.launch(lambda info: ours(name, steps, schedule), 2, threads=1)
+            timetable = played(SCHEDULES[schedule](), 12, [StageTimes(*times) for _, times in found])
+            return max(seconds for seconds, _ in found), timetable.step_s
+
+        return measured
 
     found = {"one process": launched(lambda: plain(name, steps), 1), "limit": launched(lambda: half(name, steps))}
     for schedule in SCHEDULES:
-        found[schedule] = launched(lambda schedule=schedule: ours(name, steps, schedule))
+        found[schedule] = predicted(schedule)
     for peer in PEERS:
         for backend in ("gloo", "polytempo"):
             measured = launched(lambda peer=peer, backend=backend: theirs(name, steps, peer, backend))
@@ -165,16 +209,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[])
     given = parser.parse_args()
-    measured: dict[str, list[float]] = {}
+    measured: dict[str, list[Measured]] = {}
     for _ in range(given.rounds):
         for name, measure in contenders(given.model, given.steps).items():
             if not given.only or name in given.only or name == "one process":
                 measured.setdefault(name, []).append(measure())
-    alone_s = statistics.median(measured["one process"])
+    alone_s = statistics.median(seconds for seconds, _ in measured["one process"])
     print(f"{given.model}: {given.rounds} rounds of {given.steps} steps, one thread a process")
-    for name, seconds in measured.items():
-        median_s = statistics.median(seconds)
-        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} x")
+    for name, each in measured.items():
+        median_s, played_s = sorted(each)[len(each) // 2]
+        beside = f"   predicted {1e3 * played_s:6.1f} ms, {median_s / played_s:4.2f} of it" if played_s else ""
+        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} x{beside}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int64_t RING_BYTES = 256;
+constexpr int64_t PART_BYTES = 256;
+constexpr int64_t RING_BYTES = 4 * (64 + PART_BYTES); // four frames
 
 std::vector<char> text(int from, int to, int tag, int64_t num_bytes) {
     std::vector<char> bytes(num_bytes + 1); // never empty, so that its place is one
@@ -29,7 +30,7 @@ template <typename T> void shuffle(std::vector<T>& list, Random& random) {
 void exchange(Crew& crew, int rank, Random random, int num_tags) {
     pt_group* group = crew.groups[rank];
     std::vector<int64_t> lengths; // of each tag's message, the same for all
-    for (int tag = 0; tag < num_tags; ++tag) lengths.push_back(random.below((tag % 4 ? 4 : 20) * RING_BYTES));
+    for (int tag = 0; tag < num_tags; ++tag) lengths.push_back(random.below((tag % 4 ? 4 : 20) * PART_BYTES));
     lengths[1] = 0;
     Random own{random.next() + static_cast<uint64_t>(rank)};
     std::vector<Message> sends, receives;
@@ -59,7 +60,7 @@ void exchange(Crew& crew, int rank, Random random, int num_tags) {
 }
 
 void everybody_to_everybody(Random& random, int size, bool helped) {
-    Crew crew(size, 1024, 4 * (64 + RING_BYTES), 64);
+    Crew crew(size, 1024, RING_BYTES, 64);
     const uint64_t seed = random.next();
     crew.run([&](int rank) {
         std::atomic<bool> over{false};
@@ -90,7 +91,7 @@ int32_t received(pt_group* group, int source, int tag, std::vector<char>& bytes,
 }
 
 void from_anyone() {
-    Crew crew(4, 1024, 4 * (64 + RING_BYTES), 64);
+    Crew crew(4, 1024, RING_BYTES, 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         if (rank != 0) {
@@ -113,7 +114,7 @@ void from_anyone() {
 
 // A receive that expects another length is told, and what comes after it is not disturbed.
 void another_length() {
-    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
+    Crew crew(2, 1024, RING_BYTES, 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         std::vector<char> wrong(1999), right(2001);
@@ -132,17 +133,17 @@ void another_length() {
 // 2 the receiver takes the part: for a receive that waits for it, or aside, for it wants what is behind
 // 3 the sender sends another one: now the receiver knows, and never takes the part for the whole
 void given_up_half_way(bool aside) {
-    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
+    Crew crew(2, 1024, RING_BYTES, 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
-        std::vector<char> whole(20 * RING_BYTES), other(101);
+        std::vector<char> whole(20 * PART_BYTES), other(101);
         if (rank == 0) {
             CHECK(sent(group, 1, 1, whole, 0.02) == pt::LATE);
             CHECK(pt_barrier(group, LONG_S) == pt::FINE);
             CHECK(sent(group, 1, 2, text(0, 1, 2, 100)) == pt::FINE);
         } else {
             CHECK(pt_barrier(group, LONG_S) == pt::FINE);
-            pt_transfer* first = aside ? nullptr : pt_receive(group, 0, 1, 5, whole.data(), 20 * RING_BYTES);
+            pt_transfer* first = aside ? nullptr : pt_receive(group, 0, 1, 5, whole.data(), 20 * PART_BYTES);
             CHECK(received(group, 0, 2, other) == pt::FINE);
             CHECK(other == text(0, 1, 2, 100));
             CHECK((aside ? received(group, 0, 1, whole, 0.05) : finished(group, first, LONG_S)) == pt::LATE);
@@ -151,9 +152,46 @@ void given_up_half_way(bool aside) {
     });
 }
 
+// A message that fits in its ring is over before it is asked for, wherever in the ring the last one has ended.
+void sent_at_once() {
+    Crew crew(2, 1024, RING_BYTES, 64);
+    crew.run([&](int rank) {
+        pt_group* group = crew.groups[rank];
+        for (int64_t num_bytes = 0; num_bytes <= 2 * PART_BYTES; num_bytes += 37) {
+            const std::vector<char> expected = text(0, 1, 1, num_bytes);
+            std::vector<char> bytes(expected.size());
+            if (rank == 0) CHECK(sent(group, 1, 1, expected, 0) == pt::FINE);
+            CHECK(pt_barrier(group, LONG_S) == pt::FINE);
+            if (rank == 1) CHECK(received(group, 0, 1, bytes) == pt::FINE && bytes == expected);
+            CHECK(pt_barrier(group, LONG_S) == pt::FINE);
+        }
+    });
+}
+
+// A message that does not fit comes while neither program waits for it: each server is called when it is its turn.
+void served() {
+    Crew crew(2, 1024, RING_BYTES, 64);
+    std::atomic<bool> here{false};
+    crew.run([&](int rank) {
+        pt_group* group = crew.groups[rank];
+        const std::vector<char> sent = text(0, 1, 1, 20 * PART_BYTES);
+        std::vector<char> bytes(sent.size());
+        const auto num_bytes = static_cast<int64_t>(sent.size());
+        pt_transfer* transfer = rank == 0 ? pt_send(group, 1, 1, 5, sent.data(), num_bytes)
+                                          : pt_receive(group, 0, 1, 5, bytes.data(), num_bytes);
+        const int64_t late_ns = pt::deadline_after(LONG_S);
+        while (rank == 0 ? !here.load() : bytes != sent) {
+            pt_transfers_serve(group, rank == 0 ? 0.01 : LONG_S);
+            CHECK(pt::now_ns() < late_ns);
+        }
+        here = true;
+        CHECK(finished(group, transfer, LONG_S) == pt::FINE);
+    });
+}
+
 // What was sent before the sender left still comes; what was not is lost, whether one waits or asks.
 void sender_leaves() {
-    Crew crew(2, 1024, 4 * (64 + RING_BYTES), 64);
+    Crew crew(2, 1024, RING_BYTES, 64);
     crew.run([&](int rank) {
         pt_group* group = crew.groups[rank];
         if (rank == 0) {
@@ -165,7 +203,7 @@ void sender_leaves() {
         CHECK(received(group, 0, 1, bytes) == pt::FINE);
         CHECK(bytes == text(0, 1, 1, 500));
         CHECK(received(group, 0, 2, none) == pt::LOST);
-        CHECK(sent(group, 0, 3, std::vector<char>(20 * RING_BYTES)) == pt::LOST);
+        CHECK(sent(group, 0, 3, std::vector<char>(20 * PART_BYTES)) == pt::LOST);
         pt_transfer* polled = pt_receive(group, 0, 4, 5, none.data(), 10);
         while (!pt_transfer_done(group, polled)) std::this_thread::yield();
         CHECK(finished(group, polled, LONG_S) == pt::LOST);
@@ -181,5 +219,7 @@ int main(int count, char** arguments) {
     another_length();
     given_up_half_way(false);
     given_up_half_way(true);
+    sent_at_once();
+    served();
     sender_leaves();
 }

@@ -286,6 +286,19 @@ def test_messages_of_one_tag_keep_their_order_and_tags_overtake() -> None:
     assert run(2, work)[1] == [True] * 5
 
 
+def test_a_message_of_some_megabytes_is_sent_before_it_is_asked_for() -> None:
+    def work(rank_info: RankInfo) -> Result:
+        group = meet(rank_info, "group")
+        tensor = torch.full((1 << 20,), float(rank_info.rank))
+        sent = group.send(tensor, 1).done() if rank_info.rank == 0 else None
+        group.barrier()
+        if rank_info.rank == 1:
+            group.receive(tensor, 0).wait()
+        return [sent, float(tensor.mean())]
+
+    assert run(2, work) == [[True, 0.0], [None, 0.0]]
+
+
 def test_anyone_may_be_received_from() -> None:
     def work(rank_info: RankInfo) -> Result:
         group = meet(rank_info, "group")

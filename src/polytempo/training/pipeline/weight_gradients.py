@@ -25,9 +25,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @contextmanager
 def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
-    """Inside, forward passes of `layers` (see `layers_of`) build graphs that hand their weight gradients to `take`.
+    """Inside, forward passes of `layers` build graphs whose backward passes hand their weight gradients to `take`.
 
-    Of convolutions only where `take` is not `at_once`: they cannot add in place, and two halves cost more than a whole.
+    `layers`: those of `layers_of`. Of them convolutions only where `take` is not `at_once`: they cannot add in place,
+    and two halves cost more than a whole.
     """
     kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
     if take is not at_once:
