@@ -28,7 +28,7 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 RUNS := $(patsubst %,tests/process/test_%.py,attach_served elastic elastic_hosts elastic_loop elastic_round \
 	elastic_rounds engines held_agent horovod_torch host_mail init loop_servers lost_launcher mesh_training \
 	pipeline_runs preemption probe remote_engine served_faults served_resume split url_runs) \
-	$(patsubst %,tests/commands/test_%.py,cli_starts examples)
+	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples) tests/virtual/test_pipeline_convergence.py
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
