@@ -45,6 +45,11 @@ REFUSED = {
         ["async_sgd", "backup_workers", "dc_asgd", "downpour", "easgd", "flexrr", "softsync", "ssp", "staleness_aware"],
         "has a parameter server, whose workers come and go anyway",
     ),
+    **dict.fromkeys(
+        ["ddg", "features_replay", "gpipe", "interleaved", "one_f_one_b", "pipedream", "pipedream_2bw"],
+        "cuts the model into stages",
+    ),
+    **dict.fromkeys(["pipelined_backprop", "synthetic_gradients", "zero_bubble"], "cuts the model into stages"),
     "delayed_sgd": "has exchanges under way when a step ends",
 }
 

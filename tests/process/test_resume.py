@@ -110,10 +110,10 @@ def fitted(strategy: Strategy, **options: Any) -> list[Any]:
 
 def test_every_strategy_is_here() -> None:
     served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
+    staged = {name for name in s.__all__ if getattr(s, name)().schedule is not None}  # so have they
     compressed = {str(strategy).partition("(")[0] for strategy in COMPRESSED}
-    assert set(STRATEGIES) | compressed | served | {"hogwild"} == set(
-        s.__all__
-    )  # and where nobody waits nothing repeats
+    hogwild = {"hogwild"}  # where no worker waits nothing repeats
+    assert set(STRATEGIES) | compressed | served | staged | hogwild == set(s.__all__)
 
 
 @pytest.mark.parametrize("strategy", [one for several in STRATEGIES.values() for one in several], ids=str)
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
 
 
 def rates(trainer: pt.Trainer) -> list[float]:
-    return [group["lr"] for group in trainer.handle.replica.optimizer.param_groups]
+    return [group["lr"] for group in trainer.context.replica.optimizer.param_groups]
 
 
 def twofold(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
