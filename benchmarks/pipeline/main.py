@@ -144,7 +144,8 @@ def updates_timed(pipe: Pipeline) -> list[float]:
 def stage_times(pipe: Pipeline, steps: int, update_s: float) -> StageTimes:
     """Mean seconds of this stage's actions in the last steps, from the trace."""
     kinds = [action.kind for action in pipe.schedule.actions(pipe.stage) if action.kind != "update"] * steps
-    computed = [event.end_s - event.start_s for event in current().trace.events if event.op == "compute"][-len(kinds) :]
+    events = [event for event in current().trace.events if event.op in ("forward", "backward", "weight gradients")]
+    computed = [event.end_s - event.start_s for event in events[-len(kinds) :]]
     seconds = {kind: [s for k, s in zip(kinds, computed, strict=True) if k == kind] for kind in set(kinds)}
     mean_s = {kind: statistics.mean(each) for kind, each in seconds.items()}
     weight_s = mean_s.get("weight", 0.0)
