@@ -20,7 +20,7 @@ from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two
 from polytempo.partition import schedules
 from polytempo.partition.schedules import ddg, one_f_one_b, pipedream
 from polytempo.partition.schedules.facts import facts
-from polytempo.training.pipeline.wires import Wires
+from polytempo.partition.wires import Wires
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -7,12 +7,12 @@ pictures of the schedules. What runs in the virtual world and on processes is me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from polytempo.partition.schedules.action import Kind, Schedule
-from polytempo.partition.schedules.dataflow import Passed, Turn, makes, turns, waits_for
+from polytempo.partition.schedules.dataflow import Passed, Turn, makes, part_of, turns, waits_for
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class StageTimes:
                 return self.update_s
             case "learn":
                 return self.learn_s
+
+
+LinkSeconds = float | Callable[[int, int], float]
+"""See `played`."""
 
 
 class TimetableEntry(NamedTuple):
@@ -98,11 +102,13 @@ class Timetable:
 
 
 def played(
-    schedule: Schedule, steps: int, times: StageTimes | Sequence[StageTimes] = StageTimes(), *, link_s: float = 0.0
+    schedule: Schedule, steps: int, times: StageTimes | Sequence[StageTimes] = StageTimes(), *, link_s: LinkSeconds = 0.0
 ) -> Timetable:
     """The timetable of so many steps. `times`: of all stages, or of each one.
 
-    `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage.
+    `link_s`: seconds from the end of a pass until another stage has its result: a number, or a function of the part of
+    the model that has made it and the part that uses it (`partition.wires.message_bytes` says how many bytes that are).
+    It takes no time from either stage, and messages do not wait for each other.
 
     Raises ValueError where the stages wait for each other for ever. Cost: linear in the number of actions.
     """
@@ -113,7 +119,7 @@ def played(
 
 
 class _Play:
-    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: float) -> None:
+    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: LinkSeconds) -> None:
         self._schedule, self._steps, self._times, self._link_s = schedule, steps, times, link_s
         self._left = [list(turns(schedule, stage, steps))[::-1] for stage in range(schedule.stages)]
         self._free_s = [0.0] * schedule.stages
@@ -151,8 +157,11 @@ class _Play:
         if any(need not in self._passed_s for need in needs):
             return None
         together_s = self._ended_s.get(turn.step - 1, 0.0) if self._schedule.lockstep else 0.0
-        return max([together_s, self._free_s[stage], *(self._arrived_s(stage, need) for need in needs)])
+        part = part_of(self._schedule, stage, turn.action)
+        return max([together_s, self._free_s[stage], *(self._arrived_s(part, need) for need in needs)])
 
-    def _arrived_s(self, stage: int, passed: Passed) -> float:
-        crosses = passed.part % self._schedule.stages != stage
-        return self._passed_s[passed] + (self._link_s if crosses else 0.0)
+    def _arrived_s(self, part: int, passed: Passed) -> float:
+        if (passed.part - part) % self._schedule.stages == 0:
+            return self._passed_s[passed]
+        link_s = self._link_s(passed.part, part) if callable(self._link_s) else self._link_s
+        return self._passed_s[passed] + link_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.model_broadcast import broadcast_model
@@ -24,7 +26,6 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
-from polytempo.training.pipeline.wires import Wires, sent_bytes
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -66,14 +67,13 @@ def pipeline(
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
     `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
-    gradients back; None: as they are. See `training.pipeline.wires`.
+    gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
-    wires = Wires(activations, gradients)
-    whole = strategy_of(schedule, inner)
-    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, wires, seed)
+    whole = _wired(strategy_of(schedule, inner), Wires(activations, gradients))
+    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, seed)
 
 
 class Pipeline:
@@ -89,10 +89,9 @@ class Pipeline:
         sample: Any,
         by: By | Sequence[str],
         max_norm: float | None,
-        wires: Wires,
         seed: int,
     ) -> None:
-        self._world, self.schedule, self._wires = world, schedule_of(strategy), wires
+        self._world, self.schedule = world, schedule_of(strategy)
         whole, schedule = laid_out(world.port, self.schedule.stages), self.schedule
         self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
         if not isinstance(by, str) and whole.rank == 0:
@@ -102,14 +101,12 @@ class Pipeline:
             self.cut = cut(model, sample=sample, by=begins)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
-        told |= {"activations": str(wires.activations), "gradients": str(wires.gradients)}
+        told |= {"wires": str(schedule.wires)}
         world.drive(agree(whole, told))
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        self._stage = PipelineStage(
-            model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm, wires=wires
-        )
+        self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
 
@@ -131,7 +128,7 @@ class Pipeline:
         What replicas of a stage exchange is not among them: see `Strategy.gradients.cost`.
         """
         split = self._stage.micro_batches(batch[:-1], batch[-1])
-        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self._wires) for part in split]
+        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self.schedule.wires) for part in split]
         return [sum(column) for column in zip(*each, strict=True)]
 
     def finish(self) -> None:
@@ -167,3 +164,16 @@ def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strate
     if inner is not None:
         raise ValueError(f"{schedule} says itself what replicas do; give it inner={inner} there, and leave out inner")
     return schedule
+
+
+def _wired(strategy: Strategy, wires: Wires) -> Strategy:
+    """The strategy with these codecs between stages. ValueError where it has codecs itself, too."""
+    schedule = schedule_of(strategy)
+    if wires == AS_THEY_ARE:
+        return strategy
+    if schedule.wires != AS_THEY_ARE:
+        raise ValueError(
+            f"{strategy} says itself by which codecs tensors pass between stages; leave out activations and gradients "
+            "there, or here"
+        )
+    return replace(strategy, schedule=replace(schedule, wires=wires))

@@ -27,7 +27,6 @@ from polytempo.training.pipeline.program_state import restored_state, saved_stat
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replica import Replica
 
@@ -66,7 +65,6 @@ class PipelineStage:
         max_norm: float | None = None,
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
-        wires: Wires = AS_THEY_ARE,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
         self.number = self.ports.model.rank
@@ -87,7 +85,6 @@ class PipelineStage:
             self.number,
             self._update,
             shares,
-            wires,
             estimators=self.estimators,
             late=self.late_stage,
         )
