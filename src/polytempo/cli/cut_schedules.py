@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from polytempo.partition import schedules
@@ -60,13 +59,15 @@ def predictions(seconds: Sequence[float], micro_batches: int, link_s: LinkSecond
     for name, make in _MAKES.items():
         schedule = make(stages, max(micro_batches, stages))
         each = [StageTimes(s / 3, 2 * s / 3, s / 3) for s in (t / schedule.micro_batches for t in seconds)]
-        message_s = partial(_part_of_message, link_s, schedule.micro_batches)
-        timetable, first = played(schedule, 4 * stages, each, link_s=message_s), facts(schedule, 0)
+        message_s = _of_part(link_s, schedule.micro_batches)
+        timetable, first = played(schedule, 8 * stages, each, link_s=message_s), facts(schedule, 0)
         step_s = timetable.step_s
         found.append(Prediction(name, step_s, total_s / step_s, timetable.bubble, first.held, first.delay))
     return found
 
 
-def _part_of_message(link_s: LinkSeconds, count: int, source: int, target: int) -> float:
-    """Seconds of one of `count` micro-batches' messages, where that of the whole batch takes `link_s`."""
-    return (link_s(source, target) if callable(link_s) else link_s) / count
+def _of_part(link_s: LinkSeconds, count: int) -> LinkSeconds:
+    """Seconds of one of `count` micro-batches' messages, where those of the whole batch take `link_s`."""
+    if callable(link_s):
+        return lambda source, target: link_s(source, target) / count
+    return link_s / count
