@@ -42,7 +42,7 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
             model,
             asked.stages,
             sample=sample,
-            by=asked.by,
+            by=asked.by or "operations",
             state_per_parameter=state,
             measure=True,
         )
@@ -58,8 +58,8 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
         ]
         values = [asdict(value) for value in found.values]
         plain = {"job": job.name, "begins": found.begins, "stages": stages, "values": values, "shared": found.shared}
-        plain |= {"between_stages": str(wires), "gbit_per_s": asked.gbit_per_s}
-        show_json(plain | {"schedules": [each._asdict() for each in foreseen]})
+        link = {"between_stages": str(wires), "gbit_per_s": asked.gbit_per_s}
+        show_json(plain | link | {"schedules": [each._asdict() for each in foreseen]})
     else:
         show_table(_COLUMNS, [_row(found, index, each, crossing[index]) for index, each in enumerate(memory)])
         print(*notes(found), sep="\n")
