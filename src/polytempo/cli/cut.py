@@ -67,8 +67,8 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
             plain_bytes = sum(message_bytes(found, found.layouts(*sample), AS_THEY_ARE).values())
             print(f"{wires}: stages send {size(sum(sent.values()))} a batch, {size(plain_bytes)} without codecs")
         if foreseen:
-            link = "take no time here" if asked.gbit_per_s is None else f"pass at {asked.gbit_per_s:g} Gbit/s"
-            print(f"\nin {MICRO_BATCHES} micro-batches, or at once where gradients are late; messages {link}:")
+            speed = "take no time here" if asked.gbit_per_s is None else f"pass at {asked.gbit_per_s:g} Gbit/s"
+            print(f"\nin {MICRO_BATCHES} micro-batches, or at once where gradients are late; messages {speed}:")
             show_table(COLUMNS, [each.row for each in foreseen])
     if warning := unbalanced(found.costs, [_seconds(cost) for cost in found.costs]):
         print(f"warning: {warning}; take fewer stages, another --by, or divide that layer", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What of a model stays as it was while it is traced, and its two modes as one graph that reads the mode when it runs."""
+"""What of a model stays as it was while it is traced, and its two modes as a graph that reads the mode when it runs."""
 
 from __future__ import annotations
 

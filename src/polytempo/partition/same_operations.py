@@ -153,19 +153,21 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Operation] = []
         self._kept = [each for each in known if isinstance(each, Tensor)]
-        self._known = {id(each) for each in self._kept}
+        self._numbers = {id(each): number for number, each in enumerate(self._kept)}
+        """Of tensors that are given or computed, in their order; they are kept, so that none has another's id."""
         self._names, self._is_own = names, is_own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(id(each) in self._known for each in given):
+        given = [self._numbers.get(id(each)) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(number is not None for number in given):
             made = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
+            for each in made:
+                self._numbers.setdefault(id(each), len(self._numbers))
             self._kept += made
-            self._known |= {id(each) for each in made}
             shapes = [(tuple(each.shape), each.dtype) for each in made]
             context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-            self.found.append(_Operation((str(func), shapes, context), self._place()))
+            self.found.append(_Operation((str(func), given, shapes, context), self._place()))
         return answer
 
     def _place(self) -> Place | None:

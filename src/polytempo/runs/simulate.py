@@ -117,7 +117,8 @@ def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
     if meta and strategy.schedule is not None:
         raise ValueError(
             f"{strategy} cuts the model into stages, whose tensors depend on each other's; leave out meta, and "
-            "simulate some steps with values"
+            "simulate some steps with values, or play its schedule with the times of your stages: "
+            "polytempo.partition.schedules.timetable.played, or `polytempo cut JOB`"
         )
     if meta and strategy.server is not None:
         raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")

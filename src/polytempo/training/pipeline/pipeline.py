@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Strategy
+from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
@@ -19,6 +20,7 @@ from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.pipeline.pipeline_stage import (
     Loss,
     PipelineStage,
@@ -102,6 +104,8 @@ class Pipeline:
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
         told |= {"wires": str(schedule.wires)}
+        self._told = told
+        """What ranks agree about."""
         world.drive(agree(whole, told))
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
@@ -143,6 +147,60 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, by its own names, on every rank. All ranks call it."""
         return self._world.drive(self._stage.state_dict())
+
+    def training_state(self) -> dict[str, Any]:
+        """What this rank needs to go on after the last step, to the same bits; `torch.save` can write it. All call it.
+
+        Its stage's parameters and buffers, its optimizer, what replicas of the stage remember, batches that are under
+        way with the versions of the parameters that they began with, and what was sent and is not used yet.
+        """
+        stage = self._stage
+        self._world.drive(stage.replica.settle())
+        strategy = stage.replica.state()
+        parts = {
+            "model": Saved(dict(stage.model.state_dict()), {}),
+            "optimizer": optimizer_saved(self.optimizer),
+            "strategy": Saved(*strategy),
+            "stage": stage.state(),
+        }
+        plain = {
+            name: {"tensors": _copied(part.tensors), "scalars": dict(part.scalars)} for name, part in parts.items()
+        }
+        return {"of": self._identity, **plain}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `training_state` answered on this rank, in a pipeline that has made no step yet.
+
+        Errors: ValueError where it was saved by another rank, schedule, cut or strategy; the whole model's
+        `state_dict`, loaded into the model before it is cut, goes on in other stages.
+        """
+        if self._stage.program.step_number:
+            raise ValueError(
+                f"this pipeline has made {self._stage.program.step_number} steps, whose messages are under way; load "
+                "the state into a new one"
+            )
+        if others := [f"{k} {state['of'].get(k)!r}" for k, own in self._identity.items() if state["of"].get(k) != own]:
+            raise ValueError(
+                f"the state was saved by a pipeline with {', '.join(others)}, and this one differs; make it as it was, "
+                "or load state_dict() of the saved one into the model before it is cut"
+            )
+        model, optimizer, strategy, stage = (
+            Saved(_copied(state[name]["tensors"]), state[name]["scalars"])
+            for name in ("model", "optimizer", "strategy", "stage")
+        )
+        self.model.load_state_dict(model.tensors)
+        optimizer_restore(self.optimizer, optimizer)
+        self._stage.replica.restore(strategy)
+        self._stage.restore(stage)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a state must be of to be this rank's."""
+        return self._told | {"rank": self._world.rank, "ranks": self._world.size}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _warn_unbalanced(found: Cut) -> None:
