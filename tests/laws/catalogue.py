@@ -82,6 +82,8 @@ ROWS = [
     Row("robust_sgd", s.robust_sgd, meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
     # ---- those that encode, down to the smallest tensors
     Row("bf16_sgd", lambda: s.bf16_sgd(route=collectives.ring), meets=lambda step: True, by_place=True),
     Row(  # the optimizers here have momentum

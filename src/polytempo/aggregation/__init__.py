@@ -6,7 +6,7 @@ from polytempo.aggregation.low_rank import low_rank
 from polytempo.aggregation.mean import mean
 from polytempo.aggregation.mix import mix
 from polytempo.aggregation.outer import from_anchor, nesterov
-from polytempo.aggregation.robust import krum, median, merged, trimmed_mean
+from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean
 from polytempo.aggregation.vote import vote
 from polytempo.core.merge import Merge
 
@@ -15,6 +15,7 @@ __all__ = [
     "Merge",
     "adaptive_sum",
     "adasum",
+    "bulyan",
     "complete",
     "exponential_graph",
     "from_anchor",
@@ -24,6 +25,7 @@ __all__ = [
     "median",
     "merged",
     "mix",
+    "multi_krum",
     "nesterov",
     "random_pairs",
     "ring_graph",

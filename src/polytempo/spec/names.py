@@ -134,7 +134,7 @@ def _arguments(
     }
     merges: Mapping[str, object] = {
         **{name: aggregation[name] for name in ("median", "vote")},
-        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum")},
+        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum", "multi_krum", "bulyan")},
     }
     return {
         "codec": made_codecs,
