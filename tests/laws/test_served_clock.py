@@ -57,6 +57,8 @@ def promise_of(row: Row, strategy: Strategy) -> Promise:
     promise = PROMISES[row.name]
     assert strategy.server is not None
     named = strategy.server.optimizer
+    if "scale='linear'" in str(strategy):
+        promise = promise._replace(factor=lambda workers: workers - 1)
     scale = inverse if "inverse" in str(strategy) else promise.scale
     return promise._replace(scale=scale, adagrad=named is not None and named.kind == "adagrad")
 

@@ -31,9 +31,11 @@ from polytempo.strategies.qsgd import qsgd
 from polytempo.strategies.robust_sgd import robust_sgd
 from polytempo.strategies.shared_memory import shared_memory
 from polytempo.strategies.sign_sgd import sign_sgd
+from polytempo.strategies.slowmo import slowmo
 from polytempo.strategies.softsync import softsync
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
+from polytempo.strategies.stochastic_gradient_push import stochastic_gradient_push
 from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.strategies.synthetic_gradients import synthetic_gradients
 from polytempo.strategies.terngrad import terngrad
@@ -73,9 +75,11 @@ __all__ = [
     "robust_sgd",
     "shared_memory",
     "sign_sgd",
+    "slowmo",
     "softsync",
     "ssp",
     "staleness_aware",
+    "stochastic_gradient_push",
     "sync_sgd",
     "synthetic_gradients",
     "terngrad",
