@@ -7,6 +7,7 @@ from polytempo.aggregation.mean import mean
 from polytempo.aggregation.mix import mix
 from polytempo.aggregation.moving_average import moving_average
 from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov
+from polytempo.aggregation.peer_models import peer_models
 from polytempo.aggregation.push_sum import push_sum
 from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean
 from polytempo.aggregation.vote import vote
@@ -31,6 +32,7 @@ __all__ = [
     "moving_average",
     "multi_krum",
     "nesterov",
+    "peer_models",
     "push_sum",
     "random_pairs",
     "random_targets",

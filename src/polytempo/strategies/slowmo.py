@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, heavy_ball, mean
 from polytempo.core import Route, Strategy, call_name, chain, native
+from polytempo.core.strategy import checked_inner
 from polytempo.synchronization import every
 
 
@@ -36,12 +37,7 @@ def slowmo(
     name = call_name(slowmo, locals(), brief=("inner",))
     if inner is None:
         return Strategy(name, parameters=slow, synchronized=period == 1)
-    ways = (inner.server, inner.one_copy, inner.slices, inner.schedule, inner.by_optimizer)
-    if inner.carries_optimizer or any(way is not None for way in ways):
-        raise ValueError(
-            f"slowmo takes an inner strategy that exchanges gradients or parameters by messages, and {inner} works by "
-            "another way; give one such as gossip(), sync_sgd() or top_k_sgd()"
-        )
+    checked_inner(inner, "slowmo")
     return Strategy(
         name,
         gradients=inner.gradients,
