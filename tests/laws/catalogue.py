@@ -181,6 +181,10 @@ STAGED = [
 `test_pipeline_laws`."""
 
 
+GROUPED = [Row("codistillation", s.codistillation)]
+"""Those that train several models, by groups of workers: their laws are in `virtual/test_codistillation`."""
+
+
 def label(row: Row) -> str:
     """How a test names the row."""
     return str(row.make())

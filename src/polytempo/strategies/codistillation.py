@@ -18,10 +18,11 @@ def codistillation(
     soft targets, w = `weight`; F̄ⱼ is group j's model of the last exchange, in eval mode and without a gradient.
 
     `workers` is a multiple of `groups`: worker r is in group r mod `groups`. Group i has the samples i, i + groups, …
-    of the training set, begins at parameters of its own, and its workers train by `inner` (default: `sync_sgd()`)
-    among themselves. An epoch is one of a group's samples. The first exchange is at step max(`period`, `burn_in`);
-    until then, and with w = 0 all the time, groups train by themselves. Scores are of group 0's model, and that is what
-    a run hands out. Checkpoints hold all groups, and the models that they have of each other.
+    of the training set (as many for each, a rest is left out), begins at parameters of its own, and its workers train
+    by `inner` (default: `sync_sgd()`) among themselves. An epoch is one of a group's samples. The first exchange is at
+    step max(`period`, `burn_in`); until then, and with w = 0 all the time, groups train by themselves. Scores are of
+    group 0's model, and that is what a run hands out. Checkpoints hold all groups, and the models that they have of
+    each other.
 
     A job's output must be logits, classes in the last dim, and its loss a function of output and target; a model
     with running statistics is refused, as no group has those of another. For jobs alone, not elastic.

@@ -50,7 +50,7 @@ def of_group(spec: RunSpec, port: Port) -> RunSpec:
 
 
 def data_of_group(data: Data, port: Port) -> Data:
-    """The samples g, g + G, … of the training set for group g of G."""
+    """The samples g, g + G, … of the training set for group g of G, as many for each: a rest is left out."""
     if port.mesh is None or GROUP not in port.mesh.lengths:
         return data
     groups, group, train = port.mesh.lengths[GROUP], port.coordinates[GROUP], data.train
@@ -59,9 +59,10 @@ def data_of_group(data: Data, port: Port) -> Data:
             f"groups train on parts of a data set with numbered samples, and the training data are a "
             f"{type(train).__name__}; give pt.Data a map-style data set"
         )
+    end = len(train) // groups * groups  # type: ignore[arg-type]
     if isinstance(train, TensorDataset):
-        return data._replace(train=TensorDataset(*(tensor[group::groups] for tensor in train.tensors)))
-    return data._replace(train=Subset(train, range(group, len(train), groups)))  # type: ignore[arg-type]
+        return data._replace(train=TensorDataset(*(tensor[group:end:groups] for tensor in train.tensors)))
+    return data._replace(train=Subset(train, range(group, end, groups)))
 
 
 def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:
