@@ -144,10 +144,10 @@ def test_what_groups_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="BatchNorm1d '1' has running statistics"):
         pt.simulate(normed, strategy, 2, steps=1)
     whole = replace(job(models), loss=pt.of_batch(lambda model, batch: model(batch[0]).sum()))
-    with pytest.raises(ValueError, match="of_batch.* hides"):
+    with pytest.raises(ValueError, match=r"of_batch.* hides"):
         pt.simulate(whole, strategy, 2, steps=1)
     loader = replace(job(models), data=lambda path: pt.Data(DataLoader(batches())))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give pt.Data a map-style data set"):
+    with pytest.raises(ValueError, match=r"give pt\.Data a map-style data set"):
         pt.simulate(loader, strategy, 2, steps=1)
     net = nn.Linear(4, 2)
     with pytest.raises(ValueError, match="a loop of your own computes its loss itself"):
