@@ -60,6 +60,8 @@ class ServedOutcome(NamedTuple):
     threads: int
     events: Joined
     trace_hash: str
+    stages: list[dict[str, Any]]
+    """What each stage of a replica did, where the model is cut."""
 
 
 class ServedRun:
@@ -117,7 +119,7 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
+            Nodes(self.topology.coordinator, self.topology.firsts, self.topology.chains, self.evaluator),
             self.scheduler,
             self.program.timing,
             incarnation=self.incarnation,
@@ -248,7 +250,7 @@ class ServedRun:
 
     def outcome(self, ended: Sequence[EngineProcess]) -> ServedOutcome:
         """What the processes left."""
-        attendances, excerpts = [], list[dict[str, Any]]()
+        attendances, excerpts, stages = [], list[dict[str, Any]](), dict[int, dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}
         for process in ended:
@@ -258,14 +260,17 @@ class ServedRun:
             told = json.loads(process.result)
             sent[role.kind] += told["bytes"]
             excerpts.append(told)
-            if role.kind == "worker" and told["sha256"] is not None:
+            if role.kind == "worker" and told["stage"] is not None:
+                stages[told["stage"]["stage"]] = told["stage"]
+            if role.node in self.topology.firsts and told["sha256"] is not None:
                 attendances.append(Attendance(*told["attendance"]))
                 finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; look into its logs")
         trace_hash = combined_hash(sorted(told["hash"] for told in excerpts))
         return ServedOutcome(
-            attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash
+            *(attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash),
+            stages=[stages[number] for number in sorted(stages)],
         )
 
     def result(self, outcome: ServedOutcome) -> Result:
@@ -282,6 +287,7 @@ class ServedRun:
             threads=outcome.threads,
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
+            stages=outcome.stages,
             server_facts=self.events.facts,
         )
         return self.tally.result(totals)
