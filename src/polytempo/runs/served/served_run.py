@@ -174,12 +174,13 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        if not isinstance(self.out, UrlPath):  # a record grows by every message, and an object cannot grow
+        if self.program.stages is None and not isinstance(self.out, UrlPath):  # an object cannot grow, as a record does
             facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
             self.recording = Recording(self.out, facts, self.run_snapshot)
             self.on_entry = self.recording.on_entry
         else:
-            print(f"note: {self.out} is a URL, so no record is kept, and the run cannot be replayed", file=sys.stderr)
+            why = f"{self.out} is a URL" if self.program.stages is None else f"{self.spec.strategy} cuts the model"
+            print(f"note: {why}, so no record is kept, and the run cannot be replayed", file=sys.stderr)
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
