@@ -30,9 +30,7 @@ def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
     if service is not None:
         _check_served(name, schedule, between, service)
         service = replace(service, shards=service.shards * schedule.stages)
-    return replace(
-        between, name=name, server=service, schedule=schedule, by_optimizer=by_optimizer and staged
-    )
+    return replace(between, name=name, server=service, schedule=schedule, by_optimizer=by_optimizer and staged)
 
 
 def checked_inner(strategy: Strategy) -> Strategy:

@@ -271,7 +271,7 @@ class Launcher:
             if process.exit_code == 0 or self._coordinator.scheduler.finished:
                 return []
             ending = self._ending[first] = set(replica)
-            self._tell(role, how(process), again=True)
+            self._tell(role, how(process), again=True, whose=", and its replica")
             self._count(role, how(process))
             for node in replica:
                 self._supervisor.kill(node)
@@ -309,14 +309,14 @@ class Launcher:
         remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"
         return f" Meanwhile {'; '.join(facts)}: {remedy}." if facts else ""
 
-    def _tell(self, role: Role, how_it_ended: str, *, again: bool) -> None:
-        """Say what has become of a process; where we killed it, say why."""
+    def _tell(self, role: Role, how_it_ended: str, *, again: bool, whose: str = "") -> None:
+        """Say what has become of a process; where we killed it, say why. `whose`: who else was started again."""
         silent_s = self._silent.get(role.node)
         reason = how_it_ended if silent_s is None else f"was silent for {silent_s:.1f} s"
         if role.kind == "copy":
             then = self._after.pop(role.node, f"shard {role.shard}: it had not joined the others yet")
         else:
-            then = "started again" if again else "not started again: all batches were done"
+            then = f"started again{whose}" if again else "not started again: all batches were done"
         self._run.events.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from polytempo.core import PolytempoError
+from polytempo.core import PolytempoError, files
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.runs.events import RunEvents
@@ -181,6 +181,8 @@ class ServedRun:
         else:
             why = f"{self.out} is a URL" if self.program.stages is None else f"{self.spec.strategy} cuts the model"
             print(f"note: {why}, so no record is kept, and the run cannot be replayed", file=sys.stderr)
+            if self.program.stages is not None and self.run_snapshot is None:
+                files.remove(self.out / "record")  # of a run that this folder had before
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,

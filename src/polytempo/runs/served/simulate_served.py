@@ -150,9 +150,7 @@ class _Run:
                 shard = self.program.shard(number, native=self.native)
                 watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
                 first = self.program.first_worker(number)
-                nodes[node] = Node(
-                    node, shard, topology.coordinator, self.timing, on_entry=watcher, first_worker=first
-                )
+                nodes[node] = Node(node, shard, topology.coordinator, self.timing, on_entry=watcher, first_worker=first)
                 nodes[node].receive(0.0, topology.coordinator, view)
         return nodes
 

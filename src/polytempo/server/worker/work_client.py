@@ -36,7 +36,13 @@ class WorkClient:
         assert self._open is None
         self._sequence += 1
         client = self._client
-        self._open = Ask(client.worker, client.incarnation, self._sequence, client.taken_done() if done is None else tuple(done), tuple(rows))
+        self._open = Ask(
+            client.worker,
+            client.incarnation,
+            self._sequence,
+            client.taken_done() if done is None else tuple(done),
+            tuple(rows),
+        )
         await port.post(self._open, client.coordinator)
 
     def drop(self) -> None:
