@@ -38,9 +38,9 @@ def checked_inner(strategy: Strategy) -> Strategy:
     ways = (strategy.one_copy, strategy.slices, strategy.schedule)
     if any(way is not None for way in ways):
         raise ValueError(
-            f"replicas of a stage exchange gradients or parameters by messages, among themselves or with a parameter "
-            f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, or stages of its "
-            "own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or downpour()"
+            "replicas of a stage exchange gradients or parameters by messages, among themselves or with a parameter "
+            f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, or stages of "
+            "its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or downpour()"
         )
     return strategy
 

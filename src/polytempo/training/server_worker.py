@@ -131,8 +131,10 @@ class _Worker:
     def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkSource) -> None:
         self._port, self._context, self._client = port, context, client
         server = context.strategy.server
-        helps = server is not None and server.reassigns is not None and isinstance(work_client, WorkClient)
-        self._reassigned = Reassigned(port, context, client, work_client) if helps else None
+        self._reassigned = None
+        if server is not None and server.reassigns is not None:
+            assert isinstance(work_client, WorkClient), "stages do not help each other"
+            self._reassigned = Reassigned(port, context, client, work_client)
         self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client)
         self._steps = 0
         self._samples = 0

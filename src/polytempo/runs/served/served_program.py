@@ -162,8 +162,10 @@ class ServedProgram:
         memory: LentGradients | None = None,
         peers: Sequence[int] = (),
     ) -> Client:
-        """The side of the server of the process on node `worker`: of a replica's stages each has the first one's number,
-        and asks its own shards. `chains`: where the shards' copies are by now, if not where they began.
+        """The side of the server of the process on node `worker`.
+
+        The stages of a replica all have the first one's number, and each asks its own shards. `chains`: where the
+        shards' copies are by now, if not where they began.
 
         `peers`: see `peers_of`; a replay leaves them out, for its records say which gradients were summed.
         """

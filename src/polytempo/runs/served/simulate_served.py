@@ -158,8 +158,7 @@ class _Run:
 
     def finish(self, outcome: Outcome[Attendance | None]) -> Result:
         """The result of the run, and what it leaves in its folder."""
-        attendances = [outcome.results[worker] for worker in self.topology.firsts]
-        attendances = [attendance for attendance in attendances if attendance is not None]
+        attendances = [a for worker in self.topology.firsts if (a := outcome.results[worker]) is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
         if self.scores is not None and not self.scheduler.stopped:

@@ -54,7 +54,7 @@ class _Expected:
 
 
 class StageMessages:
-    """The messages of the process on node `port.world_rank` with the others of `nodes`, its replica's in their order."""
+    """The messages of the process on node `port.world_rank` with the others of `nodes`: its replica's, by stages."""
 
     def __init__(self, port: Port, nodes: Sequence[int], incarnation: int, timing: Timing) -> None:
         self._port, self._nodes, self._incarnation, self._timing = port, nodes, incarnation, timing

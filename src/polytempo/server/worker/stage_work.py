@@ -3,8 +3,8 @@
     coordinator ──Deal──▶ first stage ──deal──▶ all others           each trains on the batch, and pushes its own part
                 ◀──Ask──              ◀──done── all others           a ticket is done when it is done at every stage
 
-Every stage calls at the same points of its program, so the calls of a stage and the answers need no numbers. A call that
-is posted before a batch is computed waits for nobody: it has what the stages had acknowledged one call before.
+Every stage calls at the same points of its program, so the calls of a stage and the answers need no numbers. A call
+that is posted before a batch is computed waits for no stage: it says what they had acknowledged one call before.
 """
 
 from __future__ import annotations
