@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
