@@ -24,6 +24,7 @@ from polytempo.runs.served import run_served
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.simulate_served import simulate_served
 from polytempo.runs.served.supervisor import ProcessSupervisor
+from polytempo.server.message import Deal, Outbox
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.options import RunOptions
@@ -125,6 +126,23 @@ def test_every_stage_and_copy_may_be_killed_and_each_ticket_counts_once_at_each_
     assert sorted(each.fault[1:3] for each in story.launcher.recoveries) == sorted(victims)
     said = [(event["who"].partition(".")[0], event["then"]) for event in story.result.server["events"]]
     assert all((f"worker-{worker}", "started again, and its replica") in said for worker in range(4))
+
+
+class Last(harm.Watching):  # type: ignore[misc, name-defined]
+    """Kills the second stage of the replica that is first ordered to finish: every batch is done then."""
+
+    def _noted(self, out: Outbox) -> Outbox:
+        super()._noted(out)
+        for _, message in out:
+            if isinstance(message, Deal) and message.order == "finish" and not self.recoveries:
+                self.strike(harm.Fault(0, "worker", self.run.topology.replica_of(message.worker)[1]))
+        return out
+
+
+def test_a_stage_that_is_killed_with_the_order_to_finish_ends_its_replica() -> None:
+    story = told(lambda run, supervisor: Last(run, supervisor, (), SEED), counting(40))
+    assert story.wrong == []
+    assert [event["then"] for event in story.result.server["events"]] == ["not started again: all batches were done"]
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:

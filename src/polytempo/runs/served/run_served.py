@@ -264,15 +264,18 @@ class Launcher:
         return out + self._reshapes.look(now_s)
 
     def _stage_ended(self, process: EngineProcess, now_s: float) -> Outbox:
-        """A worker that holds a stage has ended. The others of its replica cannot go on without it: all begin anew."""
+        """A worker that holds a stage has ended. The others of its replica cannot go on without it: all begin anew,
+        unless every batch is done."""
         role, replica = process.role, self._run.topology.replica_of(process.role.node)
         first, ending = replica[0], self._ending.get(replica[0])
         if ending is None:
-            if process.exit_code == 0 or self._coordinator.scheduler.finished:
+            if process.exit_code == 0:
                 return []
-            ending = self._ending[first] = set(replica)
-            self._tell(role, how(process), again=True, whose=", and its replica")
-            self._count(role, how(process))
+            ending, again = set(replica), not self._coordinator.scheduler.finished
+            self._ending[first] = ending
+            self._tell(role, how(process), again=again, whose=", and its replica")
+            if again:
+                self._count(role, how(process))
             for node in replica:
                 self._supervisor.kill(node)
         ending.discard(role.node)
@@ -282,9 +285,10 @@ class Launcher:
         del self._ending[first]
         self._silent.pop(first, None)
         out = self._coordinator.lose(now_s, first)
-        self._coordinator.expect(first)
-        for node in replica:
-            self._begin_again(node)
+        if not self._coordinator.scheduler.finished:
+            self._coordinator.expect(first)
+            for node in replica:
+                self._begin_again(node)
         return out
 
     def _died(self, process: EngineProcess) -> WorkerDied:
