@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Literal, NamedTuple
 
@@ -141,11 +142,13 @@ def explain(
     where = range(workers) if hosts is None else hosts
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
     found: list[Planned] = []
-    memory, schedule = 0, strategy.schedule
+    memory, schedule, service = 0, strategy.schedule, strategy.server
+    if service is not None:  # that of one stage, as all exchanges are at first
+        service = replace(service, shards=service.shards // stages)
     for of, transform in slots:
         cost = cost_of(transform, bundle, workers // (stages * groups))
         group = list(where)[:: stages * groups]
-        exchanges = [_summed(each, group) for each in _served(cost, strategy.server, bundle, where)]
+        exchanges = [_summed(each, group) for each in _served(cost, service, bundle, group)]
         found += [Planned(of, _of_groups(_of_stages(each, stages), groups)) for each in exchanges]
         memory += cost.memory_bytes // stages
     return Explanation(
