@@ -54,6 +54,8 @@ class HostEngines:
         self._run, self._settings, self._most = run, settings, most
         self._hosts: dict[str, _Host] = {}
         self._owners: dict[EngineProcess, Engine] = {}
+        self._lost: list[EngineProcess] = []
+        """Those that could not be started; the next `poll` says so."""
         self._local = set() if settings.ssh is not None else set(LOCAL_NAMES)
         self.address = self._own_address([name for name in hosts if name not in self._local])
         """Where the processes of all hosts reach this one."""
@@ -119,11 +121,18 @@ class HostEngines:
         host.told = {"name": label, "environment": {**network, **environment}}
         process = host.engine.start(role)
         self._owners[process] = host.engine
+        if process.exit_code is not None:  # its agent is lost; the next process there gets another one
+            host.engine.poll(0.0)
+            self._hosts.pop(name).stack.close()
+            self._lost.append(process)
         return process
 
     def poll(self, wait_s: float) -> list[EngineProcess]:
         """The processes that have ended since the last poll; waits for one at most for `wait_s`."""
         until_s = time.monotonic() + wait_s
+        if self._lost:
+            lost, self._lost = self._lost, []
+            return lost
         while True:
             engines = [host.engine for host in self._hosts.values() if host.engine is not None]
             left_s = max(0.0, until_s - time.monotonic())

@@ -45,7 +45,7 @@ class SlotPlace(NamedTuple):
 
 def parsed_hosts(text: str) -> dict[str, int]:
     """Slots by host of `host1:2,host2:4,host3`; a host without a number has one. ValueError for another text."""
-    return _counted(_host(part) for part in text.split(","))
+    return _some(counted(parsed_host(part) for part in text.split(",")))
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -53,32 +53,38 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise ValueError(f"hostfile {path}: there is no such file")
     lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    return _counted(_line(line, path) for line in lines if line)
+    return _some(counted(_line(line, path) for line in lines if line))
 
 
-def _host(text: str) -> tuple[str, int]:
+def parsed_host(text: str, slots_else: int = 1) -> tuple[str, int]:
+    """The host of `host1:2` and its slots; `slots_else` where it has no number. ValueError for another text."""
     name, colon, slots = text.strip().partition(":")
     if not name or name.startswith("-") or (colon and not (slots.isdecimal() and int(slots) > 0)):
         raise ValueError(f"{text!r} is no host with its slots; write hosts as host1:2,host2:4")
-    return name, int(slots) if colon else 1
+    return name, int(slots) if colon else slots_else
 
 
 def _line(line: str, path: Path) -> tuple[str, int]:
     match = _HOSTFILE_LINE.fullmatch(line)
     if match is None or line.startswith("-"):
         raise ValueError(f"{path}: {line!r} is no host with its slots; write lines as: host1 slots=2")
-    return _host(f"{match['name']}:{match['slots'] or match['short'] or 1}")
+    return parsed_host(f"{match['name']}:{match['slots'] or match['short'] or 1}")
 
 
-def _counted(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+def counted(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Slots by host. ValueError for a host that comes twice."""
     found: dict[str, int] = {}
     for name, slots in pairs:
         if name in found:
             raise ValueError(f"host {name} is named twice; name it once, with all of its slots")
         found[name] = slots
-    if not found:
-        raise ValueError("no host is named; write hosts as host1:2,host2:4")
     return found
+
+
+def _some(hosts: dict[str, int]) -> dict[str, int]:
+    if not hosts:
+        raise ValueError("no host is named; write hosts as host1:2,host2:4")
+    return hosts
 
 
 def places(hosts: Mapping[str, int], size: int) -> list[SlotPlace]:
