@@ -60,7 +60,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "interop",
         "engines",
     },
-    "cli": {*BELOW_TRAINING, "chaos", "report", "training", "interop", "engines", "runs", "horovod", "replay", "jobs", "bench"},
+    "cli": {
+        *BELOW_TRAINING,
+        "chaos",
+        "report",
+        "training",
+        "interop",
+        "engines",
+        "runs",
+        "horovod",
+        "replay",
+        "jobs",
+        "bench",
+    },
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 

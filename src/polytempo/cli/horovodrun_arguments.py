@@ -28,7 +28,9 @@ class _Tuned(NamedTuple):
 
 _MIB = 1 << 20
 _VALUES = (
-    _Tuned("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int, _MIB, "The most MiB of all-reduces that become one."),
+    _Tuned(
+        "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int, _MIB, "The most MiB of all-reduces that become one."
+    ),
     _Tuned("--cycle-time-ms", "HOROVOD_CYCLE_TIME", float, 1, "For how long names wait for others."),
     _Tuned("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int, 1, "How many names ranks remember."),
     _Tuned("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str, 1, "Where the autotuner writes what it tries."),
@@ -109,7 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--version", action="store_true", help="Print the version and exit.")
     add("-cb", "--check-build", action="store_true", help="Print what this installation has, and exit.")
     add("-np", "--num-proc", type=int, help="How many processes run.")
-    add("--start-timeout", type=float, default=30.0, metavar="S", help="How long hosts may take to be there. Default: 30.")
+    add(
+        "--start-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="How long hosts may take to be there. Default: 30.",
+    )
     add("--network-interfaces", "--network-interface", help="The interface over which ranks meet.")
     add("--output-filename", type=Path, help="A folder for each rank's output: rank.0/stdout, rank.0/stderr.")
     add("--prefix-output-with-timestamp", "-prefix-timestamp", action="store_true")
@@ -148,5 +156,10 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     add("--slots-per-host", "--slots", type=int, help="Of hosts that are printed without a number. Default: 1.")
     add("--elastic-timeout", type=float, default=600.0, metavar="S", help="How long --min-np may be waited for.")
     add("--reset-limit", type=int, help="After so many changes the run ends.")
-    add("--blacklist-cooldown-range", type=int, nargs=2, metavar=("MIN", "MAX"),
-        help="After how many seconds a host that failed is used again: MIN, doubled each time up to MAX.")
+    add(
+        "--blacklist-cooldown-range",
+        type=int,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="After how many seconds a host that failed is used again: MIN, doubled each time up to MAX.",
+    )

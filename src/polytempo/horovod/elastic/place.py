@@ -1,7 +1,7 @@
 """`ElasticPlace`: this process's place in an elastic run of `polytempo horovodrun`, over all groups that it is in.
 
-    join ── Ready ──▶ launcher ── view ──▶ the group of this generation ──▶ a session of Horovod
-    close, join ── Report (which commits it has) ──▶ launcher ──▶ the next view, in the same process
+join ── Ready ──▶ launcher ── view ──▶ the group of this generation ──▶ a session of Horovod
+close, join ── Report (which commits it has) ──▶ launcher ──▶ the next view, in the same process
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class ElasticPlace:
         self.keep: Callable[[], None] = lambda: None
 
     def join(self, timeout_s: float, make: Callable[[ProcessWorld, Callable[[], None]], T]) -> T:
-        """What `make` makes of the next group's world, and of what raises where the group is broken meanwhile. Groups that break before are left, and the next is waited for.
+        """What `make` makes of the next group's world, and of a function that raises where the group is broken.
+
+        Groups that break before it has made it are left, and the next one is waited for.
 
         Raises SystemExit(0) where this process is no longer needed.
         """

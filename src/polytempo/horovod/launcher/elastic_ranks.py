@@ -45,7 +45,7 @@ def run_elastic_ranks(
     discover: Discover,
     settings: LaunchSettings,
     elastic: ElasticSettings,
-    input: str = "",
+    standard_input: str = "",
     watch: Callable[[ElasticRanks], object] = lambda ranks: None,
 ) -> list[str | None]:
     """Run the command `words` until one of its processes has ended well, and all others with it.
@@ -58,7 +58,7 @@ def run_elastic_ranks(
         if isinstance(discover, HostDiscovery):
             stack.callback(discover.close)
         hosts = _first_hosts(discover, elastic)
-        run = CommandRun(tuple(words), os.getcwd(), settings.environment(), input)
+        run = CommandRun(tuple(words), os.getcwd(), settings.environment(), standard_input)
         engines = stack.enter_context(HostEngines(run, settings, hosts, _MOST_LIVES))
         engines.open(hosts)
         rendezvous = Rendezvous.held(engines.address)
@@ -203,8 +203,8 @@ class ElasticRanks:
         if self._slots.is_hopeless and len(self._running) < self._elastic.minimum:
             raise self._failure(
                 self._last_failed,
-                f"{len(self._running)} processes are left, min-np is {self._elastic.minimum}, and processes have failed "
-                "on all hosts; --blacklist-cooldown-range lets hosts be used again",
+                f"{len(self._running)} processes are left, min-np is {self._elastic.minimum}, and processes have "
+                "failed on all hosts; --blacklist-cooldown-range lets hosts be used again",
             )
 
     def _failure(self, process: EngineProcess | None, why: str) -> RanksFailed:

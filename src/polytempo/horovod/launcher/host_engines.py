@@ -1,7 +1,7 @@
 """`HostEngines`: an engine for each host, which starts a command's processes there.
 
-    this host      forks them                      (`local_engine`)
-    other hosts    an agent, by ssh, forks them    (`ssh_engine`)
+this host      forks them                      (`local_engine`)
+other hosts    an agent, by ssh, forks them    (`ssh_engine`)
 """
 
 from __future__ import annotations

@@ -107,7 +107,5 @@ def places(hosts: Mapping[str, int], size: int) -> list[SlotPlace]:
     for number, (name, ranks) in enumerate(used):
         for local, rank in enumerate(ranks):
             with_it = [other for other, (_, those) in enumerate(used) if len(those) > local]
-            found.append(
-                SlotPlace(name, rank, size, local, len(ranks), with_it.index(number), len(with_it), number)
-            )
+            found.append(SlotPlace(name, rank, size, local, len(ranks), with_it.index(number), len(with_it), number))
     return found

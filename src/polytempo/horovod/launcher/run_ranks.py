@@ -34,7 +34,7 @@ def run_ranks(
     size: int,
     hosts: Mapping[str, int],
     settings: LaunchSettings,
-    input: str = "",
+    standard_input: str = "",
 ) -> list[str | None]:
     """Run the command `words` as ranks 0 to `size` - 1 in the slots of `hosts`; what each left as its answer.
 
@@ -43,7 +43,7 @@ def run_ranks(
     """
     slots = places(hosts, size)
     used = {place.host: place.local_size for place in slots}
-    run = CommandRun(tuple(words), os.getcwd(), settings.environment(), input)
+    run = CommandRun(tuple(words), os.getcwd(), settings.environment(), standard_input)
     relay = OutputRelay(settings.output, timestamps=settings.timestamps)
     with ExitStack() as stack:
         engines = stack.enter_context(HostEngines(run, settings, used, size))
@@ -83,7 +83,7 @@ def said(settings: LaunchSettings, text: str) -> None:
 
 
 def code_of(process: EngineProcess) -> int:
-    """The exit code of the command; that of the process which ran it where that was ended itself. Negative: a signal."""
+    """The exit code of the command, or of the process that ran it, where that was ended. Negative: a signal."""
     if process.exit_code == 0 and process.result:
         return int(json.loads(process.result)["code"])
     return process.exit_code or 1

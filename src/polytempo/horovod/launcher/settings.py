@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_NOT_EXPORTED = re.compile(r"BASH_FUNC_.*|OLDPWD|HOSTNAME|DISPLAY|SSH_.*|XDG_.*|TMPDIR|POLYTEMPO_(RANK|SIZE|LOCAL_.*|RENDEZVOUS)")
+_NOT_EXPORTED = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|HOSTNAME|DISPLAY|SSH_.*|XDG_.*|TMPDIR|POLYTEMPO_(RANK|SIZE|LOCAL_.*|RENDEZVOUS)"
+)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 

@@ -37,7 +37,8 @@ _OPS = {
 class SetTransport:
     """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
 
-    All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none, and moves nothing.
+    All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none,
+    and moves nothing.
     """
 
     def __init__(

@@ -80,7 +80,9 @@ class PolledProgram(Generic[T]):
     def _note(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            print(f"note: {self._program}: {reason}; the run goes on with {self._goes_on(self._answer)}", file=sys.stderr)
+            print(
+                f"note: {self._program}: {reason}; the run goes on with {self._goes_on(self._answer)}", file=sys.stderr
+            )
 
 
 class AvailableProgram(PolledProgram[int]):

@@ -98,7 +98,11 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Deal what is left to the present group."""
-        self.rank, self.num_replicas = (rank(), size()) if is_initialized() else (0, 1)
+        self.deal_to(*((rank(), size()) if is_initialized() else (0, 1)))
+
+    def deal_to(self, rank: int, size: int) -> None:
+        """Deal what is left to a group of `size` ranks, in which this process has `rank`."""
+        self.rank, self.num_replicas = rank, size
         self._before = frozenset(self.processed_indices)
         self._count, self._alone = 0, set()
         self._deal()
@@ -130,7 +134,7 @@ class ElasticSampler(Sampler[int]):
     def _deal(self) -> None:
         order = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 - the order of samples is no secret
+            random.Random(self.seed + self.epoch).shuffle(order)
         self.remaining_indices = [index for index in order if index not in self._before]
 
     def _part(self) -> list[int]:

@@ -92,7 +92,7 @@ class State(ABC):
         """Whether this process knows of what the others have to know before a commit."""
         return False
 
-    def _share_news(self) -> None:
+    def _share_news(self) -> None:  # noqa: B027 - a state without news has none to share
         """Tell the others, in a commit; all processes call it."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class State(ABC):
     def sync(self) -> None:
         """Give all processes the state of rank 0, and keep a copy."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - most states do not depend on the group
         """There is a new group, of another size perhaps."""
 
 

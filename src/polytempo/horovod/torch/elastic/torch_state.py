@@ -22,7 +22,7 @@ class TorchState(ObjectState):
     """`TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)`; `state.epoch` is a value.
 
     Modules, optimizers and `ElasticSampler`s among the arguments are saved, restored and synchronized as such, by any
-    name; the others are values, as those of `ObjectState`. Cost of a commit: a copy of model and optimizer state in memory.
+    name; the others are values, as those of `ObjectState`. A commit costs a copy of model and optimizer state.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
