@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
+from polytempo.horovod.function_process import WORDS, answer_of, called
+from polytempo.horovod.launcher.elastic_ranks import run_elastic_ranks
+from polytempo.horovod.launcher.elastic_settings import ElasticSettings
+from polytempo.horovod.launcher.host_discovery import HostDiscovery
+from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
+from polytempo.horovod.launcher.run_ranks import run_ranks
+from polytempo.horovod.launcher.settings import LaunchSettings
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import shutdown
 
@@ -15,23 +24,82 @@ def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
-    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | Path | None = None,
     start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | Path | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    prefix_output_with_timestamp: bool = False,
+    host_discovery_script: str | Path | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in `np` processes of this host; what each rank returned, by rank.
+    """Call `func(*args, **kwargs)` in `np` processes; what each rank returned, by rank. The signature is Horovod's.
 
-    Processes are forked from this one, so `func` may be any function; call it before this process computes with
-    several threads. Results are plain values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
-    `start_timeout` bounds the whole run in seconds. Hosts are not started here yet: use an engine of Polytempo, or
-    torchrun, mpirun or Slurm, whose processes `init` recognises. Errors: those of `polytempo.launch`.
+    On this host alone processes are forked from this one, so `func` may be any function; call it before this process
+    computes with several threads. With `hosts` or `hostfile`, and in an elastic run (`min_np`, `max_np`,
+    `host_discovery_script`), ranks are new interpreters on the hosts: `func` is found there by its module and name,
+    and prints as under `polytempo horovodrun`, whose options the other arguments are. An elastic run returns what the
+    ranks of its last group returned.
+
+    Arguments and results of new interpreters, and results of forked ones, are plain values, tensors and NumPy arrays
+    (`horovod.plain_values`); TypeError for others. Errors: those of `polytempo.launch` where processes are forked,
+    else `RanksFailed`; ValueError for MPI, and for what `horovodrun` refuses.
 
         run(lambda: hvd.init() or hvd.rank(), np=2)      # [0, 1]
     """
+    if use_mpi or mpi_args:
+        raise ValueError("no MPI takes part: leave use_mpi and mpi_args out")
+    size, least, most = num_proc or np, min_num_proc or min_np, max_num_proc or max_np
+    is_elastic = bool(least or most or host_discovery_script)
+    if not is_elastic and hosts is None and hostfile is None:
+        return _forked(func, args, kwargs or {}, size or 1)
+    settings = LaunchSettings(
+        start_timeout_s=30.0 if start_timeout is None else start_timeout,
+        network_interface=network_interfaces,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        output=None if output_filename is None else Path(output_filename),
+        timestamps=prefix_output_with_timestamp,
+        verbose=bool(verbose),
+        exported={"HOROVOD_CACHE_CAPACITY": "0"} if disable_cache else {},
+    )
+    given = _hosts(hosts, hostfile, slots or size or most or 1)
+    words, text = (executable or sys.executable, *WORDS), called(func, args, kwargs or {})
+    if not is_elastic:
+        return [answer_of(each) for each in run_ranks(words, size or sum(given.values()), given, settings, text)]
+    elastic = ElasticSettings.of(size, least, most, reset_limit=reset_limit, cooldown_s=cooldown_range)
+    discover: Callable[[], Mapping[str, int]] = lambda: given  # noqa: E731 - or the program's
+    if host_discovery_script is not None:
+        discover = HostDiscovery(Path(host_discovery_script), slots or 1)
+    return [answer_of(each) for each in run_elastic_ranks(words, discover, settings, elastic, text)]
 
+
+def _hosts(hosts: str | None, hostfile: str | Path | None, slots: int) -> Mapping[str, int]:
+    if hosts is not None:
+        return parsed_hosts(hosts)
+    return {"localhost": slots} if hostfile is None else read_hostfile(Path(hostfile))
+
+
+def _forked(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[Any]:
     def work(_: RankInfo) -> str:
-        answer = encoded(func(*args, **(kwargs or {})))
+        answer = encoded(func(*args, **kwargs))
         shutdown()
         return answer.hex()
 
-    return [decoded(bytes.fromhex(each)) for each in launch(work, np, timeout_s=start_timeout)]
+    return [decoded(bytes.fromhex(each)) for each in launch(work, size)]
