@@ -35,7 +35,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 @hvd.elastic.run
 def train(state: Any) -> None:
     """Train from where the state is."""
-    for state.epoch in range(state.epoch, EPOCHS):
+    for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - as Horovod's documentation has it
         for number, (images, labels, which) in enumerate(loader):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
@@ -61,4 +61,6 @@ if hvd.rank() == 0:
     images, labels = digits.test.tensors
     accuracy = (model(images).argmax(dim=1) == labels).float().mean()
     times = f"{min(state.used)} to {max(state.used)}"
-    print(f"{accuracy:.1%} of the test digits, each sample used {times} times in {EPOCHS} epochs, {hvd.size()} worker(s)")
+    print(
+        f"{accuracy:.1%} of the test digits, each sample used {times} times in {EPOCHS} epochs, {hvd.size()} worker(s)"
+    )

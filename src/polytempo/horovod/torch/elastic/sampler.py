@@ -26,7 +26,7 @@ class SamplerPosition(NamedTuple):
     """In earlier groups, and by `record_indices`."""
     order: Sequence[int]
     """How the others are dealt."""
-    count: int
+    num_processed: int
     """How many of these, from the first, are processed."""
 
 
