@@ -60,7 +60,8 @@ def run_elastic_ranks(
         hosts = _first_hosts(discover, elastic)
         run = CommandRun(tuple(words), os.getcwd(), settings.environment(), standard_input)
         engines = stack.enter_context(HostEngines(run, settings, hosts, _MOST_LIVES))
-        engines.open(hosts)
+        for name, slots in hosts.items():
+            engines.begin(name, slots)
         rendezvous = Rendezvous.held(engines.address)
         stack.callback(rendezvous.close)
         relay = OutputRelay(settings.output, timestamps=settings.timestamps)

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.core.errors import PolytempoError
 from polytempo.engines.capacity import limits
 from polytempo.engines.command_process import CommandRun, perform_command
 from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
@@ -181,7 +180,7 @@ class HostEngines:
                     run=run,
                 )
             )
-        except (PolytempoError, ValueError, OSError) as error:
+        except Exception as error:  # of a thread: the launcher's own says it
             host.problem = error
 
     def _own_address(self, remote: list[str]) -> str:
