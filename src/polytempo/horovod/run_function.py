@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.horovod.function_process import WORDS, answer_of, called
-from polytempo.horovod.launcher.elastic_ranks import run_elastic_ranks
+from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
 from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.host_discovery import HostDiscovery
 from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
@@ -49,19 +50,15 @@ def run(
     prefix_output_with_timestamp: bool = False,
     host_discovery_script: str | Path | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in `np` processes; what each rank returned, by rank. The signature is Horovod's.
+    """Call `func(*args, **kwargs)` in `np` processes; what each rank returned, by rank: `run(work, np=2)`.
 
     On this host alone processes are forked from this one, so `func` may be any function; call it before this process
-    computes with several threads. With `hosts` or `hostfile`, and in an elastic run (`min_np`, `max_np`,
-    `host_discovery_script`), ranks are new interpreters on the hosts: `func` is found there by its module and name,
-    and prints as under `polytempo horovodrun`, whose options the other arguments are. An elastic run returns what the
-    ranks of its last group returned.
+    computes with several threads. With hosts, and in an elastic run (`min_np`, `max_np`, `host_discovery_script`),
+    ranks are new interpreters, where `func` is found by its module and name; the other arguments are options of
+    `polytempo horovodrun`. An elastic run returns what the ranks of its last group returned. What travels are plain
+    values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
 
-    Arguments and results of new interpreters, and results of forked ones, are plain values, tensors and NumPy arrays
-    (`horovod.plain_values`); TypeError for others. Errors: those of `polytempo.launch` where processes are forked,
-    else `RanksFailed`; ValueError for MPI, and for what `horovodrun` refuses.
-
-        run(lambda: hvd.init() or hvd.rank(), np=2)      # [0, 1]
+    Errors: those of `polytempo.launch` where processes are forked, else `RanksFailed`; ValueError for what is refused.
     """
     if use_mpi or mpi_args:
         raise ValueError("no MPI takes part: leave use_mpi and mpi_args out")
@@ -69,25 +66,31 @@ def run(
     is_elastic = bool(least or most or host_discovery_script)
     if not is_elastic and hosts is None and hostfile is None:
         return _forked(func, args, kwargs or {}, size or 1)
-    settings = LaunchSettings(
-        start_timeout_s=30.0 if start_timeout is None else start_timeout,
-        network_interface=network_interfaces,
-        ssh_port=ssh_port,
-        ssh_identity_file=ssh_identity_file,
-        output=None if output_filename is None else Path(output_filename),
+    settings = replace(
+        _settings(start_timeout, ssh_port, ssh_identity_file, network_interfaces),
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
+        output=None if output_filename is None else Path(output_filename),
         exported={"HOROVOD_CACHE_CAPACITY": "0"} if disable_cache else {},
     )
     given = _hosts(hosts, hostfile, slots or size or most or 1)
     words, text = (executable or sys.executable, *WORDS), called(func, args, kwargs or {})
     if not is_elastic:
-        return [answer_of(each) for each in run_ranks(words, size or sum(given.values()), given, settings, text)]
-    elastic = ElasticSettings.of(size, least, most, reset_limit=reset_limit, cooldown_s=cooldown_range)
-    discover: Callable[[], Mapping[str, int]] = lambda: given  # noqa: E731 - or the program's
-    if host_discovery_script is not None:
-        discover = HostDiscovery(Path(host_discovery_script), slots or 1)
-    return [answer_of(each) for each in run_elastic_ranks(words, discover, settings, elastic, text)]
+        answers = run_ranks(words, size or sum(given.values()), given, settings, text)
+    else:
+        elastic = ElasticSettings.of(size, least, most, reset_limit=reset_limit, cooldown_s=cooldown_range)
+        answers = run_elastic_ranks(words, _discovery(host_discovery_script, slots, given), settings, elastic, text)
+    return [answer_of(each) for each in answers]
+
+
+def _discovery(script: str | Path | None, slots: int | None, hosts: Mapping[str, int]) -> Discover:
+    return (lambda: hosts) if script is None else HostDiscovery(Path(script), slots or 1)
+
+
+def _settings(timeout_s: float | None, port: int | None, key: str | None, interface: str | None) -> LaunchSettings:
+    return LaunchSettings(
+        30.0 if timeout_s is None else timeout_s, network_interface=interface, ssh_port=port, ssh_identity_file=key
+    )
 
 
 def _hosts(hosts: str | None, hostfile: str | Path | None, slots: int) -> Mapping[str, int]:
