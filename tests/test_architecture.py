@@ -278,7 +278,7 @@ def test_sentences_name_their_subject(path: Path) -> None:
 SHARED_NAMES = {
     "Push": "core's op and the message that performs it at a shard, whose name is the wire's and the record's",
     "Pull": "the same",
-    "State": "of the elastic API, whose names are Horovod's; a shard's state, whose name is the wire's and the record's",
+    "State": "Horovod's name in its elastic API; a shard's state, whose name is the wire's and the record's",
     "Progress": "FlexRR's message, whose name is the wire's; the terminal's line",
 }
 """Public classes of two folders that share a name, each with its reason."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import warm
 from polytempo.engines.command_process import ANSWER_FILE
+from polytempo.horovod import run
 from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
 from polytempo.horovod.launcher.settings import LaunchSettings
 
@@ -51,6 +54,16 @@ if os.environ["HOROVOD_RANK"] == "0":
     launcher = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(") ")[2].split()[1])
     os.kill(launcher, signal.SIGINT)
 time.sleep(100)
+"""
+
+RANKED = """
+import os
+import polytempo.horovod.torch as hvd
+
+def work(tensor, more=0.0):
+    print("here")
+    hvd.init()
+    return hvd.rank(), os.environ.get("HOROVOD_CACHE_CAPACITY"), hvd.allreduce(tensor.float(), op=hvd.Sum) + more
 """
 
 
@@ -107,6 +120,24 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     code, _, error = horovodrun(tmp_path, INTERRUPTS, "-np", "2")
     assert (code, error.splitlines()[-1]) == (130, "interrupted"), error
     assert not any(still_runs(tmp_path / f"pid-{rank}") for rank in range(2))
+
+
+def test_a_function_is_found_by_its_name_on_hosts_and_in_elastic_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ranked.py").write_text(RANKED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    work = importlib.import_module("ranked").work
+    told = run(work, args=(torch.arange(2),), kwargs={"more": 0.5}, hosts="localhost:2", np=2, disable_cache=True)
+    assert [(rank, cache, each.tolist()) for rank, cache, each in told] == [(0, "0", [0.5, 2.5]), (1, "0", [0.5, 2.5])]
+    (alone,) = run(work, args=(torch.ones(1),), min_np=1, max_np=1, slots=1)
+    assert alone[2].tolist() == [1.0]
+    assert "[1]<stdout>:here" in capfd.readouterr().out.splitlines()
+    with pytest.raises(ValueError, match="cannot be found by name in a new interpreter"):
+        run(lambda: None, hosts="localhost:2")
+    with pytest.raises(ValueError, match="no MPI takes part"):
+        run(work, np=2, use_mpi=True)
 
 
 def test_what_cannot_start_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
