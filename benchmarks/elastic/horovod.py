@@ -168,9 +168,8 @@ def main() -> None:
         ordered = sorted(found)
         if found:
             high = ordered[min(len(found) - 1, int(0.95 * len(found)))]
-            print(
-                f"{kind}: {len(found)}, median {statistics.median(found):.2f} s, 95 % {high:.2f} s, longest {ordered[-1]:.2f} s"
-            )
+            times = f"median {statistics.median(found):.2f} s, 95 % {high:.2f} s, longest {ordered[-1]:.2f} s"
+            print(f"{kind}: {len(found)}, {times}")
     print(f"epochs {harmed['epochs']}, each sample used {harmed['least']} to {harmed['most']} times")
     print(f"accuracy {harmed['accuracy']:.4f}, calm {calm['accuracy']:.4f}; load {os.getloadavg()[0]:.0f}")
 
