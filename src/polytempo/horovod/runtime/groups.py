@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
 
 from polytempo.aggregation.adasum import adasum
 from polytempo.core import Bundle
+from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.worlds import ProcessWorld
@@ -47,6 +48,15 @@ class SetTransport:
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
             options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
             self._group = create(options)
+
+    @property
+    def carrier(self) -> str:
+        """Where tensors travel, in the words of a timeline."""
+        if self._group is None:
+            return "LOCAL"
+        if isinstance(self._group, HostsGroup):
+            return "HIERARCHICAL"
+        return "SHARED" if isinstance(self._group, NamedGroup) else "GLOO"
 
     def reduce_(self, tensor: Tensor, op: str) -> None:
         """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""

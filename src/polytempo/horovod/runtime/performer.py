@@ -11,6 +11,8 @@ from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorReques
 from polytempo.horovod.runtime.groups import SetTransport
 from polytempo.horovod.runtime.operation import Operation
 
+Phase = Callable[[str], None]
+"""Hears which part of an operation begins, by Horovod's names for them."""
 MakeTransport = Callable[[int, Sequence[int]], SetTransport]
 """The transport of a process set: its number and ranks."""
 
@@ -20,6 +22,7 @@ class Performer:
 
     def __init__(self, rank: int, sets: Mapping[int, Sequence[int]], make: MakeTransport) -> None:
         self._rank, self._make = rank, make
+        self.phase: Phase = lambda _: None
         self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
@@ -67,9 +70,11 @@ class Performer:
         for result in results:
             by_dtype.setdefault(result.dtype, []).append(result)
         for same in by_dtype.values():
-            reduce_together_(transport, same, request)
+            reduce_together_(transport, same, request, self.phase)
 
     def _one(self, transport: SetTransport, agreed: Agreement, operation: Operation) -> None:
+        if operation.tensors:
+            self.phase(f"{transport.carrier}_{agreed.request.kind.upper()}")
         match agreed.request.kind:
             case "allgather":
                 operation.outputs = [
@@ -108,12 +113,14 @@ def zeros(request: TensorRequest) -> list[Tensor]:
     return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in pairs]
 
 
-def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest) -> None:
+def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
     """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         flat = tensors[0]
     else:
+        phase("MEMCPY_IN_FUSION_BUFFER")
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    phase(f"{transport.carrier}_{'ADASUM_' if request.op == 'adasum' else ''}ALLREDUCE")
     scale_(flat, request.prescale)
     if request.op == "adasum":
         sizes = [tensor.numel() for tensor in tensors]
@@ -124,6 +131,7 @@ def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request
         divide_(flat, transport.size)
     scale_(flat, request.postscale)
     if flat is not tensors[0]:
+        phase("MEMCPY_OUT_FUSION_BUFFER")
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 

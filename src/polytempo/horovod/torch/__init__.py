@@ -24,6 +24,8 @@ from polytempo.horovod.torch.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polytempo.horovod.torch.collectives import (
     Adasum,
@@ -139,5 +141,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
