@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
-    "horovod": {*BELOW_TRAINING, "interop", "engines"},
     "runs": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs", "engines"},
+    "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "bench": {
         "core",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+import polytempo as pt
 import polytempo.horovod.torch as hvd
 from polytempo.horovod import run
 
@@ -142,3 +144,179 @@ def test_a_timeline_that_cannot_be_written_is_an_error_on_rank_0(tmp_path: Path)
     first, second = run(work, np=2)
     assert "missing" in first
     assert second == ""
+
+
+# ---------------------------------------------------------------------- codecs
+
+CODECS: dict[str, Any] = {
+    **{name: getattr(hvd.Compression, name) for name in ("dynamic8", "exact", "int8", "natural", "one_bit", "sign")},
+    "dgc": hvd.Compression.dgc(0.1, momentum=0.0),
+    "feedback": hvd.Compression.feedback(hvd.Compression.top_k(0.2)),
+    "pca": hvd.Compression.pca(rank=8),
+    "prune": hvd.Compression.prune(below=0.1),
+    "qsgd": hvd.Compression.qsgd(levels=127),
+    "random_k": hvd.Compression.random_k(ratio=0.2),
+    "terngrad": hvd.Compression.terngrad,
+    "threshold": hvd.Compression.threshold(tau=0.5),
+    "top_k": hvd.Compression.top_k(0.2),
+    "bf16": hvd.Compression.bf16,
+    "fp16": hvd.Compression.fp16,
+}
+ROUGH = {"natural": 0.1, "terngrad": 0.6, "bf16": 0.01, "fp16": 0.001, "qsgd": 0.1}
+"""By how much the mean of 80 answers is off where there is no residual: what is drawn, and rounding."""
+
+
+def descended(compression: Any, rows: int = 80, steps: int = 80) -> tuple[Tensor, Tensor]:
+    """The mean of all steps' reduced gradients, of which each rank's is always the same, and what it should be."""
+    weight = nn.Parameter(torch.zeros(rows, 24))
+    mine = [torch.randn(rows, 24, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1 / steps), [("weight", weight)], compression=compression
+    )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (weight * mine[hvd.rank()]).sum().backward()
+        optimizer.step()
+    return -weight.detach(), torch.stack(mine).mean(0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_through_every_codec(size: int) -> None:
+    """Ranks hold equal bits, and what a codec left out of one step is in the steps after it."""
+
+    def work() -> dict[str, tuple[Tensor, float]]:
+        hvd.init()
+        answers = {}
+        for name, compression in CODECS.items():
+            found, expected = descended(compression)
+            answers[name] = found, float((found - expected).norm() / expected.norm())
+        few, expected = descended(hvd.Compression.one_bit, rows=2, steps=3)
+        torch.testing.assert_close(few, expected)  # of so few elements no codec is made
+        return answers
+
+    found = run(work, np=size)
+    assert set(CODECS) == {name for name in vars(hvd.Compression) if not name.startswith("_")} - {"none"}
+    for name in CODECS:
+        assert all(torch.equal(answers[name][0], found[0][name][0]) for answers in found), name
+        assert found[0][name][1] < (1e-6 if name == "exact" else ROUGH.get(name, 0.25)), (name, found[0][name][1])
+
+
+def test_codecs_in_all_reduces_and_where_they_do_not_go() -> None:
+    def work() -> bool:
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        mine = torch.randn(2000, generator=torch.Generator().manual_seed(rank))
+        expected = sum(torch.randn(2000, generator=torch.Generator().manual_seed(r)) for r in range(size))
+        int8 = hvd.Compression.int8
+        for _ in range(2):
+            answer = hvd.allreduce(mine, op=hvd.Sum, compression=int8, prescale_factor=2.0, postscale_factor=0.5)
+            torch.testing.assert_close(answer, expected, rtol=0, atol=0.1)
+        pair = hvd.grouped_allreduce([mine, torch.full((2,), rank)], compression=int8, name="pair", op=hvd.Sum)
+        torch.testing.assert_close(pair[0], expected, rtol=0, atol=0.1)
+        assert pair[1].tolist() == [sum(range(size))] * 2
+        assert hvd.allreduce(torch.full((3,), rank), compression=int8, op=hvd.Max).tolist() == [size - 1] * 3
+        at = mine.clone().requires_grad_()
+        (hvd.allreduce(at, compression=int8) * (rank + 1)).sum().backward()
+        torch.testing.assert_close(at.grad, torch.full((2000,), (size + 1) / 2))
+        different = hvd.Compression.int8 if rank else hvd.Compression.top_k(0.5)
+        with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched codecs .* top_k\(ratio=0.5\), rank 1 int8"):
+            hvd.allreduce(mine, compression=different, name="different")
+        weight = nn.Parameter(torch.ones(3))
+        heavy = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+        for words, call in {
+            "has no later": lambda: hvd.allreduce(mine, compression=hvd.Compression.feedback(int8)),
+            "not MAX": lambda: hvd.allreduce(mine, compression=int8, op=hvd.Max),
+            "is for all-reduces": lambda: hvd.reducescatter(mine, compression=int8),
+            "Average or Sum, not ADASUM": lambda: hvd.DistributedOptimizer(heavy, compression=int8, op=hvd.Adasum),
+            "applies momentum 0.9 itself": lambda: hvd.DistributedOptimizer(heavy, compression=hvd.Compression.dgc),
+        }.items():
+            with pytest.raises(ValueError, match=words):
+                call()
+        with pytest.raises(TypeError, match="ratios"):
+            hvd.Compression.top_k(ratios=2)
+        if rank == 0:
+            with pytest.raises(hvd.HorovodInternalError, match=r"int8.* while ranks \[1\] have called join"):
+                hvd.allreduce(mine, compression=int8, name="joined")
+        hvd.join()
+        return True
+
+    assert run(work, np=2) == [True, True]
+
+
+# ---------------------------------------------------------------------- strategies
+
+STRATEGIES = (
+    *("sync_sgd", "sync_sgd(route=ring)", "local_sgd(period=2)", "diloco(period=2, outer_momentum=0.5)", "gossip"),
+    *("one_bit_sgd(exact_below=1)", "local_sgd(period=2, codec=int8)", "delayed_sgd", "adasum", "shared_memory"),
+)
+
+
+def looped(steps: int, make: Any, broadcasts: bool = False) -> list[Tensor]:
+    """Training from other parameters on each rank, which rank 0's replace."""
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = make(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    if broadcasts:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        if broadcasts:
+            optimizer.synchronize()
+        with optimizer.skip_synchronize() if broadcasts else nullcontext():
+            optimizer.step()
+    answer = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.handle.detach()
+    return answer
+
+
+def attached(text: str) -> Any:
+    def make(model: nn.Module, optimizer: Any) -> Any:
+        optimizer.handle = pt.attach(model, optimizer, pt.parse_strategy(text))
+        return optimizer
+
+    return make
+
+
+def by_strategy(strategy: Any) -> Any:
+    return lambda model, optimizer: hvd.DistributedOptimizer(optimizer, model.named_parameters(), strategy=strategy)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_strategy_makes_the_steps_of_attach(size: int) -> None:
+    def work() -> bool:
+        hvd.init()
+        for text in STRATEGIES:
+            expected = looped(5, attached(text))
+            for made in (looped(5, by_strategy(text)), looped(5, by_strategy(pt.parse_strategy(text)), True)):
+                torch.testing.assert_close(
+                    made, expected, rtol=0, atol=0, msg=lambda words, text=text: f"{text}: {words}"
+                )
+        return True
+
+    assert run(work, np=size) == [True] * size
+
+
+def test_what_does_not_go_with_a_strategy() -> None:
+    def work() -> bool:
+        model = net()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        make, named = hvd.DistributedOptimizer, list(model.named_parameters())
+        with pytest.raises(ValueError, match=r"hvd\.init"):
+            make(plain, named, strategy="sync_sgd")
+        hvd.init()
+        with pytest.raises(ValueError, match="compression, op, groups cannot be given"):
+            make(plain, named, hvd.Compression.fp16, op=hvd.Sum, groups=2, strategy="sync_sgd")
+        with pytest.raises(ValueError, match="named_parameters"):
+            make(plain, strategy="sync_sgd")
+        with pytest.raises(ValueError, match="no_such"):
+            make(plain, named, strategy="no_such")
+        with pytest.raises(TypeError, match="a strategy is"):
+            make(plain, named, strategy=3)
+        make(plain, named, strategy="sync_sgd")
+        with pytest.raises(ValueError, match="already"):
+            make(plain, named, strategy="sync_sgd")
+        return True
+
+    assert run(work, np=2) == [True, True]

@@ -14,7 +14,7 @@ import pytest
 from polytempo.horovod.negotiation.autotuner import AutotuneOptions, Autotuner, TunedSettings
 from polytempo.horovod.negotiation.gaussian_process import fit, next_point
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
-from polytempo.horovod.runtime.timeline import Timeline
+from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning
 
 START = TunedSettings(128 << 20, 0.02)
@@ -114,7 +114,7 @@ def test_the_log_has_horovods_columns_and_ends_with_the_best(tmp_path: Path) -> 
 def test_a_timelines_phases_nest_and_its_file_is_whole(tmp_path: Path) -> None:
     """Rank 1 asks for "a" again before rank 0 has noted that it is done; "b" never ends."""
     ticks = iter(range(1000))
-    timeline = Timeline(tmp_path / "t.json", mark_cycles=True, clock=lambda: next(ticks) * 1e-6)
+    timeline = TimelineFile(tmp_path / "t.json", mark_cycles=True, clock=lambda: next(ticks) * 1e-6)
     a, b, refused = agreement("a"), agreement("b", "broadcast"), agreement("c")
     timeline.ready(1, [a.request, b.request, refused.request])
     timeline.cycle()
@@ -149,4 +149,4 @@ def test_a_timelines_phases_nest_and_its_file_is_whole(tmp_path: Path) -> None:
     assert times == sorted(times)
     assert [event["name"] for event in events if event["ph"] == "i"] == ["CYCLE_START"]
     with pytest.raises(OSError, match="missing"):
-        Timeline(tmp_path / "missing" / "t.json")
+        TimelineFile(tmp_path / "missing" / "t.json")

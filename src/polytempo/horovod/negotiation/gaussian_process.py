@@ -65,8 +65,8 @@ def next_point(posterior: Posterior, dims: int, random: np.random.Generator) -> 
 def _conditioned(points: Array, y: Array, noise: float, length: float) -> tuple[float, Posterior]:
     """The logarithm of the scores' likelihood, but for a constant, and the posterior."""
     matrix = _kernel(points, points, length) + (noise**2 + 1e-9) * np.eye(len(points))
-    factor = np.linalg.cholesky(matrix)
-    weights = np.linalg.solve(factor.T, np.linalg.solve(factor, y))
+    factor: Array = np.linalg.cholesky(matrix).astype(np.float64, copy=False)
+    weights: Array = np.linalg.solve(factor.T, np.linalg.solve(factor, y))
     likelihood = -0.5 * float(y @ weights) - float(np.log(np.diag(factor)).sum())
     return likelihood, Posterior(points, factor, weights, length)
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 )
 
 from polytempo.aggregation.adasum import adasum
-from polytempo.core import Bundle
+from polytempo.core import Bundle, State, Transform
 from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
@@ -43,6 +43,7 @@ class SetTransport:
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
         self._group: Any = None
+        self._world: ProcessWorld | None = None
         if self.size > 1:
             options = _DistributedBackendOptions()
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
@@ -67,15 +68,19 @@ class SetTransport:
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
         """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
-        if self._group is None:
-            return
-        world = ProcessWorld(self.position, [0] * self.size, group=self._group)
         transform = adasum()
         bundle = Bundle({str(place): tensor for place, tensor in enumerate(tensors)})
-        answered, _ = world.drive(transform.apply(world.port, bundle, transform.init(bundle)))
-        assert answered is not None
-        for tensor, view in zip(tensors, answered.views.values(), strict=True):
+        answer, _ = self.transformed(transform, bundle, transform.init(bundle))
+        for tensor, view in zip(tensors, answer.views.values(), strict=True):
             tensor.copy_(view)
+
+    def transformed(self, transform: Transform, bundle: Bundle, state: State) -> tuple[Bundle, State]:
+        """What a transform of gradients answers here, where all ranks count the same, and its next state."""
+        if self._world is None:
+            self._world = ProcessWorld(self.position, [0] * self.size, group=self._group)
+        answer, after = self._world.drive(transform.apply(self._world.port, bundle, state))
+        assert answer is not None
+        return answer, after
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         """`tensor`, contiguous, becomes that of world rank `root`."""
@@ -111,6 +116,6 @@ class SetTransport:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this one raise `PeerLost`."""
-        group, self._group = self._group, None
+        group, self._group, self._world = self._group, None, None
         if group is not None:
             group.abort()

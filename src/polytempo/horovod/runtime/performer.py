@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
 from polytempo.horovod.runtime.groups import SetTransport
 from polytempo.horovod.runtime.operation import Operation
 
@@ -69,8 +70,13 @@ class Performer:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for result in results:
             by_dtype.setdefault(result.dtype, []).append(result)
+        exchange = None if operations[0] is None else operations[0].exchange
         for same in by_dtype.values():
-            reduce_together_(transport, same, request, self.phase)
+            if exchange is not None and same[0].is_floating_point():
+                self.phase(f"{transport.carrier}_CODEC_ALLREDUCE")
+                reduce_encoded_(transport, same, request, exchange)
+            else:
+                reduce_together_(transport, same, request, self.phase)
 
     def _one(self, transport: SetTransport, agreed: Agreement, operation: Operation) -> None:
         if operation.tensors:
@@ -134,6 +140,18 @@ def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request
         phase("MEMCPY_OUT_FUSION_BUFFER")
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def reduce_encoded_(
+    transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, exchange: CodecExchange
+) -> None:
+    """As `reduce_together_`, for sums and averages, by a codec."""
+    for tensor in tensors:
+        scale_(tensor, request.prescale)
+    exchange.average_(transport, {f"{request.name}.{place}": tensor for place, tensor in enumerate(tensors)})
+    factor = request.postscale * (transport.size if request.op == "sum" else 1)
+    for tensor in tensors:
+        scale_(tensor, factor)
 
 
 def scale_(tensor: Tensor, factor: float) -> None:

@@ -21,7 +21,7 @@ from polytempo.horovod.negotiation.message import Agreement, Farewell, Refuse, V
 from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.operation import HorovodInternalError, Operation
 from polytempo.horovod.runtime.settings import LEVELS
-from polytempo.horovod.runtime.timeline import Timeline
+from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning
 from polytempo.worlds.threads import close_at_exit, ended
 
@@ -67,7 +67,7 @@ class Runtime:
         """Of the machines and what lies between them. No thread waits while it holds it."""
         self._pump = threading.Lock()
         """Of the thread that listens and performs."""
-        self.timeline: Timeline | None = None
+        self.timeline: TimelineFile | None = None
         """Rank 0's, where one is written; see `watch`."""
         self._waiting = 0
         self._helped_s = self._first_s = self._ticked_s = 0.0
@@ -153,7 +153,7 @@ class Runtime:
             else:
                 self._receive(self._coordinator, 0, farewell)
 
-    def watch(self, timeline: Timeline | None) -> None:
+    def watch(self, timeline: TimelineFile | None) -> None:
         """Tell `timeline` what happens from now on; the one before it is closed. On ranks but 0 it has no use."""
         with self._lock:
             before, self.timeline = self.timeline, timeline
@@ -234,7 +234,7 @@ class Runtime:
         if self.timeline is not None:
             self._show(self.timeline, told, todo)
 
-    def _show(self, timeline: Timeline, told: Verdicts, todo: Sequence[ToDo]) -> None:
+    def _show(self, timeline: TimelineFile, told: Verdicts, todo: Sequence[ToDo]) -> None:
         for each in todo:
             if isinstance(each, ToPerform):
                 timeline.agreed(agreed.request for agreed in each.agreements)

@@ -23,7 +23,7 @@ from polytempo.horovod.runtime.logs import begin_log
 from polytempo.horovod.runtime.performer import Performer
 from polytempo.horovod.runtime.runtime import Runtime
 from polytempo.horovod.runtime.settings import HorovodSettings
-from polytempo.horovod.runtime.timeline import Timeline
+from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning
 from polytempo.worlds import ProcessWorld
 
@@ -50,7 +50,7 @@ class Session:
         coordinator, tuning, timeline = None, None, None
         if rank == 0:
             if settings.timeline:
-                timeline = Timeline(settings.timeline, mark_cycles=settings.mark_cycles)
+                timeline = TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles)
             coordinator = NegotiationCoordinator(
                 size,
                 process_sets,
@@ -84,7 +84,7 @@ class Session:
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Rank 0 writes one; the others do nothing."""
         if self.world.rank == 0:
-            self.runtime.watch(Timeline(path, mark_cycles=mark_cycles))
+            self.runtime.watch(TimelineFile(path, mark_cycles=mark_cycles))
 
     def stop_timeline(self) -> None:
         """Write all that is there, and end it."""

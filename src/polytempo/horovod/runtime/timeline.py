@@ -1,4 +1,4 @@
-"""`Timeline`: what is negotiated and performed, when, as a trace that Chrome and Perfetto show. Rank 0 writes it.
+"""`TimelineFile`: what is negotiated and performed, when, as a trace that Chrome and Perfetto show. Rank 0 writes it.
 
 each tensor is a row   |-NEGOTIATE_ALLREDUCE------|-ALLREDUCE------------------------------------------|
                          0      1  (ranks ready)    MEMCPY_IN_FUSION_BUFFER  SHARED_ALLREDUCE  MEMCPY_OUT…
@@ -27,10 +27,10 @@ _MOST_EVENTS = 1 << 20
 _Key = tuple[int, str]
 
 
-class Timeline:
+class TimelineFile:
     """A file that is a JSON array of trace events whenever nothing is being written to it, and after `close`.
 
-    Times are microseconds since it began. A thread writes, so whoever tells of something waits for no disk. Names that
+    Times are microseconds since it began. A thread writes, so what is told waits for no disk. Names that
     were submitted before it began are left out. Errors: OSError where the file cannot be made.
     """
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
+from polytempo.horovod.runtime.codec_exchange import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.handles import begin, every, only, synchronize
@@ -67,10 +68,12 @@ def _reduction(
     postscale_factor: float,
     process_set: ProcessSet,
     answer: Callable[[Operation], Tensor | list[Tensor]],
+    exchange: CodecExchange | None = None,
 ) -> int:
     check_reducible(tensors, op)
-    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors)
+    details: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    details |= {"op": op.name.lower(), "exchange": exchange}
+    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, **details)
 
 
 def allreduce_async(
@@ -131,6 +134,28 @@ def grouped_allreduce_async_(
     _check_group(tensors)
     chosen, given = chosen_op(op, average), list(tensors)
     return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given)
+
+
+def encoded_allreduce_async(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    exchange: CodecExchange,
+    *,
+    in_place: bool = False,
+) -> int:
+    """Begin a grouped all-reduce, a sum or an average, by a codec; what is no floating-point number travels as it is.
+
+    `factors`: before and after. Errors: ValueError for other operations, which are no sums of what wires say.
+    """
+    chosen = ReductionOp(op)
+    if chosen not in (Average, Sum):
+        raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
+    given = list(tensors)
+    outputs, by_codec = given if in_place else [], exchange if encodable(given) else None
+    return _reduction(given, outputs, name, chosen, *factors, process_set, every, by_codec)
 
 
 def sparse_allreduce_async(
