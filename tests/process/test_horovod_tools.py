@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -157,19 +158,19 @@ CODECS: dict[str, Any] = {
     "qsgd": hvd.Compression.qsgd(levels=127),
     "random_k": hvd.Compression.random_k(ratio=0.2),
     "terngrad": hvd.Compression.terngrad,
-    "threshold": hvd.Compression.threshold(tau=0.5),
+    "threshold": hvd.Compression.threshold(tau=4.0),
     "top_k": hvd.Compression.top_k(0.2),
     "bf16": hvd.Compression.bf16,
     "fp16": hvd.Compression.fp16,
 }
-ROUGH = {"natural": 0.1, "terngrad": 0.6, "bf16": 0.01, "fp16": 0.001, "qsgd": 0.1}
-"""By how much the mean of 80 answers is off where there is no residual: what is drawn, and rounding."""
+ROUGH = {"natural": 0.1, "terngrad": 0.3, "bf16": 0.01, "fp16": 0.001, "qsgd": 0.1}
+"""By how much the mean of 40 answers is off where there is no residual: what is drawn, and rounding."""
 
 
-def descended(compression: Any, rows: int = 80, steps: int = 80) -> tuple[Tensor, Tensor]:
+def descended(compression: Any, rows: int = 52, steps: int = 40) -> tuple[Tensor, Tensor]:
     """The mean of all steps' reduced gradients, of which each rank's is always the same, and what it should be."""
-    weight = nn.Parameter(torch.zeros(rows, 24))
-    mine = [torch.randn(rows, 24, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
+    weight = nn.Parameter(torch.zeros(rows, 20))
+    mine = [torch.randn(rows, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1 / steps), [("weight", weight)], compression=compression
     )
@@ -180,15 +181,18 @@ def descended(compression: Any, rows: int = 80, steps: int = 80) -> tuple[Tensor
     return -weight.detach(), torch.stack(mine).mean(0)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_through_every_codec(size: int) -> None:
+FEW = ("int8", "one_bit", "dgc", "random_k", "terngrad", "bf16")
+
+
+@pytest.mark.parametrize(("size", "chosen"), [(2, tuple(CODECS)), (4, FEW)])
+def test_gradients_through_every_codec(size: int, chosen: Sequence[str]) -> None:
     """Ranks hold equal bits, and what a codec left out of one step is in the steps after it."""
 
     def work() -> dict[str, tuple[Tensor, float]]:
         hvd.init()
         answers = {}
-        for name, compression in CODECS.items():
-            found, expected = descended(compression)
+        for name in chosen:
+            found, expected = descended(CODECS[name])
             answers[name] = found, float((found - expected).norm() / expected.norm())
         few, expected = descended(hvd.Compression.one_bit, rows=2, steps=3)
         torch.testing.assert_close(few, expected)  # of so few elements no codec is made
@@ -196,7 +200,7 @@ def test_gradients_through_every_codec(size: int) -> None:
 
     found = run(work, np=size)
     assert set(CODECS) == {name for name in vars(hvd.Compression) if not name.startswith("_")} - {"none"}
-    for name in CODECS:
+    for name in chosen:
         assert all(torch.equal(answers[name][0], found[0][name][0]) for answers in found), name
         assert found[0][name][1] < (1e-6 if name == "exact" else ROUGH.get(name, 0.25)), (name, found[0][name][1])
 

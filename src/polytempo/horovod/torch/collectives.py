@@ -150,11 +150,11 @@ def encoded_allreduce_async(
 
     `factors`: before and after. Errors: ValueError for other operations, which are no sums of what wires say.
     """
-    chosen = ReductionOp(op)
-    if chosen not in (Average, Sum):
-        raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
-    given = list(tensors)
+    chosen, given = ReductionOp(op), list(tensors)
+    _check_group(given)
     outputs, by_codec = given if in_place else [], exchange if encodable(given) else None
+    if by_codec is not None and chosen not in (Average, Sum):
+        raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
     return _reduction(given, outputs, name, chosen, *factors, process_set, every, by_codec)
 
 
