@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from pathlib import Path
@@ -30,6 +31,13 @@ def test_the_table_lists_every_name_that_there_is_and_no_other() -> None:
     absent = set(NAMES) - there - settings
     assert absent == {"elastic"}
     assert not [name for name in absent if hasattr(hvd, name)]
+
+
+def test_the_page_lists_the_variables_that_are_read_and_those_that_are_not() -> None:
+    first, _, second = PAGE.read_text(encoding="utf-8").partition("## Settings")[2].partition("do nothing here")
+    listed = [set(re.findall(r"HOROVOD_\w+", part)) for part in (first, second)]
+    assert listed[0] == set(re.findall(r"\bHOROVOD_\w+\b", Path(inspect.getfile(HorovodSettings)).read_text("utf-8")))
+    assert not listed[0] & listed[1]
 
 
 @pytest.mark.parametrize(

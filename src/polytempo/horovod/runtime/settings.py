@@ -79,12 +79,11 @@ class HorovodSettings(NamedTuple):
 
 def _autotune(environ: Mapping[str, str]) -> AutotuneOptions:
     default = AutotuneOptions()
-    name = "HOROVOD_AUTOTUNE_"
     return AutotuneOptions(
-        warmup_samples=int(_number(environ, f"{name}WARMUP_SAMPLES", default.warmup_samples)),
-        steps_per_sample=max(1, int(_number(environ, f"{name}STEPS_PER_SAMPLE", default.steps_per_sample))),
-        max_samples=max(1, int(_number(environ, f"{name}BAYES_OPT_MAX_SAMPLES", default.max_samples))),
-        noise=_number(environ, f"{name}GAUSSIAN_PROCESS_NOISE", default.noise),
+        warmup_samples=int(_number(environ, "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", default.warmup_samples)),
+        steps_per_sample=max(1, int(_number(environ, "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", default.steps_per_sample))),
+        max_samples=max(1, int(_number(environ, "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.max_samples))),
+        noise=_number(environ, "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", default.noise),
         tunes_fusion="HOROVOD_FUSION_THRESHOLD" not in environ,
         tunes_cycle="HOROVOD_CYCLE_TIME" not in environ,
     )
@@ -101,5 +100,5 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={text!r} must be a number that is not negative")
+        raise ValueError("HOROVOD_AUTOTUNE_={text!r} must be a number that is not negative")
     return value
