@@ -38,7 +38,7 @@ class HorovodSettings(NamedTuple):
     log_time: bool = True
     """Whether lines of the log begin with the time; not with HOROVOD_LOG_HIDE_TIME=1."""
     autotune: AutotuneOptions | None = None
-    """HOROVOD_AUTOTUNE=1, and HOROVOD_AUTOTUNE_*. A threshold and a cycle time that are set are not tuned."""
+    """HOROVOD_AUTOTUNE=1, and its options. A threshold and a cycle time that are set are not tuned."""
     autotune_log: str = ""
     """HOROVOD_AUTOTUNE_LOG: the file that rank 0 writes."""
 
@@ -100,5 +100,5 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ValueError("HOROVOD_AUTOTUNE_={text!r} must be a number that is not negative")
+        raise ValueError(f"{name}={text!r} must be a number that is not negative")
     return value
