@@ -124,6 +124,22 @@ def groups_of_several_dtypes(rank: int, size: int) -> None:
 
 
 @check
+def large_tensors_beside_small_ones(rank: int, size: int) -> None:
+    """They are fused, but not copied; on the last rank the large one does not lie in one piece."""
+    shape = (400, 500)
+    large = values(rank, shape=shape[::-1]).t() if rank == size - 1 else values(rank, shape=shape)
+    given = [values(rank), large, values(rank, torch.float64, shape), values(rank, shape=(7,))]
+    first = [values(r) for r in range(size)]
+    second = [values(r, shape=shape[::-1]).t() if r == size - 1 else values(r, shape=shape) for r in range(size)]
+    third = [values(r, torch.float64, shape) for r in range(size)]
+    fourth = [values(r, shape=(7,)) for r in range(size)]
+    expected = [torch.stack(each).mean(0) for each in (first, second, third, fourth)]
+    equal(hvd.grouped_allreduce(given, name="large"), expected)
+    assert hvd.grouped_allreduce_(given, name="large")[1] is large
+    equal(given, expected)
+
+
+@check
 def random_orders(rank: int, size: int) -> None:
     """Each rank submits the same names in an order of its own, several rounds, some in groups."""
     names = [f"order.{number}" for number in range(60)]

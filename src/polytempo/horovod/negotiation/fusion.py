@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
 
@@ -17,12 +17,14 @@ def num_bytes(request: TensorRequest) -> int:
     return sum(_ITEM_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in pairs)
 
 
-def fused(agreements: Iterable[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
+def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
     """Groups, in the order of their first members. All-reduces with equal dtype, operation, process set and factors
     share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused, nor is
     what a codec encodes, whose residuals and draws would follow from what happens to be fused. `groups_too`: whether
     what the program has grouped is fused with others.
     """
+    if len(agreements) == 1:
+        return [list(agreements)]
     groups: list[list[Agreement]] = []
     open_groups: dict[tuple[object, ...], tuple[list[Agreement], int]] = {}
     for agreed in agreements:

@@ -60,11 +60,15 @@ class SetTransport:
         return "SHARED" if isinstance(self._group, NamedGroup) else "GLOO"
 
     def reduce_(self, tensor: Tensor, op: str) -> None:
-        """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""
-        if self._group is not None and tensor.numel():
-            options = AllreduceOptions()
-            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
-            self._group.allreduce([tensor], options).wait()
+        """`tensor`, contiguous, becomes the reduction of all ranks' tensors."""
+        if self._group is None or not tensor.numel():
+            return
+        averages = op == "average" and tensor.dtype != torch.bool and isinstance(self._group, NamedGroup)
+        options = AllreduceOptions()
+        options.reduceOp, options.asyncOp = ReduceOp(ReduceOp.AVG if averages else _OPS[op]), False
+        self._group.allreduce([tensor], options).wait()
+        if op == "average" and not averages:
+            divide_(tensor, self.size)
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
         """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
@@ -106,7 +110,8 @@ class SetTransport:
                 tensor.view(-1).copy_(part)
 
     def reduce_scatter_(self, pieces: Sequence[Tensor], output: Tensor, op: str) -> None:
-        """`output` becomes the reduction of all ranks' `pieces[own position]`, all as long as `output`."""
+        """`output` becomes the reduction of all ranks' `pieces[own position]`, all as long as `output`. An average is
+        left as the sum."""
         if self._group is None:
             output.copy_(pieces[0])
         elif output.numel():
@@ -119,3 +124,13 @@ class SetTransport:
         group, self._group, self._world = self._group, None, None
         if group is not None:
             group.abort()
+
+
+def divide_(tensor: Tensor, number: int) -> None:
+    """tensor ← tensor / number. Integers are rounded toward zero."""
+    if number == 1 or tensor.dtype == torch.bool:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.div_(number)
+    else:
+        tensor.div_(number, rounding_mode="trunc")

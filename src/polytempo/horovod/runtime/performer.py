@@ -9,9 +9,11 @@ from torch import Tensor
 
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
 from polytempo.horovod.runtime.codec_exchange import CodecExchange
-from polytempo.horovod.runtime.groups import SetTransport
+from polytempo.horovod.runtime.groups import SetTransport, divide_
 from polytempo.horovod.runtime.operation import Operation
 
+_COPIED_BYTES = 512 << 10
+"""Tensors of fewer bytes are copied into one that travels for all of them."""
 Phase = Callable[[str], None]
 """Hears which part of an operation begins, by Horovod's names for them."""
 MakeTransport = Callable[[int, Sequence[int]], SetTransport]
@@ -32,15 +34,14 @@ class Performer:
         transport = self._transports.get(first.process_set)
         if transport is None:
             return
-        with torch.no_grad():
-            if first.kind == "allreduce":
-                self._all_reduce(transport, agreements, operations)
-            elif first.kind == "add_set":
-                self._add_set(agreements[0], operations[0])
-            elif first.kind == "remove_set":
-                self._remove_set(first)
-            elif operations[0] is not None:
-                self._one(transport, agreements[0], operations[0])
+        if first.kind == "allreduce":  # nothing here has a gradient: operations hold detached tensors
+            self._all_reduce(transport, agreements, operations)
+        elif first.kind == "add_set":
+            self._add_set(agreements[0], operations[0])
+        elif first.kind == "remove_set":
+            self._remove_set(first)
+        elif operations[0] is not None:
+            self._one(transport, agreements[0], operations[0])
 
     def close(self) -> None:
         """Leave all transports."""
@@ -120,7 +121,21 @@ def zeros(request: TensorRequest) -> list[Tensor]:
 
 
 def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
-    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor."""
+    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor.
+
+    Large ones travel by themselves: copying them to others and back would cost more than an operation of their own.
+    """
+    small: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.nbytes < _COPIED_BYTES or request.op == "adasum":
+            small.append(tensor)
+        else:
+            _reduce_as_one_(transport, [tensor], request, phase)
+    if small:
+        _reduce_as_one_(transport, small, request, phase)
+
+
+def _reduce_as_one_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
         flat = tensors[0]
     else:
@@ -133,8 +148,6 @@ def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request
         transport.adasum_([part.view(t.shape) for part, t in zip(flat.view(-1).split(sizes), tensors, strict=True)])
     else:
         transport.reduce_(flat, request.op)
-    if request.op == "average":
-        divide_(flat, transport.size)
     scale_(flat, request.postscale)
     if flat is not tensors[0]:
         phase("MEMCPY_OUT_FUSION_BUFFER")
@@ -162,16 +175,6 @@ def scale_(tensor: Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor))
-
-
-def divide_(tensor: Tensor, number: int) -> None:
-    """tensor ← tensor / number. Integers are rounded toward zero."""
-    if number == 1 or tensor.dtype == torch.bool:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.div_(number)
-    else:
-        tensor.div_(number, rounding_mode="trunc")
 
 
 def scattered_rows(rows: int, size: int) -> list[int]:
