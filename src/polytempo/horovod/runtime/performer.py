@@ -147,7 +147,7 @@ def _reduce_as_one_(transport: SetTransport, tensors: Sequence[Tensor], request:
         sizes = [tensor.numel() for tensor in tensors]
         transport.adasum_([part.view(t.shape) for part, t in zip(flat.view(-1).split(sizes), tensors, strict=True)])
     else:
-        transport.reduce_(flat, request.op)
+        transport.reduce_(flat.view(-1), request.op)  # on another rank it may not have lain in one piece
     scale_(flat, request.postscale)
     if flat is not tensors[0]:
         phase("MEMCPY_OUT_FUSION_BUFFER")
