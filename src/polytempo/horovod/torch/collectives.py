@@ -169,11 +169,11 @@ def sparse_allreduce_async(
     if chosen not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse COO tensors are summed or averaged, got {chosen.name} of {tensor.layout}")
     mine = tensor.detach().coalesce()
-    indices = allgather_async(mine.indices().T.contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(mine.values().contiguous(), f"{name}.values", process_set)
+    entries = [mine.indices().T.contiguous(), mine.values().contiguous()]
+    handle = grouped_allgather_async(entries, f"{name}.entries", process_set)
 
     def wait() -> Tensor:
-        all_indices, all_values = synchronize(indices), synchronize(values)
+        all_indices, all_values = synchronize(handle)
         if chosen is Average:
             all_values = all_values / process_set.size()
         return torch.sparse_coo_tensor(all_indices.T, all_values, tensor.shape, check_invariants=False)
