@@ -114,7 +114,7 @@ def test_seconds_count_latency_and_the_outputs_that_go_back() -> None:
     assert exchange_seconds(layer, 4, 100, 0.01, 1e6) == pytest.approx(expected)
     common = {"workers": 4, "batch_size": 100, "bytes_per_s": 1e6, "reduction": RING}
     assert chosen([layer], by="seconds", latency_s=0.01, **common).model_parallel == ("0",)
-    wide = LayerVolume("wide", "linear", 10_000, inputs=10, outputs=1000)
+    wide = LayerVolume("wide", "linear", 10_000, inputs=10, outputs=1000, features=1000)
     assert chosen([wide], latency_s=0.0, **common).model_parallel == ("wide",)
     assert chosen([wide], by="seconds", latency_s=0.0, **common).model_parallel == ()
 

@@ -18,6 +18,7 @@ from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
@@ -80,7 +81,7 @@ class Trainer:
         options = self.options
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
         self.model, optimizer = replica_of(spec)
-        if split_models(self.model):
+        if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
                 f"job {job.name} splits its model's layers, and pt.Trainer scores on one rank, which has only its "
                 "parts; write the loop yourself, with pt.attach"

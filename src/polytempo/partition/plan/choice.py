@@ -24,8 +24,6 @@ LayerWay = Literal["data", "model"]
 Scheme = Literal["data", "model", "hybrid"]
 By = Literal["bytes", "seconds"]
 SCHEMES: tuple[Scheme, ...] = ("data", "model", "hybrid")
-DIVISIBLE = ("convolution", "linear", "embedding")
-"""Kinds of layers that model parallelism divides by their outputs here."""
 _EXCHANGES = 4
 """Of a layer whose weights are divided: inputs, outputs, and the gradients of both."""
 
@@ -50,11 +48,6 @@ class PlannedLayer:
     model_s: float
     flops_per_byte: float
     """`LayerVolume.flops_per_byte` of a worker's samples."""
-
-    @property
-    def divisible(self) -> bool:
-        """Whether it can go by model parallelism."""
-        return is_divisible(self.volume)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class LayerPlan:
         """Each layer's way; with "model", of every layer that can go so."""
         if scheme == "hybrid":
             return tuple(each.way for each in self.layers)
-        return tuple(scheme if each.divisible else "data" for each in self.layers)
+        return tuple(scheme if can_divide(each.volume, self.workers) else "data" for each in self.layers)
 
     def bytes_of(self, scheme: Scheme) -> float:
         """The source's volume of a step: |W| of the layers by data, |D| of those by model parallelism."""
@@ -108,9 +101,9 @@ class LayerPlan:
         return reduced + sum(each.model_s for each, way in pairs if way == "model")
 
 
-def is_divisible(layer: LayerVolume) -> bool:
-    """Whether model parallelism can divide the layer: its kind can be, and no other layer has its weights."""
-    return layer.kind in DIVISIBLE and not layer.tied
+def can_divide(layer: LayerVolume, workers: int) -> bool:
+    """Whether each worker can have some of the layer's outputs, and no other layer has its weights."""
+    return workers > 1 and layer.features >= workers and not layer.tied
 
 
 def chosen(
@@ -143,7 +136,7 @@ def chosen(
         model_s = exchange_seconds(layer, workers, batch_size, latency_s, bytes_per_s)
         data_bytes, model_bytes = layer.weight_bytes, layer.input_bytes(batch_size)
         less = model_bytes < data_bytes if by == "bytes" else model_s < data_s
-        way: LayerWay = "model" if less and workers > 1 and is_divisible(layer) else "data"
+        way: LayerWay = "model" if less and can_divide(layer, workers) else "data"
         ratio = layer.flops_per_byte(ceil(batch_size / workers), overlap) if layer.weights else 0.0
         planned.append(PlannedLayer(layer, way, data_bytes, model_bytes, data_s, model_s, ratio))
     return LayerPlan(tuple(planned), workers, batch_size, latency_s, bytes_per_s, reduction)

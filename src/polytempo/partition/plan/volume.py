@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
 from polytempo.partition.cut import fake, fake_state
+from polytempo.partition.hybrid.divisible import divisible_features
 
 Kind = Literal["convolution", "linear", "embedding", "attention", "other"]
 
@@ -48,6 +49,8 @@ class LayerVolume:
     """Bytes of a number that the layer is given: 8 for an embedding's indices."""
     gradient: bool = True
     """Whether what it is given needs a gradient: the model's own input does not."""
+    features: int = 0
+    """How many outputs model parallelism can divide; 0: it cannot divide this layer."""
     tied: bool = False
     """Whether another layer has the same weights."""
 
@@ -138,7 +141,10 @@ class _Listener:
             numbers = sum(p.numel() for p in new.values())
             itemsize = next(iter(parameters.values())).element_size()
             self.found[name] = LayerVolume(
-                name, kind, numbers - biases, biases, itemsize=itemsize, tied=other is not None
+                *(name, kind, numbers - biases, biases),
+                itemsize=itemsize,
+                features=divisible_features(module),
+                tied=other is not None,
             )
             if other is not None:
                 self.found[other] = replace(self.found[other], tied=True)
