@@ -37,10 +37,10 @@ def test_both_worlds_compute_the_same_bits() -> None:
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Eleven images: three steps of four, the last of which is short."""
+    """Fifteen images: a step of eight, and one of seven."""
 
     def __init__(self) -> None:
-        self.images = batch("images", 11, torch.float64)
+        self.images = batch("images", 15, torch.float64)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -56,7 +56,7 @@ def trained(world: ProcessWorld | None, num_ranks: int) -> list[Any]:
         net = pt.hybrid(net, LAYERS)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     handle = pt.attach(net, optimizer, s.sync_sgd(c.ring), bucket_bytes=256)
-    shard, norms = pt.shard(Samples(), batch_size=4 // num_ranks), []
+    shard, norms = pt.shard(Samples(), batch_size=8 // num_ranks), []
     for _ in range(2):
         for mine, _ in shard:
             optimizer.zero_grad()

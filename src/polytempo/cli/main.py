@@ -9,6 +9,7 @@ import polytempo
 from polytempo.cli import parameters as p
 from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
+from polytempo.cli.plan_commands import plan
 
 app = typer.Typer(
     name="polytempo",
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 @app.callback()

@@ -157,9 +157,7 @@ class Divided(torch.autograd.Function):
     """`forward` and `backward` as one operation of autograd; `drive` runs them to their end."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, call: DividedCall, drive: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, call: DividedCall, drive: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call, ctx.drive = call, drive
         ctx.parameters = [each for each in (weight, bias) if each is not None and each.requires_grad]
         answer, ctx.kept = drive(forward(call, inputs, weight, bias, keep=True))
@@ -167,7 +165,7 @@ class Divided(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad
         of_inputs, found = ctx.drive(backward(ctx.call, gradient, ctx.kept, ctx.parameters, of_inputs=needed[2]))
         of_parameters = iter(found)
