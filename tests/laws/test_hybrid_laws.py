@@ -210,7 +210,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
     grouped = lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=2))  # noqa: E731
     few = r"layer 11 cannot be divided over 6 ranks: 5 features cannot be split over 6 ranks"
     refused(6, lambda port: pt.hybrid(made(images), ["11"], port=port), ValueError, few)
-    refused(2, lambda port: pt.hybrid(made(grouped), ["0"], port=port), ValueError, "it has groups=2")
+    refused(2, lambda port: pt.hybrid(made(grouped), ["0"], port=port), ValueError, "it has groups=2 and padding_mode")
     bad: Any = "rows"
     refused(2, lambda p: pt.hybrid(made(images), ["7"], exchange=bad, port=p), ValueError, "must be one of joined")
     plan = pt.plan_layers(made(images), batch("images", 2, torch.float64), workers=3, batch_size=12)

@@ -35,8 +35,8 @@ def split(
 
     | way | layers | what a rank has |
     |---|---|---|
-    | "column" | `Linear`, `Embedding`, `Dropout` | some output features |
-    | "row" | `Linear` | some input features |
+    | "column" | `Linear`, convolutions, `Embedding`, `Dropout` | some output features, or channels |
+    | "row" | `Linear`, convolutions | some input features, or channels |
     | "embedding" | `Embedding` | some rows of the table |
     | "vocabulary" | `Linear`, `Embedding` | some classes: the loss is `model.cross_entropy(logits, target)` |
     | "heads" | `MultiheadAttention`, `Dropout` | some heads |

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
+from polytempo.partition.tensor.convolution import CONVOLUTIONS, Convolution, channel_dim, convolve
 from polytempo.partition.tensor.embedding import check_embedding
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -38,15 +39,8 @@ def divisible(module: nn.Module) -> Divisible:
         check_embedding("it", module)
         table = partial(_rows, padding_idx=module.padding_idx)
         return Divisible(table, module.embedding_dim, 1, -1)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and type(module) in _CONVOLUTIONS:
-        if module.groups > 1 or module.padding_mode != "zeros":
-            raise ValueError(
-                f"it has groups={module.groups} and padding_mode={module.padding_mode!r}; only convolutions of one "
-                'group and padding_mode="zeros" can be divided'
-            )
-        options = {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
-        compute = partial(_CONVOLUTIONS[type(module)], **options)
-        return Divisible(compute, module.out_channels, 0, -len(module.kernel_size) - 1)
+    if isinstance(module, Convolution) and type(module) in CONVOLUTIONS:
+        return Divisible(convolve(module), module.out_channels, 0, channel_dim(module))
     raise ValueError(f"{type(module).__name__} is none of Linear, Embedding, Conv1d, Conv2d and Conv3d")
 
 
@@ -60,11 +54,3 @@ def divisible_features(module: nn.Module) -> int:
 
 def _rows(indices: Tensor, table: Tensor, bias: Tensor | None, *, padding_idx: int | None) -> Tensor:
     return functional.embedding(indices, table, padding_idx)
-
-
-_CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
-    nn.Conv1d: functional.conv1d,
-    nn.Conv2d: functional.conv2d,
-    nn.Conv3d: functional.conv3d,
-}
-"""By exact class: a subclass may compute something else."""

@@ -166,6 +166,7 @@ class Divided(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """The gradients of `forward`'s arguments."""
         needed = ctx.needs_input_grad
         of_inputs, found = ctx.drive(backward(ctx.call, gradient, ctx.kept, ctx.parameters, of_inputs=needed[2]))
         of_parameters = iter(found)
