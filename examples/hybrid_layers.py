@@ -29,7 +29,7 @@ model = pt.hybrid(net, plan)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 pt.attach(model, optimizer, pt.strategies.sync_sgd())
 for epoch in range(3):
-    for images, labels in pt.shard(digits.train, global_batch_size=64):
+    for images, labels in pt.shard(digits.train, batch_size=64 // world.size):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
