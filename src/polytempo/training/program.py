@@ -296,7 +296,7 @@ def _position(context: TrainingContext) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
     shard, length = context.shard, check_length(context.shard)
     consumed = shard.consumed - num_places(shard.left)
-    return shard.epoch + consumed / length, shard.epoch * length + consumed
+    return shard.epoch + consumed / length, context.spec.strategy.groups * (shard.epoch * length + consumed)
 
 
 def _over(context: TrainingContext) -> bool:
