@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
     "runs": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs", "engines"},
-    "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic"},
+    "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "bench": {
         "core",
