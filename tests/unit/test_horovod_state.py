@@ -11,6 +11,7 @@ from torch import nn
 
 import polytempo.horovod.torch as hvd
 from polytempo.horovod.elastic.place import ElasticPlace
+from polytempo.horovod.torch import strategy_optimizer
 from polytempo.horovod.torch.elastic import HostsUpdatedInterrupt
 from polytempo.horovod.torch.elastic import state as states
 
@@ -145,3 +146,11 @@ def test_what_one_rank_has_recorded_is_shared_in_a_commit(monkeypatch: pytest.Mo
     sampler.record_indices([4, 1])
     state.commit()
     assert (sampler.recorded_alone, sampler.processed_indices) == (frozenset(), {1, 4})
+
+
+def test_a_strategy_is_refused_in_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy_optimizer, "elastic_place", lambda: Wishing([], stops=False))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="belongs to one group of ranks"):
+        hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), strategy="sync_sgd()")

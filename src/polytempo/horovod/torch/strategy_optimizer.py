@@ -36,8 +36,8 @@ def with_strategy(
         )
     if elastic_place() is not None:
         raise ValueError(
-            f"strategy={strategy} belongs to one group of ranks, and in an elastic run groups change; leave it out here, "
-            "or use polytempo.elastic, which attaches it anew in each group"
+            f"strategy={strategy} belongs to one group of ranks, and in an elastic run groups change; leave it out, or "
+            "use polytempo.elastic, which attaches it anew in each group"
         )
     if hasattr(optimizer, "handle"):
         raise ValueError("this optimizer has a strategy already; call optimizer.handle.detach() first")
