@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import polytempo as pt
 from polytempo.engines.engine import EngineSetup
 
@@ -39,16 +41,20 @@ LONG_S = 300.0
 _PAUSE_S = 0.05
 
 
-def marked(temporary: Path) -> str:
-    """Mark all processes that are started from now on, so that `agents` finds them.
+@contextmanager
+def marked(temporary: Path) -> Iterator[str]:
+    """Mark all processes that are started inside, so that `agents` finds them.
 
     They can import the tests, and their files lie in `temporary`, where `folders` finds them.
     """
-    os.environ[MARK] = mark = secrets.token_hex(8)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return mark
+    mark = secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, mark)
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        yield mark
 
 
 def agents(mark: str) -> list[int]:

@@ -53,8 +53,9 @@ def expected() -> dict[str, str | None]:
 
 
 @pytest.fixture(scope="module")
-def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return marked(tmp_path_factory.mktemp("t"))
+def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with marked(tmp_path_factory.mktemp("t")) as mark:
+        yield mark
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
-from polytempo.compression import bf16, feedback
+from polytempo.compression import bf16, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 
@@ -170,6 +170,9 @@ STAGED = [
     Row("ddg", lambda: s.ddg(inner=s.top_k_sgd(0.2, exact_below=0))),
     Row("features_replay", lambda: s.features_replay(3)),
     Row("pipelined_backprop", lambda: s.pipelined_backprop(3)),
+    Row(
+        "pipelined_backprop", lambda: s.pipelined_backprop(3, activations=qsgd(levels=127), gradients=qsgd(levels=127))
+    ),
     Row("pipedream", lambda: s.pipedream(3)),
     Row("pipedream", lambda: s.pipedream(3, vertical_sync=True)),
     Row("pipedream_2bw", lambda: s.pipedream_2bw(3, 3)),

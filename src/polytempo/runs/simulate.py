@@ -118,7 +118,8 @@ def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
     if meta and strategy.schedule is not None:
         raise ValueError(
             f"{strategy} cuts the model into stages, whose tensors depend on each other's; leave out meta, and "
-            "simulate some steps with values"
+            "simulate some steps with values, or play its schedule with the times of your stages: "
+            "polytempo.partition.schedules.timetable.played, or `polytempo cut JOB`"
         )
     if meta and strategy.distillation is not None:
         raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")

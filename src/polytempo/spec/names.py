@@ -139,6 +139,8 @@ def _arguments(
     return {
         "codec": made_codecs,
         "pull_codec": made_codecs,
+        "activations": made_codecs,
+        "gradients": made_codecs,
         "route": routes,
         "between": routes,
         "graph": graphs,
