@@ -81,7 +81,7 @@ class LayerKernels:
     def lamb_(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, **hyper: float) -> tuple[Tensor, float, float]:
         """u, ‖w‖ and ‖u‖ after m and v have taken g in, in one pass; u is memory until the next call."""
         numbers, u = Hyper(**hyper), self._scratch_for(w)
-        of_w, of_u = lamb_direction_(numbers, *(each.view(-1) for each in (g, w, m, v)), u)
+        of_w, of_u = lamb_direction_(numbers, g.view(-1), w.view(-1), m.view(-1), v.view(-1), u)
         return u.view_as(w), math.sqrt(of_w), math.sqrt(of_u)
 
     def _scratch_for(self, w: Tensor) -> Tensor:
