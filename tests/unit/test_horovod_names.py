@@ -21,16 +21,12 @@ from polytempo.horovod.runtime.settings import HorovodSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 ROWS = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-NAMES = {name: status for names, status in ROWS for name in re.findall(r"`(\w+)`", names) if not name.isupper()}
+NAMES = {name for names, _ in ROWS for name in re.findall(r"`(\w+)`", names) if not name.isupper()}
 
 
 def test_the_table_lists_every_name_that_there_is_and_no_other() -> None:
     settings = {name for name in NAMES if name.startswith("HOROVOD_")}
-    there = {name for name, status in NAMES.items() if not status.startswith("not yet")} - settings
-    assert there == set(hvd.__all__)
-    absent = set(NAMES) - there - settings
-    assert absent == {"elastic"}
-    assert not [name for name in absent if hasattr(hvd, name)]
+    assert set(NAMES) - settings == set(hvd.__all__)
 
 
 def test_the_page_lists_the_variables_that_are_read_and_those_that_are_not() -> None:

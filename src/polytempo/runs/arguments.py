@@ -67,10 +67,11 @@ def check_workers(strategy: Strategy, workers: int) -> None:
             f"size; use workers={-(-workers // strategy.groups) * strategy.groups}"
         )
     least = 1 if strategy.server is None else strategy.server.least_workers
-    if workers < least:
+    if workers < least * strategy.stages:
+        whose = "" if strategy.stages == 1 else f", {least} replicas of {strategy.stages} stages"
         raise ValueError(
-            f"{strategy} needs at least {least} workers, or it waits for none of them, and there are {workers}; use "
-            f"workers={least} or more, or a smaller argument"
+            f"{strategy} needs at least {least * strategy.stages} workers{whose}, or it waits for none of them, and "
+            f"there are {workers}; use workers={least * strategy.stages} or more, or a smaller argument"
         )
 
 

@@ -24,7 +24,8 @@ def gpipe(
     `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
 
     Cost: a bubble of (K-1)/(M+K-1) of the time; a stage holds M micro-batches. Each tensor at a cut is sent once
     forward, its gradient once back.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from polytempo.core import Bundle, State, Transform
 from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
+from polytempo.interop.backend.options import Options
 from polytempo.worlds import ProcessWorld
 
 _OPS = {
@@ -37,10 +38,19 @@ _OPS = {
 class SetTransport:
     """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
 
-    All of `ranks` make it together. A set of one rank has none, and moves nothing.
+    All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none,
+    and moves nothing.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
         self._group: Any = None
         self._world: ProcessWorld | None = None
@@ -48,7 +58,7 @@ class SetTransport:
             options = _DistributedBackendOptions()
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
             options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
-            self._group = create(options)
+            self._group = create(options, Options(while_connecting=look))
 
     @property
     def carrier(self) -> str:

@@ -210,7 +210,16 @@ def _warn_unbalanced(found: Cut) -> None:
 
 
 def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:
-    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do."""
+    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do.
+
+    ValueError for one with a parameter server, which a loop of one's own does not start.
+    """
+    for given in (schedule, inner):
+        if isinstance(given, Strategy) and given.server is not None:
+            raise ValueError(
+                f"{given} has parameter servers, which pt.pipeline does not start; make a job of it and use "
+                "pt.run(job, strategy, workers=4) or `polytempo train`"
+            )
     if isinstance(schedule, Schedule):
         between = inner or sync_sgd()
         return over_stages(f"{schedule}, {between} between replicas", schedule, between)

@@ -74,8 +74,6 @@ class PipelineStage:
         self.optimizer = optimizer(self.model)
         self.replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan)
         self._shared = SharedGradients(parts, self.schedule, self.number)
-        operations = [cost.operations for cost in parts.costs]
-        shares = [each / sum(operations) for each in operations]
         own = list(self.model.parameters())
         device = next((parameter.device for parameter in own), None)
         self.estimators = estimators_of(self.schedule, self.number, seed, self.ports.data, device)
@@ -85,7 +83,7 @@ class PipelineStage:
             self.schedule,
             self.number,
             self._update,
-            shares,
+            shares_of(parts),
             estimators=self.estimators,
             late=self.late_stage,
         )
@@ -170,17 +168,7 @@ class PipelineStage:
 
     def report(self) -> dict[str, Any]:
         """What this stage did, as plain values; see `Result.stages`."""
-        delays, program = self.program.delays, self.program
-        return {
-            "stage": self.number,
-            "layers": [name for cost in self.cut.costs[self.number :: self.schedule.stages] for name in cost.layers],
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "updates": delays.total(),
-            "delay": sum(delay * times for delay, times in delays.items()) / max(1, delays.total()),
-            "most_delay": max(delays, default=0),
-            "held": program.most_held,
-            "versions": program.most_versions,
-        }
+        return stage_report(self.program, self.cut, self.schedule, self.number, self.model)
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
@@ -236,6 +224,29 @@ def schedule_of(strategy: Strategy) -> Schedule:
     """The schedule of a strategy that has one."""
     assert isinstance(strategy.schedule, Schedule)
     return strategy.schedule
+
+
+def shares_of(parts: Cut) -> list[float]:
+    """Each part's share of the model's operations."""
+    operations = [cost.operations for cost in parts.costs]
+    return [each / sum(operations) for each in operations]
+
+
+def stage_report(
+    program: StageProgram, parts: Cut, schedule: Schedule, number: int, model: StageModel
+) -> dict[str, Any]:
+    """What stage `number` did, as plain values; see `Result.stages`."""
+    delays = program.delays
+    return {
+        "stage": number,
+        "layers": [name for cost in parts.costs[number :: schedule.stages] for name in cost.layers],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "updates": delays.total(),
+        "delay": sum(delay * times for delay, times in delays.items()) / max(1, delays.total()),
+        "most_delay": max(delays, default=0),
+        "held": program.most_held,
+        "versions": program.most_versions,
+    }
 
 
 def laid_out(port: Port, stages: int) -> Port:
