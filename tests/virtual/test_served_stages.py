@@ -1,8 +1,9 @@
-"""A cut model whose stages have parameter servers, in the virtual world; real processes: `process/test_served_stages`."""
+"""A cut model whose stages have parameter servers, simulated; on real processes: `process/test_served_stages`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_every_parameter_is_in_one_shard_of_its_stage() -> None:
     strategy = pt.strategies.interleaved(2, 2, inner=pt.strategies.downpour(shards=3))
     program = ServedProgram(RunSpec.of(plain(), strategy, 4, RunOptions(steps=1)))
     held = sorted(span for spans in program.spans for span in spans)
-    assert [(a.end, b.begin) for a, b in zip(held, held[1:], strict=False) if a.end != b.begin] == []
+    assert [(a.end, b.begin) for a, b in pairwise(held) if a.end != b.begin] == []
     assert (held[0].begin, held[-1].end, len(program.spans)) == (0, program.weights.numel(), 6)
     assert [program.first_worker(shard) for shard in range(6)] == [0, 0, 0, 2, 2, 2]
     assert program.topology.replica_of(3) == (1, 3)
