@@ -178,7 +178,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="leave out reshape"):
         pt.simulate(plain(), pt.strategies.gpipe(2, 2, inner=pt.strategies.async_sgd()), 2, epochs=2, reshape={1: 3})
     backups = pt.strategies.gpipe(2, 2, inner=pt.strategies.backup_workers(backups=1))
-    with pytest.raises(ValueError, match="needs at least 4 workers, 2 replicas of 2 stages, .* there are 2"):
+    with pytest.raises(ValueError, match=r"needs at least 4 workers, 2 replicas of 2 stages, .* there are 2"):
         pt.simulate(plain(), backups, 2, steps=1)
 
 
