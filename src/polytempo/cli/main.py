@@ -285,6 +285,9 @@ def cut(
     stages: p.Stages = None,
     by: p.CutBy = None,
     batch_size: p.MicroBatch = None,
+    activations: p.ActivationCodec = None,
+    gradients: p.GradientCodec = None,
+    gbit_per_s: p.LinkSpeed = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
@@ -293,9 +296,9 @@ def cut(
     Times are measured on this machine, on one thread, with a batch of the job's data.
     """
     with exit_code():
-        from polytempo.cli.request import cut_request  # imports pydantic
+        from polytempo.cli.request import CutRequest, cut_request  # imports pydantic
 
-        asked = cut_request(job, stages, by, batch_size)
+        asked = cut_request(CutRequest(job, stages, by, batch_size, activations, gradients, gbit_per_s))
         from polytempo.cli.cut import cut as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))

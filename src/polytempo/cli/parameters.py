@@ -236,6 +236,18 @@ CutBy = Annotated[
         autocompletion=cut_goals,
     ),
 ]
+ActivationCodec = Annotated[
+    str | None,
+    typer.Option("--activations", metavar="CODEC", help="Codec by which tensors pass between stages, such as int8."),
+]
+GradientCodec = Annotated[
+    str | None,
+    typer.Option("--gradients", metavar="CODEC", help="Codec by which their gradients come back, such as bf16."),
+]
+LinkSpeed = Annotated[
+    float | None,
+    typer.Option("--gbit-per-s", metavar="G", help="Of the links between stages. Default: messages take no time."),
+]
 MicroBatch = Annotated[
     int | None, typer.Option("--batch-size", metavar="B", help="Samples of a micro-batch. Default: the job's batch.")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +36,14 @@ class CutRequest(NamedTuple):
 
     job: str
     stages: int | None
-    by: str | list[str]
-    """What is the least, or the names of layers that begin stages."""
+    by: str | list[str] | None
+    """What is the least, or the names of layers that begin stages. None: the operations of the largest stage."""
     batch_size: int | None
+    activations: str | None = None
+    gradients: str | None = None
+    """Codecs by which tensors pass between stages, and their gradients back, as they are written."""
+    gbit_per_s: float | None = None
+    """Of the links between stages; None: messages take no time."""
 
 
 class RunRequest(NamedTuple):
@@ -107,21 +113,24 @@ def check_explained(strategy: str, job: str | None) -> None:
         jobs.check(job)
 
 
-def cut_request(job: str, stages: int | None, by: str | None, batch_size: int | None) -> CutRequest:
-    """What `polytempo cut` is asked to do. `ValueError` for what it cannot."""
-    for name, number in (("stages", stages), ("batch-size", batch_size)):
+def cut_request(asked: CutRequest) -> CutRequest:
+    """What `polytempo cut` is asked to do, with what was left out. `ValueError` for what it cannot."""
+    for name, number in (("stages", asked.stages), ("batch-size", asked.batch_size)):
         if number is not None and number < 1:
             raise ValueError(f"--{name} {number}: must be at least 1")
-    goal = (by or CUT_GOALS[0]).strip()
+    if asked.gbit_per_s is not None and not 0 < asked.gbit_per_s < inf:
+        raise ValueError(f"--gbit-per-s {asked.gbit_per_s:g}: must be above 0")
+    for codec in (asked.activations, asked.gradients):
+        if codec is not None:
+            declared().codec(codec)
+    goal = (asked.by if isinstance(asked.by, str) else CUT_GOALS[0]).strip()
     names = [each.strip() for each in goal.split(",")]
     if not all(names):
         raise ValueError(f"--by {goal}: a name is empty; write names of layers with commas between")
     if close := get_close_matches(goal, set(CUT_GOALS) - {goal}, n=1, cutoff=0.75):
         raise ValueError(f"--by {goal}: did you mean {close[0]}? There are: {', '.join(CUT_GOALS)}, or names of layers")
-    jobs.check(job)
-    if goal in CUT_GOALS:
-        return CutRequest(job, stages or 2, goal, batch_size)
-    return CutRequest(job, stages, names, batch_size)
+    jobs.check(asked.job)
+    return asked._replace(stages=asked.stages or 2, by=goal) if goal in CUT_GOALS else asked._replace(by=names)
 
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:

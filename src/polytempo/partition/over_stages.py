@@ -35,12 +35,12 @@ def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
 
 def checked_inner(strategy: Strategy) -> Strategy:
     """The strategy itself. ValueError for one that replicas of a stage cannot have."""
-    ways = (strategy.one_copy, strategy.slices, strategy.schedule)
+    ways = (strategy.one_copy, strategy.slices, strategy.schedule, strategy.distillation)
     if any(way is not None for way in ways):
         raise ValueError(
             "replicas of a stage exchange gradients or parameters by messages, among themselves or with a parameter "
-            f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, or stages of "
-            "its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or downpour()"
+            f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, stages or groups "
+            "of its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or downpour()"
         )
     return strategy
 

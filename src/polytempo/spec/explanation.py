@@ -133,9 +133,11 @@ def explain(
         raise ValueError(f"workers must be at least 1, got {workers}")
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
-    stages = strategy.stages
+    stages, groups = strategy.stages, strategy.groups
     if workers % stages:
         raise ValueError(f"{strategy} cuts the model into {stages} stages; workers must be a multiple, got {workers}")
+    if workers % groups:
+        raise ValueError(f"{strategy} has {groups} groups; workers must be a multiple, got {workers}")
     bundle = _bundle(parameters)
     where = range(workers) if hosts is None else hosts
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
@@ -144,10 +146,10 @@ def explain(
     if service is not None:  # that of one stage, as all exchanges are at first
         service = replace(service, shards=service.shards // stages)
     for of, transform in slots:
-        cost = cost_of(transform, bundle, workers // stages)
-        group = list(where)[::stages]
+        cost = cost_of(transform, bundle, workers // (stages * groups))
+        group = list(where)[:: stages * groups]
         exchanges = [_summed(each, group) for each in _served(cost, service, bundle, group)]
-        found += [Planned(of, _of_stages(each, stages)) for each in exchanges]
+        found += [Planned(of, _of_groups(_of_stages(each, stages), groups)) for each in exchanges]
         memory += cost.memory_bytes // stages
     return Explanation(
         str(strategy),
@@ -188,6 +190,17 @@ def _of_stages(exchange: Exchange, stages: int) -> Exchange:
     sent = exchange.sent
     sent = sent._replace(messages=stages * sent.messages, busiest_bytes=sent.busiest_bytes // stages)
     return exchange._replace(sent=sent, flops=exchange.flops / stages)
+
+
+def _of_groups(exchange: Exchange, groups: int) -> Exchange:
+    """The same in each of so many groups."""
+    sent = exchange.sent
+    sent = sent._replace(
+        messages=groups * sent.messages,
+        payload_bytes=groups * sent.payload_bytes,
+        metadata_bytes=groups * sent.metadata_bytes,
+    )
+    return exchange._replace(sent=sent)
 
 
 def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequence[int]) -> Iterable[Exchange]:

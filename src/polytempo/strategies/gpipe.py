@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def gpipe(stages: int = 2, micro_batches: int = 4, recompute: bool = True, inner: Strategy | None = None) -> Strategy:
+def gpipe(
+    stages: int = 2,
+    micro_batches: int = 4,
+    recompute: bool = True,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """Cut a batch into micro-batches, which go forward through all stages, and then back; update when all are back.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay. With
     `recompute` a stage keeps a micro-batch's inputs only, and computes its activations anew on the way back.
+
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
@@ -24,4 +33,4 @@ def gpipe(stages: int = 2, micro_batches: int = 4, recompute: bool = True, inner
     Source: Y. Huang et al., "GPipe: efficient training of giant neural networks", 2019.
     """
     schedule = schedules.gpipe(stages, micro_batches, recompute=recompute)
-    return over_stages(call_name(gpipe, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(gpipe, locals(), schedule, inner or sync_sgd())

@@ -82,6 +82,11 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
             f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
             "make a job of it and use pt.run or pt.Trainer, or give another route"
         )
+    if strategy.distillation is not None:
+        raise ValueError(
+            f"{strategy} adds to the loss what models of other groups predict, and a loop of your own computes its "
+            "loss itself; make a job of it and use pt.run or pt.Trainer"
+        )
     if strategy.schedule is not None:
         raise ValueError(
             f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "

@@ -18,6 +18,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
 from polytempo.training.pipeline.late_stage import late_stage
@@ -27,7 +28,6 @@ from polytempo.training.pipeline.program_state import restored_state, saved_stat
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replica import Replica
 
@@ -66,7 +66,6 @@ class PipelineStage:
         max_norm: float | None = None,
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
-        wires: Wires = AS_THEY_ARE,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
         self.number = self.ports.model.rank
@@ -85,13 +84,13 @@ class PipelineStage:
             self.number,
             self._update,
             shares_of(parts),
-            wires,
             estimators=self.estimators,
             late=self.late_stage,
         )
         both = {"estimators": self.estimators, "late": self.late_stage}
         self._remembering = {path: part for path, part in both.items() if part is not None}
         self._losses = LossMail(self.late)
+        self._delays = DelayMail(self.late)
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
         self._batches = MicroBatches(
@@ -115,6 +114,12 @@ class PipelineStage:
         """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""
         return await self._losses.step(self.ports.model, loss)
 
+    async def delays(self) -> list[float | None]:
+        """The mean delay of each stage's updates since the last call, as far as it is known; see `DelayMail.row`."""
+        if self.ports.data.rank:
+            return []
+        return await self._delays.row(self.ports.model, self.program.step_number, self.program.delays)
+
     async def finish(self) -> list[Tensor]:
         """Take the gradients that are under way back, and update by them. Answers losses that were not reported."""
         step = self.replica.step
@@ -122,6 +127,7 @@ class PipelineStage:
             await self.program.step(self.ports.model, [])
         self.replica.step = step
         await self.program.settle()
+        await self._delays.settle()
         return await self._losses.rest()
 
     @property
