@@ -40,7 +40,7 @@ def checked_inner(strategy: Strategy) -> Strategy:
         raise ValueError(
             "replicas of a stage exchange gradients or parameters by messages, among themselves or with a parameter "
             f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, stages or "
-            "groups of its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or downpour()"
+            "groups of its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8), downpour()"
         )
     return strategy
 
