@@ -26,7 +26,7 @@ def test_the_table_lists_every_name_that_there_is_and_no_other() -> None:
     there = {name for name, status in NAMES.items() if not status.startswith("not yet")} - settings
     assert there == set(hvd.__all__)
     absent = set(NAMES) - there - settings
-    assert absent == {"start_timeline", "stop_timeline", "elastic"}
+    assert absent == {"start_timeline", "stop_timeline"}
     assert not [name for name in absent if hasattr(hvd, name)]
 
 

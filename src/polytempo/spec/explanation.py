@@ -142,9 +142,7 @@ def explain(
     where = range(workers) if hosts is None else hosts
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
     found: list[Planned] = []
-    memory, schedule, service = 0, strategy.schedule, strategy.server
-    if service is not None:  # that of one stage, as all exchanges are at first
-        service = replace(service, shards=service.shards // stages)
+    memory, schedule, service = 0, strategy.schedule, _of_one_stage(strategy)
     for of, transform in slots:
         cost = cost_of(transform, bundle, workers // (stages * groups))
         group = list(where)[:: stages * groups]
@@ -181,6 +179,12 @@ def _summed(exchange: Exchange, hosts: Sequence[int]) -> Exchange:
     """With what its sums send."""
     costs = [sum_cost(each.route, hosts, each.numel, each.itemsize) for each in exchange.sums]
     return exchange._replace(sent=reduce(Sent.plus, costs, exchange.sent))
+
+
+def _of_one_stage(strategy: Strategy) -> Service | None:
+    """The parameter server of a stage, whose exchanges `_of_stages` multiplies."""
+    service = strategy.server
+    return None if service is None else replace(service, shards=service.shards // strategy.stages)
 
 
 def _of_stages(exchange: Exchange, stages: int) -> Exchange:

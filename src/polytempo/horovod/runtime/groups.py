@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from polytempo.aggregation.adasum import adasum
 from polytempo.core import Bundle
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
+from polytempo.interop.backend.options import Options
 from polytempo.worlds import ProcessWorld
 
 _OPS = {
@@ -36,17 +37,26 @@ _OPS = {
 class SetTransport:
     """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
 
-    All of `ranks` make it together. A set of one rank has none, and moves nothing.
+    All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none,
+    and moves nothing.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
         self._group: Any = None
         if self.size > 1:
             options = _DistributedBackendOptions()
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
             options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
-            self._group = create(options)
+            self._group = create(options, Options(while_connecting=look))
 
     def reduce_(self, tensor: Tensor, op: str) -> None:
         """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""

@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -29,15 +29,22 @@ _numbers = itertools.count()  # all ranks begin their sessions in the same order
 
 
 class Session:
-    """This process joins its launcher's world (`polytempo.init`), and negotiates with all of its ranks.
+    """This process negotiates with all ranks of `world`: that of a new process group, or its launcher's (`init`).
 
-    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same.
+    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same; `look` is called while
+    they wait for each other, and may raise.
     """
 
-    def __init__(self, process_sets: Mapping[int, Sequence[int]], settings: HorovodSettings) -> None:
-        self.world = init(quiet=True, timeout_s=settings.end_s)
+    def __init__(
+        self,
+        process_sets: Mapping[int, Sequence[int]],
+        settings: HorovodSettings,
+        world: ProcessWorld | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        self.world = init(quiet=True, timeout_s=settings.end_s) if world is None else world
         rank, size = self.world.rank, self.world.size
-        store = _store(self.world, next(_numbers))
+        store = _store(next(_numbers) if world is None else 0)
         self.unnamed: Counter[tuple[int, str]] = Counter()
         """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts
@@ -53,10 +60,10 @@ class Session:
             )
 
         def make(number: int, ranks: Sequence[int]) -> SetTransport:
-            return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s)
+            return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s, look)
 
         address = _own_address() if rank == 0 and len(set(self.hosts)) > 1 else ""
-        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s)
+        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s, look=look)
         self.performer = Performer(rank, self.member.sets, make)
         self.runtime = Runtime(
             self.member,
@@ -73,7 +80,7 @@ class Session:
         self.performer.close()
 
 
-def _store(world: ProcessWorld, number: int) -> Store:
+def _store(number: int) -> Store:
     if not dist.is_initialized():
         return HashStore()
     return PrefixStore(f"polytempo/horovod/{number}", distributed_c10d._get_default_store())

@@ -1,6 +1,7 @@
 """Horovod 0.28's PyTorch API: `import polytempo.horovod.torch as hvd`."""
 
 from polytempo.horovod.runtime.operation import HorovodInternalError
+from polytempo.horovod.torch import elastic
 from polytempo.horovod.torch.basics import (
     add_process_set,
     ccl_built,
@@ -109,6 +110,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -180,7 +180,12 @@ class _Distributed(Optimizer):
 
     def _begin(self, reduction: _Reduction, passes: int, groups: list[list[Tensor]]) -> None:
         self._reduction, self._passes, self._groups = reduction, passes, groups
-        self._takes_part = reduction.process_set.included() and reduction.process_set.size() > 1
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether there are others; their number may change in an elastic run."""
+        process_set = self._reduction.process_set
+        return process_set.included() and process_set.size() > 1
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many times gradients are accumulated from now on before they are reduced."""
@@ -205,11 +210,12 @@ class _ReducedGradients(_Distributed):
         self._waits: dict[int, Callable[[], None]] = {}
         self._synchronized = False
         self._synchronizes = True
-        if self._takes_part:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._group_of]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._group_of]
 
     def _accumulated(self, parameter: Tensor) -> None:
         """`parameter` has got a gradient."""
+        if not self._takes_part:
+            return
         group = self._group_of[parameter]
         if group in self._waits or self._counts[parameter] >= self._passes:
             raise AssertionError(
@@ -220,6 +226,13 @@ class _ReducedGradients(_Distributed):
         self._synchronized = False
         if all(self._counts[other] == self._passes for other in self._groups[group]):
             self._waits[group] = self._reduction.begin(self._groups[group])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; gradients that are under way are forgotten."""
+        self._waits = {}
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._synchronized = False
+        super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
         """Wait until `.grad` of every parameter is reduced. What has no gradient yet is submitted as it is."""
