@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """A cut model whose stages have parameter servers, simulated; on real processes: `process/test_served_stages`."""
-=======
-"""A cut model whose stages have parameter servers, in the virtual world; see also `process/test_served_stages`."""
->>>>>>> main
 
 from __future__ import annotations
 
