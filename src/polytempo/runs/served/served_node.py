@@ -176,7 +176,10 @@ class _Part:
             return json.dumps(scorer.row(number, seconds, flat, running)).encode()
 
         node, coordinator = self._role.node, self._topology.coordinator
-        evaluator = Evaluator(node, coordinator, self._chains, scorer.numel, self._program.dtype, score, self._timing)
+        held = scorer.numel, self._program.dtype
+        evaluator = Evaluator(
+            *(node, coordinator, self._chains, *held, score, self._timing), running_of=self._program.running_of
+        )
         line, world = self._join()
         try:
             world.drive(serve(world.port, evaluator))
