@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
     "runs": {*BELOW_TRAINING, "one_host", "training", "interop", "report", "jobs", "engines"},
-    "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic"},
+    "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
     "bench": {
         "core",
@@ -91,6 +91,11 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.cut"): "torch takes seconds to load, and `--help` must not",
+    ("cli/plan_commands.py", "polytempo.cli.plan_layers"): "torch takes seconds to load, and `--help` must not",
+    (
+        "cli/plan_commands.py",
+        "polytempo.cli.request",
+    ): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
     ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",

@@ -10,6 +10,7 @@ from polytempo.cli import parameters as p
 from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
 from polytempo.cli.horovodrun_arguments import parsed
+from polytempo.cli.plan_commands import plan
 
 app = typer.Typer(
     name="polytempo",
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 @app.callback()

@@ -18,6 +18,7 @@ from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
@@ -82,7 +83,7 @@ class Trainer:
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
         self.world.port = grouped(self.world.port, spec.strategy.groups)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))
-        if split_models(self.model):
+        if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
                 f"job {job.name} splits its model's layers, and pt.Trainer scores on one rank, which has only its "
                 "parts; write the loop yourself, with pt.attach"

@@ -106,8 +106,8 @@ async def _step(
 
 
 async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float) -> Any:
-    """A split model exchanges while it computes; its operations are charged before."""
-    if not replica.splits:
+    """Layers on several ranks exchange while they compute; their operations are charged before."""
+    if not (replica.splits or replica.own):
         return await port.compute(gradients, flops)
     seeded = torch.get_rng_state()
     await port.compute(lambda: None, flops)

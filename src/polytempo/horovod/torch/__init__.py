@@ -25,6 +25,8 @@ from polytempo.horovod.torch.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polytempo.horovod.torch.collectives import (
     Adasum,
@@ -141,5 +143,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

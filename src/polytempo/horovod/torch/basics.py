@@ -186,6 +186,24 @@ def ccl_built() -> bool:
     return False
 
 
+# ---------------------------------------------------------------------- timeline
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Rank 0 begins to write what is negotiated and performed to `file_path`, for chrome://tracing or Perfetto.
+
+    One that is being written is ended. `mark_cycles`: also the instants at which rank 0 submits what it has gathered.
+    The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`, OSError
+    where the file cannot be made.
+    """
+    session().start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline; its file is whole. Does nothing where there is none. ValueError before `init`."""
+    session().stop_timeline()
+
+
 # ---------------------------------------------------------------------- process sets
 
 
