@@ -70,19 +70,25 @@ def first_difference(
     theirs, all_theirs = _operations(model, _Called(model, call), values, is_own)
     ours, all_ours = _operations(model, _Interpreted(model, graph, constants), traced_values, is_own)
     before: CodeLine | None = None
-    for number, (one, other) in enumerate(zip_longest(theirs, ours)):
+    for one, other in zip_longest(theirs, ours):
         if (one is None and not all_theirs) or (other is None and not all_ours):
             return None
         if one is None or other is None or one.what != other.what:
             found = (one.place if one is not None else None) or before
-            return found and _decision(before if number else None, found)
+            return _beginning(model) if found is None else _decision(before, found)
         before = one.place or before
     return None
 
 
+def _beginning(model: nn.Module) -> CodeLine:
+    """Of its `forward`, where no line is known."""
+    code = type(model).forward.__code__
+    return CodeLine(code.co_filename, code.co_firstlineno, code.co_firstlineno, "")
+
+
 def _decision(before: CodeLine | None, found: CodeLine) -> CodeLine:
     """The last line up to `found` at which its function decides something, since `before`; else `found`."""
-    same = before is not None and before[0] == found.file and before.function_line == found.function_line
+    same = before is not None and before.file == found.file and before.function_line == found.function_line
     first = before.line if same and before is not None and before.line <= found.line else found.function_line
     lines = [line for line in _decisions(found.file) if first <= line <= found.line]
     return found._replace(line=max(lines, default=found.line))

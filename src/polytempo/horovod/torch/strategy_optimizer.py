@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
+from polytempo.horovod.elastic.place import elastic_place
 from polytempo.horovod.torch.basics import session
 from polytempo.runs.own_loop.attach import attach
 from polytempo.spec.catalogue import parse_strategy
@@ -32,6 +33,11 @@ def with_strategy(
         raise ValueError(
             f"strategy={strategy} decides how ranks exchange, so {', '.join(given)} cannot be given beside it; codecs, "
             "periods and routes are arguments of strategies, as local_sgd(period=8, codec=int8)"
+        )
+    if elastic_place() is not None:
+        raise ValueError(
+            f"strategy={strategy} belongs to one group of ranks, and in an elastic run groups change; leave it out, or "
+            "use polytempo.elastic, which attaches it anew in each group"
         )
     if hasattr(optimizer, "handle"):
         raise ValueError("this optimizer has a strategy already; call optimizer.handle.detach() first")

@@ -36,7 +36,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 class State(ABC):
     """What training goes on with. A subclass says how it is saved, restored and given to all processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank) -> None:
+        self._broadcast, self._get_rank = bcast_object, get_rank
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -120,8 +121,7 @@ class ObjectState(State):
     def __init__(
         self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank, **kwargs: Any
     ) -> None:
-        super().__init__()
-        self._broadcast, self._get_rank = bcast_object, get_rank
+        super().__init__(bcast_object, get_rank)
         self._names = tuple(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
