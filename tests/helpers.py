@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Bundle, Port, Route, State, Transform
+from polytempo.core.state import settled
 from polytempo.worlds import Outcome, VirtualWorld
 
 SECOND = Link(latency_s=0.25, bytes_per_s=100.0)
@@ -51,6 +52,7 @@ def after_steps(transform: Transform, num_steps: int, start: Sequence[Bundle]) -
             values, state = await transform.apply(port, values, state)
             assert values is not None
             history.append(values.flat.clone())
+        await settled(state)
         return history
 
     outcome: Outcome[list[Tensor]] = VirtualWorld(CLUSTER, len(start)).run(program)

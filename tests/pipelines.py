@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ from polytempo.partition.schedules import (
     synthetic_gradients,
     zero_bubble,
 )
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.worlds import VirtualWorld
 
 WIDTH, SAMPLES = 6, 8
@@ -113,9 +114,9 @@ def trained(
     wires: Wires = AS_THEY_ARE,
 ) -> Trained:
     """Train a perceptron by SGD in a virtual world, a rank a stage."""
-    model = perceptron()
+    model, schedule = perceptron(), replace(schedule, wires=wires)
     whole = chain(model, schedule.stages * schedule.parts)
-    programs = [_program(whole, schedule, stage, lr, momentum, wires) for stage in range(schedule.stages)]
+    programs = [_program(whole, schedule, stage, lr, momentum) for stage in range(schedule.stages)]
     losses: list[float] = []
 
     async def program(port: Port) -> None:
@@ -130,7 +131,7 @@ def trained(
     return Trained(model, losses, outcome.seconds, programs, list(outcome.trace.bytes_sent.values()))
 
 
-def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float, wires: Wires) -> StageProgram:
+def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: float) -> StageProgram:
     own = [p for part in whole.stages if part.index % schedule.stages == stage for p in part.module.parameters()]
     optimizer = torch.optim.SGD(own, lr=lr, momentum=momentum)
 
@@ -143,7 +144,6 @@ def _program(whole: Cut, schedule: Schedule, stage: int, lr: float, momentum: fl
         schedule,
         stage,
         update,
-        wires=wires,
         estimators=estimators_of(schedule, stage),
         late=late_stage(schedule, stage, own, optimizer),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -39,3 +40,14 @@ def job(*, tested: bool = True, dropout: float = 0.2) -> pt.Job:
         lr=0.02,
         epochs=2,
     )
+
+
+def plain_model() -> nn.Sequential:
+    """Without what draws, or has running statistics; enough layers for four parts."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())]
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *layers, nn.Linear(6, 2))
+
+
+def plain() -> pt.Job:
+    """The same job with that model."""
+    return replace(job(), model=plain_model)

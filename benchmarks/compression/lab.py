@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LAB = {"NETLAB_NAME": "ptcodecs", "NETLAB_SUBNET": "10.78.0"}
+_LAB |= {name: os.environ[name] for name in _LAB if name in os.environ}
 """A name of its own, so that another lab on this machine stays as it is."""
 _SCRIPT_S, _GRACE_S, _POLL_S = 60.0, 5.0, 0.1
 

@@ -93,8 +93,9 @@ class Fault(NamedTuple):
 class Recovery:
     """What came of a fault. Seconds from it; None: it did not come to that before the run's end."""
 
-    def __init__(self, fault: Fault, node: int, process: int, life: int, dealt: set[int]) -> None:
-        self.fault, self.node, self.process, self.life = fault, node, process, life
+    def __init__(self, fault: Fault, node: int, asks: int, process: int, life: int, dealt: set[int]) -> None:
+        """`asks`: the worker that calls for work for this one, which holds a stage; itself, where it holds all."""
+        self.fault, self.node, self.process, self.life, self._asks = fault, node, process, life, asks
         self._dealt_before = frozenset(dealt)
         self._since_s = time.monotonic()
         self.needed_s: float | None = None
@@ -104,7 +105,7 @@ class Recovery:
 
     def hear(self, ask: Ask) -> None:
         """A worker says which tickets were acknowledged."""
-        mine = ask.worker == self.node and ask.incarnation > self.life
+        mine = ask.worker == self._asks and ask.incarnation > self.life
         new = ask.done if self.fault.what == "worker" else set(ask.done) - self._dealt_before
         if self.needed_s is None and new and (mine or self.fault.what != "worker"):
             self.needed_s = time.monotonic() - self._since_s
@@ -169,7 +170,7 @@ class Watching(Launcher):
         """Whether the last victim is gone, all workers take part, and each chain has its copies with their states."""
         coordinator = self.run.coordinator
         copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
-        there = copies and len(coordinator.members) == len(self.run.topology.workers)
+        there = copies and len(coordinator.members) == len(self.run.topology.firsts)
         return there and all(self.process(recovery.node) != recovery.process for recovery in self.recoveries[-1:])
 
     @property
@@ -189,7 +190,8 @@ class Watching(Launcher):
             node = self.run.coordinator.chains[fault.which][0 if fault.what == "head" else -1]
         process = self.process(node)
         assert process is not None, f"{fault}: it does not run"
-        self.recoveries.append(Recovery(fault, node, process, self._lives.get(node, 0), self.dealt))
+        asks = self.run.topology.replica_of(node)[0] if fault.what == "worker" else node
+        self.recoveries.append(Recovery(fault, node, asks, process, self._lives.get(asks, 0), self.dealt))
         os.kill(process, fault.signal)
 
     def _noted(self, out: Outbox) -> Outbox:

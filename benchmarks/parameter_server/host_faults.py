@@ -123,7 +123,7 @@ class OnHosts(Watching):
             self.recoveries.append(Recovery(fault, -1, -1, 0, self.dealt))
             self._harm([os.getpid()], self.namespaces[0], fault.signal)
         elif fault.what == "host":
-            there = [each for each in self._processes if each.agent is not None and each.agent.host == fault.which]
+            there, fault = self._on_a_host(fault)
             pids = [pid for each in there if (pid := self.process(each.role.node))]
             node = next((each.role.node for each in there if each.role.kind == "copy"), there[0].role.node)
             self.recoveries.append(Recovery(fault, node, self.process(node) or 0, 0, self.dealt))
@@ -168,6 +168,15 @@ class OnHosts(Watching):
 
         self._under_way = str(process.pid)
         threading.Thread(target=waited, daemon=True).start()
+
+    def _on_a_host(self, fault: Fault) -> tuple[list[RemoteProcess], Fault]:
+        """The processes on the host that is to be struck; the next host where that one has lost all of its own."""
+        for turn in range(3):
+            host = (fault.which - 1 + turn) % 3 + 1
+            there = [each for each in self._processes if each.agent is not None and each.agent.host == host]
+            if there:
+                return there, fault._replace(which=host)
+        raise AssertionError("no process is on hosts 1 to 3")
 
     @property
     def is_whole(self) -> bool:

@@ -112,9 +112,16 @@ def model_of(setting: Setting, seed: int) -> nn.Sequential:
     return model
 
 
-@functools.cache
-def error_of(setting: Setting, schedule: Schedule, lr: float, epochs: int, seed: int) -> float:
-    """Train by `schedule`; the part of the test samples that the whole model then gets wrong."""
+class Trained(NamedTuple):
+    """A model after training, its parts, and what trained them."""
+
+    model: nn.Sequential
+    parts: Cut
+    stages: list[StageProgram]
+
+
+def trained_by(setting: Setting, schedule: Schedule, lr: float, epochs: int, seed: int) -> Trained:
+    """Train by `schedule`; stages are of as many linear layers each."""
     data, model = setting.data(), model_of(setting, seed)
     x, y = data.train
     linear = [str(number) for number, layer in enumerate(model) if isinstance(layer, nn.Linear)]
@@ -122,15 +129,23 @@ def error_of(setting: Setting, schedule: Schedule, lr: float, epochs: int, seed:
     begins = linear[each::each][: schedule.stages - 1]
     parts = cut(model, sample=x[: setting.batch], by=begins) if begins else cut(model, 1, sample=x[: setting.batch])
     batches = MicroBatches(parts, schedule, nn.functional.cross_entropy, seed, 0)
+    stages = [_stage(parts, schedule, rank, setting, lr, seed) for rank in range(schedule.stages)]
 
     async def program(port: Port) -> None:
-        stage = _stage(parts, schedule, port.rank, setting, lr, seed)
+        stage = stages[port.rank]
         for epoch in range(epochs):
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1000 * seed + epoch))
             for chosen in order.split(setting.batch):
                 await stage.step(port, batches.of((x[chosen],), y[chosen], stage.step_number))
 
     VirtualWorld(pt.cluster.ethernet(gbit_per_s=100), schedule.stages).run(program)
+    return Trained(model, parts, stages)
+
+
+@functools.cache
+def error_of(setting: Setting, schedule: Schedule, lr: float, epochs: int, seed: int) -> float:
+    """Train by `schedule`; the part of the test samples that the whole model then gets wrong."""
+    data, model = setting.data(), trained_by(setting, schedule, lr, epochs, seed).model
     with torch.no_grad():
         return float((model(data.test[0]).argmax(dim=1) != data.test[1]).float().mean())
 

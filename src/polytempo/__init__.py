@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from polytempo.spec.result import Result
     from polytempo.training.attached import no_sync
     from polytempo.training.handle import Handle
+    from polytempo.training.hybrid import hybrid
+    from polytempo.training.layer_plan import plan_layers
     from polytempo.training.loop_state import ElasticState
     from polytempo.training.pipeline.pipeline import Pipeline, pipeline
     from polytempo.training.served_handle import ServedHandle
@@ -121,6 +123,8 @@ _HOMES = {
     "polytempo.spec.result": ("Result",),
     "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
+    "polytempo.training.hybrid": ("hybrid",),
+    "polytempo.training.layer_plan": ("plan_layers",),
     "polytempo.training.split": ("split",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
@@ -168,6 +172,7 @@ __all__ = [
     "elastic",
     "engines",
     "explain",
+    "hybrid",
     "init",
     "jobs",
     "large_batch",
@@ -177,6 +182,7 @@ __all__ = [
     "parse_strategy",
     "partition",
     "pipeline",
+    "plan_layers",
     "run",
     "shard",
     "shared_empty",

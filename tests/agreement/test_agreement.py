@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laws.catalogue import HELPED, ROWS, SERVED, Row, label
+from laws.catalogue import GROUPED, HELPED, ROWS, SERVED, Row, label
 from polytempo import collectives, run, strategies
 from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
@@ -27,6 +27,7 @@ OWN_ROUTES = [row for row in ROWS if "native" not in label(row) and row.make().o
     Row("parameter_averaging", lambda: strategies.parameter_averaging(period=3, route=collectives.halving_doubling)),
     Row("post_local_sgd", lambda: strategies.post_local_sgd(6, 4, route=collectives.star)),
     Row("delayed_sgd", lambda: strategies.delayed_sgd(delay=1, route=collectives.tree)),
+    Row("slowmo", lambda: strategies.slowmo(period=5, route=collectives.ring)),
 ]
 
 
@@ -44,11 +45,13 @@ def test_every_strategy_is_here() -> None:
     """But those that write to one copy of the weights: the processes' own pace decides what they reach.
 
     Those with a parameter server have processes of their own: below. Those that cut the model: tests/laws.
+    Those with groups: process/test_codistillation.
     """
     one_copy = {row.name for row in ROWS if row.make().one_copy is not None}
     served = {row.name for row in [*SERVED, *HELPED] if row.make().server is not None}
     staged = {name for name in strategies.__all__ if getattr(strategies, name)().schedule is not None}
-    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy - served - staged
+    grouped = {row.name for row in GROUPED}
+    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy - served - staged - grouped
 
 
 @pytest.mark.parametrize("row", OWN_ROUTES, ids=label)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polytempo import aggregation, collectives
 from polytempo import strategies as s
-from polytempo.compression import bf16, feedback
+from polytempo.compression import bf16, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
 
@@ -68,6 +68,12 @@ ROWS = [
     Row("gossip", lambda: s.gossip(aggregation.exponential_graph)),
     Row("gossip", lambda: s.gossip(aggregation.random_pairs(seed=3), period=2)),
     Row("gossip", lambda: s.gossip(aggregation.complete), meets=lambda step: True),
+    Row("gossip", lambda: s.gossip(overlap=True)),
+    Row("gossip", lambda: s.gossip(aggregation.exponential_graph, period=3, overlap=True)),
+    Row("stochastic_gradient_push", s.stochastic_gradient_push),
+    Row("stochastic_gradient_push", lambda: s.stochastic_gradient_push(aggregation.ring_graph)),
+    Row("slowmo", lambda: s.slowmo(period=5), alone="slowmo", meets=lambda step: step % 5 == 0),
+    Row("slowmo", lambda: s.slowmo(period=4, inner=s.gossip()), alone="slowmo", meets=lambda step: step % 4 == 0),
     Row("delayed_sgd", lambda: s.delayed_sgd(delay=1), alone="delayed", meets=lambda step: True),
     Row(
         "delayed_sgd",
@@ -82,6 +88,8 @@ ROWS = [
     Row("robust_sgd", s.robust_sgd, meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.trimmed_mean(1)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
+    Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
     # ---- those that encode, down to the smallest tensors
     Row("bf16_sgd", lambda: s.bf16_sgd(route=collectives.ring), meets=lambda step: True, by_place=True),
     Row(  # the optimizers here have momentum
@@ -95,6 +103,7 @@ ROWS = [
     Row("qsgd", lambda: s.qsgd(bucket=8, exact_below=0), meets=lambda step: True, by_place=True),
     Row("sign_sgd", lambda: s.sign_sgd(exact_below=0), meets=lambda step: True),
     Row("sign_sgd", lambda: s.sign_sgd(feedback=True, exact_below=0), meets=lambda step: True, by_place=True),
+    Row("sign_sgd", lambda: s.sign_sgd(exact_below=0, momentum=0.9), alone="signum", meets=lambda step: True),
     Row("terngrad", s.terngrad, meets=lambda step: True),
     Row("threshold_sgd", lambda: s.threshold_sgd(0.01, density=0.3, exact_below=0), meets=lambda step: True),
     Row("top_k_sgd", lambda: s.top_k_sgd(0.2, exact_below=0), meets=lambda step: True),
@@ -118,6 +127,7 @@ SERVED = [
     Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # what is small is exact
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
     Row("backup_workers", s.backup_workers, drops=True),
+    Row("backup_workers", lambda: s.backup_workers(scale="linear"), drops=True),
     Row("dc_asgd", s.dc_asgd),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
     Row("downpour", s.downpour, alone="downpour", pushes_every=5),
@@ -160,6 +170,9 @@ STAGED = [
     Row("ddg", lambda: s.ddg(inner=s.top_k_sgd(0.2, exact_below=0))),
     Row("features_replay", lambda: s.features_replay(3)),
     Row("pipelined_backprop", lambda: s.pipelined_backprop(3)),
+    Row(
+        "pipelined_backprop", lambda: s.pipelined_backprop(3, activations=qsgd(levels=127), gradients=qsgd(levels=127))
+    ),
     Row("pipedream", lambda: s.pipedream(3)),
     Row("pipedream", lambda: s.pipedream(3, vertical_sync=True)),
     Row("pipedream_2bw", lambda: s.pipedream_2bw(3, 3)),
@@ -169,6 +182,10 @@ STAGED = [
 ]
 """Those that cut a model into stages (`strategy.schedule`), for which no rank holds the whole model: their laws are in
 `test_pipeline_laws`."""
+
+
+GROUPED = [Row("codistillation", s.codistillation)]
+"""Those that train several models, by groups of workers: their laws are in `virtual/test_codistillation`."""
 
 
 def label(row: Row) -> str:

@@ -252,6 +252,8 @@ class Promise(NamedTuple):
     """Gradients count by their samples, else alike."""
     compensation: float = 0.0
     """DC-ASGD's s."""
+    mean_square: float | None = None
+    """DC-ASGD-a's m."""
     decays_at_worker: bool = False
     """The weight decay that belongs to the gradient is of the weights that the worker had."""
     adagrad: bool = False
@@ -261,6 +263,7 @@ class Promise(NamedTuple):
 def repeated(updates: Sequence[Sequence[Gradient]], promise: Promise, setting: Setting, dealt: Dealt) -> float:
     """One weight after all updates: η̄ = Σ mᵢ rᵢ / Σ mᵢ and ḡ = Σ mᵢ rᵢ gᵢ / Σ mᵢ rᵢ with rᵢ = ρ s(τᵢ) ηᵢ, by torch."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    squares = 0.0
     local = promise.decays_at_worker and setting.optimizer != "adamw"
     decay = 0.0 if local else setting.decay
     make = OPTIMIZERS[setting.optimizer]
@@ -275,7 +278,11 @@ def repeated(updates: Sequence[Sequence[Gradient]], promise: Promise, setting: S
             part = sum(dealt.gradient(ticket) for ticket in gradient.tickets)
             if local:
                 part += setting.decay * history[gradient.basis]
-            parts.append(part + promise.compensation * part**2 * (history[-1] - history[gradient.basis]))
+            strength = promise.compensation
+            if promise.mean_square is not None:
+                squares = promise.mean_square * squares + (1 - promise.mean_square) * part**2
+                strength /= (squares + 1e-7) ** 0.5
+            parts.append(part + strength * part**2 * (history[-1] - history[gradient.basis]))
             counts.append(float(gradient.samples) if promise.by_samples else 1.0)
         moved = sum(m * r for m, r in zip(counts, rates, strict=True))
         shares = [m * r / moved if moved else m / sum(counts) for m, r in zip(counts, rates, strict=True)]

@@ -50,6 +50,39 @@ def diloco(num_steps: int, period: int, lr: float, momentum: float, setting: Set
     return history
 
 
+def slowmo(num_steps: int, period: int, lr: float, momentum: float, setting: Setting) -> list[Tensor]:
+    """Momentum on what one worker moves in `period` steps."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    anchor = flat(net)
+    velocity = torch.zeros_like(anchor)
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        optimizer.step()
+        if (step + 1) % period == 0:
+            velocity = momentum * velocity + (anchor - flat(net))
+            anchor = anchor - lr * velocity
+            torch.nn.utils.vector_to_parameters(anchor.clone(), net.parameters())
+        history.append(flat(net))
+    return history
+
+
+def signum(num_steps: int, momentum: float, setting: Setting) -> list[Tensor]:
+    """One worker steps by the average of its gradients."""
+    net = model(setting.dtype)
+    optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
+    averages = [torch.zeros_like(p) for p in net.parameters()]
+    history = []
+    for step in range(num_steps):
+        take_gradients(net, joined_batch(step, setting.dtype))
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        averages = [a.lerp(g, 1 - momentum) for a, g in zip(averages, gradients, strict=True)]
+        take_step(net, optimizer, [average.clone() for average in averages])
+        history.append(flat(net))
+    return history
+
+
 def stepped(batches: Batches, setting: Setting) -> Tensor:
     """The loop that everybody writes: the weights at the end."""
     net = model(setting.dtype)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws.catalogue import HELPED, ROUTES, ROWS, SERVED, STAGED, Row, label
-from laws.definitions import delayed, diloco
-from laws.harness import HOST, Rank, Setting, plain_torch, run
+from laws.catalogue import GROUPED, HELPED, ROUTES, ROWS, SERVED, STAGED, Row, label
+from laws.definitions import delayed, diloco, signum, slowmo
+from laws.harness import HOST, OPTIMIZERS, Rank, Setting, plain_torch, run
 from polytempo import strategies
-from polytempo.aggregation import complete
+from polytempo.aggregation import complete, exponential_graph
 from polytempo.core import Port, Strategy
 from polytempo.core.state import saved
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
@@ -35,16 +35,28 @@ ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
     "delayed": delayed_by_name,
     "anchored": lambda strategy, setting: diloco(12, 4, 1.0, 0.0, setting),
     "diloco": lambda strategy, setting: diloco(12, 5, 0.7, 0.9, setting),
+    "signum": lambda strategy, setting: signum(12, 0.9, setting),
 }
 """A row's `alone` -> the weights after each of 12 steps of one rank."""
 
 
+def slowmo_by_name(strategy: Strategy, setting: Setting) -> list[Tensor]:
+    """The period is read from the strategy's name; the inner strategy does nothing alone."""
+    match = re.search(r"period=(\d+)", str(strategy))
+    assert match is not None
+    return slowmo(12, int(match[1]), 1.0, 0.7, setting)
+
+
+ALONE["slowmo"] = slowmo_by_name
+
+
 def test_every_strategy_has_a_row() -> None:
-    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED]} == set(strategies.__all__)
+    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED, *GROUPED]} == set(strategies.__all__)
     assert {row.make().server is None for row in ROWS} == {True}
     assert {row.make().server is None for row in [*SERVED, *HELPED]} == {False}
     assert {row.make().schedule is None for row in ROWS} == {True}
     assert {row.make().schedule is None for row in STAGED} == {False}
+    assert {row.make().groups > 1 for row in GROUPED} == {True}
 
 
 @every_row
@@ -76,7 +88,7 @@ def test_synchronous_ranks_equal_one_rank_on_the_joined_batch(route: object, opt
 @every_row
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_ranks_hold_equal_parameters_after_every_synchronising_step(row: Row, num_ranks: int) -> None:
-    if num_ranks < 3 and ("trimmed" in label(row) or "krum" in label(row)):
+    if num_ranks < 3 and any(name in label(row) for name in ("trimmed", "krum", "bulyan")):
         with pytest.raises(ValueError, match="ranks"):
             run(row.make(), num_ranks, 1)
         return
@@ -155,6 +167,33 @@ def test_diloco_with_a_plain_outer_step_equals_averaging(optimizer: str) -> None
     plain, _ = run(strategies.local_sgd(period=4), 3, 13, Setting(optimizer))
     for a, b in zip(outer, plain, strict=True):
         assert torch.allclose(a.history[-1], b.history[-1], rtol=1e-12, atol=1e-13)
+
+
+def test_slowmo_with_period_1_is_synchronous_sgd_with_momentum() -> None:
+    """Of plain SGD, with α = 1 and without weight decay: J. Wang et al., 2020, section 2."""
+    setting = Setting("momentum")
+    expected = plain_torch(20, setting)[-1]
+    OPTIMIZERS["plain"] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
+    try:
+        slow, _ = run(strategies.slowmo(period=1, slow_momentum=0.9), 4, 20, Setting("plain"))
+    finally:
+        del OPTIMIZERS["plain"]
+    assert (slow[0].history[-1] - expected).norm() / expected.norm() <= 1e-12
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_slowmo_without_momentum_is_local_sgd(optimizer: str) -> None:
+    slow, _ = run(strategies.slowmo(period=4, slow_momentum=0.0), 3, 13, Setting(optimizer))
+    plain, _ = run(strategies.local_sgd(period=4), 3, 13, Setting(optimizer))
+    for a, b in zip(slow, plain, strict=True):
+        assert torch.allclose(a.history[-1], b.history[-1], rtol=1e-12, atol=1e-13)
+
+
+def test_pushes_by_a_doubly_stochastic_graph_are_gossip() -> None:
+    pushed, _ = run(strategies.stochastic_gradient_push(exponential_graph), 4, 12)
+    mixed, _ = run(strategies.gossip(exponential_graph), 4, 12)
+    for a, b in zip(pushed, mixed, strict=True):
+        assert torch.allclose(a.history[-1], b.history[-1], rtol=1e-12, atol=1e-14)
 
 
 def test_gossip_on_the_complete_graph_equals_averaging() -> None:

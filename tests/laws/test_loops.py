@@ -28,9 +28,10 @@ NOT_LINEAR = {
 NOT_LINEAR |= {"sign_sgd", "terngrad", "threshold_sgd", "top_k_sgd"}
 ONCE = "put no_sync() around all backward passes of a step but the last"
 STATEFUL = "parameter_averaging(period=3, optimizer_state=True, route=native)"
+SIGNUM = "sign_sgd(feedback=False, exact_below=0, momentum=0.9)"
 NO_MEAN = "use parameter_averaging(optimizer_state=False)"
 REFUSED: dict[tuple[str, int], dict[str, str]] = {
-    ("accumulated_aloud", 1): {"delayed_sgd": ONCE},
+    ("accumulated_aloud", 1): {"delayed_sgd": ONCE, SIGNUM: ONCE},
     ("accumulated_aloud", 2): dict.fromkeys(NOT_LINEAR, ONCE),
     ("closure_called_twice", 2): {"shared_memory": "this optimizer is Twice; use sync_sgd()"},
     ("searched", 1): {STATEFUL: NO_MEAN},
@@ -41,7 +42,7 @@ REFUSED: dict[tuple[str, int], dict[str, str]] = {
 BROKEN = {("swapped", "shared_memory")}
 """Ranks that load one by one into what they share: nobody can see it, and `attach` says so."""
 
-NEED_THREE = ("krum", "trimmed_mean")
+NEED_THREE = ("krum", "trimmed_mean", "bulyan")
 ONE_ROUTE = [row for row in ROWS if row.name != "sync_sgd" or label(row).endswith("(route=native)")]
 """A loop does not see over which route a mean travels."""
 ON_TWO = [row for row in ONE_ROUTE if not any(word in label(row) for word in NEED_THREE)]

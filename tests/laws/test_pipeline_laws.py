@@ -65,6 +65,16 @@ def test_rows_of_metrics_have_the_loss_of_the_last_stage(tmp_path: Path) -> None
     assert all(loss is not None for loss in losses[1:])
 
 
+def test_rows_of_metrics_have_the_delay_of_each_stage(tmp_path: Path) -> None:
+    """Those of updates that the first stage can know of without waiting: K - 1 = 2 steps ago."""
+    pt.simulate(job(), pt.strategies.ddg(stages=3), 6, steps=8, out=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    delays = [row["delays"] for row in rows if row["kind"] == "train"]
+    nothing = [None, None, None]
+    assert delays[:5] == [nothing, nothing, [None, None, 0.0], [None, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    assert delays[5:] == [[1.0, 1.0, 0.0], [2.0, 1.0, 0.0], [2.0, 1.0, 0.0]]
+
+
 @every
 def test_the_delay_of_each_stage_is_counted(row: Row) -> None:
     """Once the pipeline is full it is what the schedule says."""

@@ -57,6 +57,8 @@ def promise_of(row: Row, strategy: Strategy) -> Promise:
     promise = PROMISES[row.name]
     assert strategy.server is not None
     named = strategy.server.optimizer
+    if "scale='linear'" in str(strategy):
+        promise = promise._replace(factor=lambda workers: workers - 1)
     scale = inverse if "inverse" in str(strategy) else promise.scale
     return promise._replace(scale=scale, adagrad=named is not None and named.kind == "adagrad")
 
@@ -106,6 +108,25 @@ def test_the_server_steps_as_the_docstring_says_however_stale_gradients_are(row:
         run = simulated(strategy, setting, WORKERS)
         check(run.updates, run.weights, promise, setting, strategy)
         assert run.samples == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_adaptive_compensation_is_the_paper_s(optimizer: str, shards: int) -> None:
+    strategy = strategies.dc_asgd(strength=2.0, mean_square=0.95, shards=shards)
+    promise = Promise(factor=shared, compensation=2.0, mean_square=0.95)
+    for setting in settings(optimizer)[:2]:
+        run = simulated(strategy, setting, WORKERS)
+        check(run.updates, run.weights, promise, setting, strategy)
+        plain = repeated(run.updates[0], promise._replace(mean_square=None), setting, dealt(strategy, setting, WORKERS))
+        assert (run.weights - plain).abs().max() > 1e-6
+
+
+def test_adaptive_compensation_is_for_sgd() -> None:
+    with pytest.raises(
+        ValueError, match=r"compensate\(.*\) keeps squares of gradients beside SGD, .* is AdamW.*; use SGD"
+    ):
+        simulated(strategies.dc_asgd(mean_square=0.95), settings("adamw")[0], WORKERS)
 
 
 @every_row

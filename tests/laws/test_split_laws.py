@@ -66,6 +66,24 @@ def test_linear_layers(num_ranks: int, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions(num_ranks: int, bias: bool) -> None:
+    """Five channels between; a row layer behind a flattening takes whole channels, of nine places each."""
+
+    def model() -> nn.Module:
+        first = nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=bias)
+        second = nn.Conv2d(5, 4, (3, 1), padding="same", dilation=1, bias=bias)
+        return nn.Sequential(first, nn.ReLU(), second, nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+
+    images = features(2, 2, 5, 5)
+    check(model, {"0": "column", "2": "row"}, images, num_ranks)
+    check(model, {"0": column(gather=True), "2": "row"}, images, num_ranks)
+    check(model, {"2": "column", "5": row(heads=4)}, images, num_ranks)
+    check(lambda: nn.Sequential(nn.Conv1d(4, 6, 2, bias=bias)), {"0": "row"}, features(2, 4, 5), num_ranks)
+    check(lambda: nn.Sequential(nn.Conv3d(4, 6, 2)), {"0": column(gather=True)}, features(1, 4, 2, 3, 2), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("way", ["embedding", "column", "vocabulary"])
 def test_embeddings(num_ranks: int, way: str) -> None:
     indices = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(1))

@@ -124,6 +124,22 @@ def groups_of_several_dtypes(rank: int, size: int) -> None:
 
 
 @check
+def large_tensors_beside_small_ones(rank: int, size: int) -> None:
+    """They are fused, but not copied; on the last rank the large one does not lie in one piece."""
+    shape = (400, 500)
+    large = values(rank, shape=shape[::-1]).t() if rank == size - 1 else values(rank, shape=shape)
+    given = [values(rank), large, values(rank, torch.float64, shape), values(rank, shape=(7,))]
+    first = [values(r) for r in range(size)]
+    second = [values(r, shape=shape[::-1]).t() if r == size - 1 else values(r, shape=shape) for r in range(size)]
+    third = [values(r, torch.float64, shape) for r in range(size)]
+    fourth = [values(r, shape=(7,)) for r in range(size)]
+    expected = [torch.stack(each).mean(0) for each in (first, second, third, fourth)]
+    equal(hvd.grouped_allreduce(given, name="large"), expected)
+    assert hvd.grouped_allreduce_(given, name="large")[1] is large
+    equal(given, expected)
+
+
+@check
 def random_orders(rank: int, size: int) -> None:
     """Each rank submits the same names in an order of its own, several rounds, some in groups."""
     names = [f"order.{number}" for number in range(60)]
@@ -161,6 +177,7 @@ def polls(rank: int, size: int) -> None:
         hvd.broadcast_(gate, 0, "gate")
     while not hvd.poll(handle):
         pass
+    assert not all(hvd.poll(hvd.allreduce_async(torch.ones(1), name=f"polled.{place}")) for place in range(10))
     equal(hvd.synchronize(handle), torch.full((3,), float(size)))
     assert hvd.synchronize(handle) is None
     refused(ValueError, "not known", lambda: hvd.poll(handle))
@@ -226,6 +243,18 @@ def deals(rank: int, size: int) -> None:
     even = hvd.alltoall(torch.arange(2 * size) + 100 * rank)
     equal(even, torch.cat([torch.arange(2 * rank, 2 * rank + 2) + 100 * r for r in range(size)]))
     refused(ValueError, "equal parts", lambda: hvd.alltoall(torch.ones(size + 1)))
+    for wrong in (torch.ones(size), torch.ones(size, 1, dtype=torch.int32), [1] * (size + 1), [-1] + [1] * (size - 1)):
+        refused(
+            ValueError, "splits" if isinstance(wrong, Tensor) else "split into", lambda w=wrong: hvd.alltoall(mine, w)
+        )
+    at = torch.arange(size + 2.0).requires_grad_()  # two rows stay
+    answer, received = hvd.alltoall(at, [1] * size)
+    equal(answer.detach(), torch.full((size,), float(rank)))
+    answer.sum().backward()
+    equal(at.grad, torch.tensor([1.0] * size + [0.0, 0.0]))
+    none, received = hvd.alltoall(torch.ones(2, 3), [2] + [0] * (size - 1))
+    assert none.shape == ((2 * size, 3) if rank == 0 else (0, 3))
+    assert received.tolist() == [2 * (rank == 0)] * size
 
 
 @check
@@ -241,7 +270,11 @@ def reduce_scatters(rank: int, size: int) -> None:
     pair = hvd.grouped_reducescatter([mine, torch.ones(size, dtype=torch.int64)], op=hvd.Sum)
     equal(pair, [whole[start : start + rows], torch.full((1,), size)])
     equal(hvd.synchronize(hvd.reducescatter_async(torch.ones(1), op=hvd.Max)), torch.ones(int(rank == 0)))
-    refused(ValueError, "Adasum", lambda: hvd.reducescatter(mine, op=hvd.Adasum))
+    for dtype in (torch.float32, torch.int32):
+        whole = torch.ones(size, dtype=dtype)
+        refused(hvd.HorovodInternalError, "adasum", lambda w=whole: hvd.reducescatter(w, op=hvd.Adasum))
+    part = hvd.reducescatter(mine, None, hvd.Compression.none, hvd.Sum, hvd.global_process_set, 2.0, 0.5)
+    assert part.shape == (rows, 3)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -289,6 +322,98 @@ def gradients(rank: int, size: int) -> None:
     refused(ValueError, "MAX has no gradient", hvd.allreduce(at, op=hvd.Max).sum().backward)
 
 
+@check
+def gradients_of_groups_and_in_process_sets(rank: int, size: int) -> None:
+    """Ranks outside the set keep their tensor, whose gradient is the identity's."""
+    part = hvd.add_process_set(list(range(1, size)))
+    inside, others = part.included(), max(size - 1, 1)
+
+    def within(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: call(x) if inside else x * 1.0
+
+    def pair(x: Tensor) -> Tensor:
+        return torch.cat(hvd.grouped_allgather([x[: rank + 1], x], name="pair"))
+
+    cases: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+        "grouped allgather": (pair, 1 / size),
+        "grouped reducescatter": (lambda x: torch.cat(hvd.grouped_reducescatter([x, x * x])), size),
+        "scaled group": (lambda x: torch.cat(hvd.grouped_allreduce([x, x], prescale_factor=0.5, name="scaled")), 1),
+        "allreduce in a set": (within(lambda x: hvd.allreduce(x, process_set=part, name="part")), 1),
+        "allgather in a set": (within(lambda x: hvd.allgather(x, process_set=part)), 1 / others if inside else 1),
+        "broadcast in a set": (within(lambda x: hvd.broadcast(x, 1, process_set=part)), 1 / others if inside else 1),
+        "reducescatter in a set": (within(lambda x: hvd.reducescatter(x, process_set=part)), others if inside else 1),
+        "alltoall in a set": (within(lambda x: hvd.alltoall(x[:others], process_set=part)), 1),
+    }
+    for name, (call, factor) in cases.items():
+        at = values(rank, torch.float64, (size + 1, 2)).requires_grad_()
+        result = call(at)
+        weights = values(70 + rank, torch.float64, tuple(result.shape))
+        (found,) = torch.autograd.grad((result * weights).sum(), at)
+        expected = factor * slope(call, at.detach(), weights, rank, size)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for compressor in (hvd.Compression.fp16, hvd.Compression.bf16):
+        at = torch.full((2,), 1.0 + rank, requires_grad=True)
+        (hvd.allreduce(at, compression=compressor, op=hvd.Sum) * (1.0 + rank)).sum().backward()
+        equal(at.grad, torch.full((2,), sum(range(size + 1)) * 1.0))
+    assert hvd.remove_process_set(part)
+
+
+@check
+def asynchronous_forms(rank: int, size: int) -> None:
+    """All begun before one is waited for; in place where their name ends so."""
+    total, mine = sum(values(r) for r in range(size)), values(rank)
+    alone, first, second, sent = mine.clone(), mine.clone(), mine.double(), mine.clone()
+    rows = [1] * (size - 1) + [2]
+    dealt = values(rank, shape=(size + 1, 2))
+    handles = {
+        "allreduce": hvd.allreduce_async_(alone, op=hvd.Sum, name="forms"),
+        "group": hvd.grouped_allreduce_async_([first, second], op=hvd.Average, name="forms.group"),
+        "broadcast": hvd.broadcast_async_(sent, size - 1, name="forms"),
+        "alltoall": hvd.alltoall_async(dealt, rows, name="forms"),
+        "gather": hvd.grouped_allgather_async([mine[:1], mine[:rank]], name="forms.gather"),
+        "scatter": hvd.grouped_reducescatter_async([dealt, dealt * 2], name="forms.scatter", op=hvd.Max),
+    }
+    found = {name: hvd.synchronize(handle) for name, handle in reversed(handles.items())}
+    assert found["allreduce"] is alone
+    equal(alone, total)
+    assert found["group"][0] is first
+    equal(found["group"], [total / size, total.double() / size])
+    assert found["broadcast"] is sent
+    equal(sent, values(size - 1))
+    output, received = found["alltoall"]
+    count = rows[rank]
+    equal(output, torch.cat([values(r, shape=(size + 1, 2))[rank : rank + count] for r in range(size)]))
+    assert received.tolist() == [count] * size
+    equal(found["gather"][0], torch.cat([values(r)[:1] for r in range(size)]))
+    equal(found["gather"][1], torch.cat([values(r)[:r] for r in range(size)]))
+    largest = torch.stack([values(r, shape=(size + 1, 2)) for r in range(size)]).amax(0)
+    start, rows_here = (0, 2) if rank == 0 else (rank + 1, 1)
+    equal(found["scatter"], [largest[start : start + rows_here], 2 * largest[start : start + rows_here]])
+
+
+@check
+def forms_that_are_refused(rank: int, size: int) -> None:
+    complex_ones, apart = torch.ones(2, dtype=torch.complex64), hvd.ProcessSet([0])
+    for call in (
+        hvd.grouped_allreduce_async_,
+        hvd.grouped_allgather_async,
+        hvd.grouped_reducescatter_async,
+        hvd.grouped_allreduce_,
+    ):
+        refused(ValueError, "at least one tensor", lambda call=call: call([]))
+    for call in (hvd.allreduce_, hvd.allreduce_async_, hvd.reducescatter_async):
+        refused(ValueError, "complex", lambda call=call: call(complex_ones, op=hvd.Product))
+    for call in (hvd.allgather_async, hvd.allreduce_async_, hvd.alltoall_async, hvd.barrier):
+        given = () if call is hvd.barrier else (torch.ones(2),)
+        refused(ValueError, "not registered", lambda call=call, given=given: call(*given, process_set=apart))
+    refused(ValueError, "not registered", lambda: hvd.broadcast_async_(torch.ones(1), 0, process_set=apart))
+    refused(hvd.HorovodInternalError, "root rank", lambda: hvd.synchronize(hvd.broadcast_async_(torch.ones(1), -1)))
+    refused(hvd.HorovodInternalError, "add up", lambda: hvd.synchronize(hvd.alltoall_async(torch.ones(4), [9])))
+    refused(ValueError, "not registered", lambda: hvd.SyncBatchNorm(3, process_set=apart).train()(torch.ones(2, 3)))
+    refused(ValueError, "7 is not a valid", lambda: hvd.allreduce(torch.ones(1), op=7))
+    refused(ValueError, "list of ranks", lambda: hvd.ProcessSet("01"))
+
+
 # ---------------------------------------------------------------------- disagreement
 
 
@@ -313,7 +438,8 @@ def disagreements(rank: int, size: int) -> None:
         refused(hvd.HorovodInternalError, last, call)
         equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(size)))
     refused(hvd.HorovodInternalError, f"root rank {size}", lambda: hvd.broadcast(torch.ones(1), size))
-    refused(hvd.HorovodInternalError, "add up", lambda: hvd.alltoall(torch.ones(4), [1] * (size - 1) + [7]))
+    error: tuple[type[Exception], str] = (ValueError, "sum is 4") if odd else (hvd.HorovodInternalError, "add up")
+    refused(*error, lambda: hvd.alltoall(torch.ones(4), [1] * (size - 1) + [7 * odd], "splits"))
     refused(hvd.HorovodInternalError, "without dimensions", lambda: hvd.allgather(torch.tensor(1.0)))
 
 
@@ -365,7 +491,10 @@ def joins(rank: int, size: int) -> None:
 
 @check
 def process_sets(rank: int, size: int) -> None:
-    refused(hvd.HorovodInternalError, "already", lambda: hvd.add_process_set(list(range(size))))
+    refused(ValueError, "already", lambda: hvd.add_process_set(list(range(size))))
+    for wrong in (["a"], [0.5], 3):
+        refused(ValueError, "list of ranks", lambda w=wrong: hvd.ProcessSet(w))
+    assert hvd.ProcessSet({1, 0}).ranks == [0, 1]
     refused(hvd.HorovodInternalError, "some of the ranks", lambda: hvd.add_process_set([size]))
     assert hvd.global_process_set.ranks == list(range(size))
     assert hvd.global_process_set.rank() == rank
@@ -389,7 +518,7 @@ def process_sets(rank: int, size: int) -> None:
         refused(ValueError, "cannot take part", lambda: hvd.allreduce(torch.ones(1), process_set=part))
         refused(ValueError, "is not in the process set", part.rank)
         equal(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first), torch.ones(1))
-    refused(hvd.HorovodInternalError, "already", lambda: hvd.add_process_set([0]))
+    refused(ValueError, "already", lambda: hvd.add_process_set([0]))
     assert hvd.remove_process_set(part)
     assert not hvd.remove_process_set(part)
     assert not hvd.remove_process_set(hvd.global_process_set)
@@ -413,7 +542,10 @@ def parameters_of_one_rank(rank: int, size: int) -> None:
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     equal(model[0].weight.detach(), torch.zeros(2, 3))
     refused(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))  # type: ignore[arg-type]
-    refused(ValueError, "named_parameters", lambda: hvd.broadcast_parameters(list(model.parameters()), 0))  # type: ignore[arg-type]
+    refused(ValueError, "named_parameters", lambda: hvd.broadcast_parameters([(1, 2)], 0))  # type: ignore[list-item]
+    nn.init.constant_(model[0].weight, float(rank))
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+    equal(model[0].weight.detach(), torch.ones(2, 3))
 
 
 @check
@@ -435,6 +567,10 @@ def optimizer_states_of_one_rank(rank: int, size: int) -> None:
         assert found
         for key in sorted(found):
             equal(hvd.broadcast(found[key], 0), found[key])
+    frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(2))
+    hvd.broadcast_optimizer_state(torch.optim.SGD([frozen, free], lr=0.1), 0)
+    assert frozen.grad is None
+    equal(free.grad, torch.zeros(2))
     lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
     refused(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
 
@@ -554,8 +690,46 @@ def misused_optimizers(rank: int, size: int) -> None:
     loss(model, rank, 0).backward()
     refused(AssertionError, "backward_passes_per_step", lambda: loss(model, rank, 0).backward())
     refused(AssertionError, "zero_grad", optimizer.zero_grad)
-    refused(ValueError, "closure", lambda: optimizer.step(lambda: 0.0))
     optimizer.step()
+    refused(ValueError, "lists of parameters", lambda: make(plain, groups=[["a"]]))
+    assert len(set(optimizer._parameter_names.values())) == len(list(model.parameters()))
+
+
+@check
+def closures(rank: int, size: int) -> None:
+    """The gradients that a closure computes are reduced; one that computes none leaves those of before."""
+    for computes in (True, False):
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(3):
+            value = loss(model, rank, step)
+            if not computes:
+                optimizer.zero_grad()
+                value.backward()
+
+            def closure(value: Tensor = value, optimizer: Any = optimizer, computes: bool = computes) -> Tensor:
+                if computes:
+                    optimizer.zero_grad()
+                    value.backward()
+                return value
+
+            assert optimizer.step(closure) is value
+        torch.testing.assert_close([p.detach() for p in model.parameters()], alone(size))
+
+
+@check
+def passes_that_change(rank: int, size: int) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=3)
+    for _ in range(2):
+        loss(model, rank, 0).backward()
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.synchronize()
+    gathered = hvd.allgather(torch.cat([p.grad.view(-1) for p in model.parameters()])[None])
+    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 @check
@@ -585,6 +759,8 @@ def embeddings(rank: int, size: int) -> None:
         )
         table(torch.tensor([rank, size])).sum().backward()
         optimizer.step()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
         expected = torch.full((size + 1, 2), 1 / size)
         expected[size] = 1.0
         equal(before - table.weight.detach(), expected)
@@ -657,7 +833,7 @@ def outcomes(size: int) -> list[dict[str, str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "20")
-        return launch(work, size, threads=1, timeout_s=60)
+        return launch(work, size, threads=1, timeout_s=150)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -688,6 +864,21 @@ def test_one_process_alone_is_a_world_of_one() -> None:
         return [*first.tolist(), *hvd.allgather(torch.ones(1)).tolist(), float(hvd.join())]
 
     assert run(work, np=1) == [[1.0, 1.0, 1.0, 0.0]]
+
+
+def test_ranks_begin_again_after_they_have_shut_down() -> None:
+    def work() -> list[float]:
+        found = []
+        for turn in range(4):
+            hvd.init(process_sets=[hvd.ProcessSet([turn % 2])])
+            found.append(float(hvd.allreduce(torch.ones(1) * turn, op=hvd.Sum)))
+            hvd.barrier()
+            hvd.shutdown()
+        with pytest.raises(ValueError, match="no two sets have the same"):
+            hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+        return found
+
+    assert run(work, np=2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
 def test_before_init_every_function_says_what_to_do() -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,51 @@ def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:
         pt.run(job(), pt.strategies.ddg(2), 2, steps=8, out=tmp_path, resume=True)
 
 
+def test_a_loop_of_one_s_own_goes_on_from_its_state_with_the_same_bits() -> None:
+    """What is under way, what is drawn, what replicas remember; through a file as `torch.save` writes it."""
+    s, c = pt.strategies, pt.compression
+    made = [
+        s.ddg(2, inner=s.top_k_sgd(0.2, exact_below=0), activations=c.qsgd(levels=127), gradients=c.qsgd(levels=127)),
+        s.pipelined_backprop(2, inner=s.delayed_sgd()),
+        s.pipedream(2, vertical_sync=True, inner=s.local_sgd(period=3)),
+        s.pipedream_2bw(2, 2),
+        s.synthetic_gradients(2, lr=0.01),
+        s.one_f_one_b(2, 2),
+    ]
+    x, y = torch.randn(8, 12, 4), torch.randn(8, 12, 2)
+
+    def work(world: ProcessWorld) -> Any:
+        def pipe(strategy: pt.Strategy) -> Any:
+            sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+            return pt.pipeline(model(), sgd, nn.functional.mse_loss, strategy, sample=x[0])
+
+        found = []
+        for strategy in made:
+            straight, file, again = pipe(strategy), BytesIO(), None
+            for step in range(8):
+                if step == 3:
+                    torch.save(straight.training_state(), file)
+                straight.step(x[step] + world.rank // 2, y[step])
+            straight.finish()
+            file.seek(0)
+            again = pipe(strategy)
+            again.load_training_state(torch.load(file))
+            for step in range(3, 8):
+                again.step(x[step] + world.rank // 2, y[step])
+            again.finish()
+            ends = [{name: t.tolist() for name, t in each.state_dict().items()} for each in (straight, again)]
+            found.append(ends[0] == ends[1])
+        with pytest.raises(ValueError, match="has made 8 steps, whose messages are under way"):
+            again.load_training_state(torch.load(BytesIO(file.getvalue())))
+        with pytest.raises(ValueError, match=r"saved by a pipeline with schedule 'one_f_one_b'.*load state_dict\(\)"):
+            pipe(made[0]).load_training_state(torch.load(BytesIO(file.getvalue())))
+        with pytest.raises(ValueError, match="says itself by which codecs"):
+            pt.pipeline(model(), torch.optim.SGD, lambda a, b: a, made[0], sample=x[0], gradients=c.bf16())
+        return found
+
+    assert together(4, work, timeout_s=180) == [[True] * len(made)] * 4
+
+
 def ending(at: int, by: signal.Signals, once: Path) -> pt.Job:
     """The job, whose last stage gets a signal in its loss at the `at`-th batch, if that has not been before."""
     calls = 0
@@ -138,7 +185,12 @@ def test_what_no_pipeline_can_train_is_refused_before_a_process_starts() -> None
     by_model = replace(job(), loss=pt.of_batch(lambda net, batch: (net(batch[0]) - batch[1]).square().mean()))
     assert "workers=3 are no whole number of models; use workers=4" in refused(job(), s.ddg(2), 3)
     assert "the model can be cut into at most" in refused(job(), s.ddg(20), 20)
-    assert "a model can be cut where a batch is a pair" in refused(by_model, s.ddg(2), 2)
+    assert "a model can be cut where a batch is a pair (input, target): write the loss" in refused(
+        by_model, s.ddg(2), 2
+    )
+    assert "replicas of a stage are not watched for drift" in refused(job(), s.ddg(2), 4, on_drift="restore")
+    with pytest.raises(ValueError, match=r"leave out meta, and simulate some steps .* or play its schedule"):
+        pt.simulate(job(), s.ddg(2), 10_000, meta=True)
     assert "cuts the model into stages" in refused(job(), s.ddg(2), 2, min_workers=1)
     net = model()
     with pytest.raises(ValueError, match=r"pipe = pt\.pipeline\(model, optimizer, loss, strategy"):

@@ -17,11 +17,13 @@ from torch.optim import SGD, Optimizer
 
 import polytempo as pt
 from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two_versions
-from polytempo.partition import schedules
+from polytempo.core import Port
+from polytempo.partition import cut, schedules, striped, unstriped
 from polytempo.partition.schedules import ddg, one_f_one_b, pipedream
 from polytempo.partition.schedules.facts import facts
-from polytempo.training.pipeline.wires import Wires
-from polytempo.worlds import ProcessWorld
+from polytempo.partition.wires import Wires
+from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together
 
 pytestmark = pytest.mark.process
@@ -117,6 +119,67 @@ def test_what_is_under_way_is_finished_and_a_pipeline_goes_on_afterwards() -> No
     one_batch = partial(one_f_one_b, micro_batches=1)
     for rows in together(2, work):
         assert all(again and stepped and delay == told for again, stepped, delay, told in rows)
+
+
+def test_stripes_of_a_top_layer_are_trained_as_in_the_virtual_world() -> None:
+    """Three processes: what is before the layer, and a stripe of it each; the last one gathers both."""
+    by, schedule = ["2.stripes.0", "2.stripes.1"], schedules.pipelined_backprop(3, stripes=2)
+
+    def in_stripes() -> nn.Module:
+        layers = perceptron(3)
+        return striped(nn.Sequential(*layers[:2], layers[2][0]), "2", 2)
+
+    def work(world: ProcessWorld) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "stage 0 .* times the mean")  # the stripes are half a layer each
+            pipe = pt.pipeline(in_stripes(), sgd, mse, schedule, sample=SAMPLE, by=by)
+        losses = [pipe.step(x, y) for x, y in batches(6)]
+        found = [[float(loss) for loss in losses if loss is not None], plain(unstriped(pipe.state_dict()))]
+        pipe.finish()
+        return found
+
+    model, expected = in_stripes(), []
+    parts = cut(model, sample=SAMPLE, by=by)
+    programs = [StageProgram(parts, schedule, k, stepping(sgd(parts.stages[k].module.parameters()))) for k in range(3)]
+
+    async def program(port: Port) -> None:
+        for x, y in batches(6):
+            batch = MicroBatch((x,), parts.layouts(x), lambda output, y=y: mse(output, y), lambda part: None)
+            if (loss := await programs[port.rank].step(port, [batch])) is not None:
+                expected.append(float(loss))
+
+    VirtualWorld(pt.cluster.ethernet(gbit_per_s=1), 3).run(program)
+    *others, (losses, state) = together(3, work)
+    assert losses == expected
+    assert state == plain(unstriped(model.state_dict()))
+    assert [found[1] for found in others] == [state, state]
+    assert state["2.weight"] != plain(perceptron(3).state_dict())["2.0.weight"]
+
+
+def stepping(optimizer: Optimizer) -> Callable[[], Any]:
+    async def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def test_estimators_of_a_stage_s_replicas_stay_equal_and_learn_by_the_mean() -> None:
+    """Four ranks as data=2 x stage=2 on different batches; another one's estimators alone would be others."""
+
+    def work(world: ProcessWorld) -> Any:
+        pipe = pt.pipeline(perceptron(), sgd, mse, schedules.synthetic_gradients(2, lr=0.01), sample=SAMPLE)
+        for x, y in batches(4, seed=1 + pipe.ports.data.rank):
+            pipe.step(x, y)
+        tensors = pipe.training_state()["stage"]["tensors"]
+        pipe.finish()
+        return plain({name: t for name, t in tensors.items() if name.startswith("estimators/module/")})
+
+    first, last, other_first, other_last = together(4, work)
+    assert first == other_first
+    assert len(first) == 2
+    assert all(any(map(any, value)) if isinstance(value[0], list) else any(value) for value in first.values())
+    assert last == other_last == {}
 
 
 def test_replicas_of_two_stages_average_their_gradients() -> None:

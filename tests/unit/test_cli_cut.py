@@ -49,9 +49,9 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = asked(capsys, "digits", "--by", "2")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["stage", "layers", "parameters", "time", "share", "memory", "in", "out"]
-    assert (lines[1][:4], lines[1][-3:]) == (["0", "0,", "1", "8,320"], ["-", "16.4", "kB"])
-    assert (lines[2][:3], lines[2][-3:]) == (["1", "2", "1,290"], ["16.4", "kB", "-"])
+    assert lines[0] == ["stage", "layers", "parameters", "time", "share", "memory", "in", "out", "back"]
+    assert (lines[1][:4], lines[1][-4:]) == (["0", "0,", "1", "8,320"], ["-", "16.4", "kB", "-"])
+    assert (lines[2][:3], lines[2][-5:]) == (["1", "2", "1,290"], ["16.4", "kB", "-", "16.4", "kB"])
     assert "the same by hand: --by 2\n" in out
 
 
@@ -71,11 +71,36 @@ def test_figures_as_json(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "and a pipeline is as slow as its slowest stage: 4 stages are at most" in err
 
 
+def test_codecs_make_the_messages_shorter_and_a_link_makes_them_take_time(
+    wide: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of 32 samples of 8, 800 and 800 numbers: a byte and 4/256 of one there, 2 bytes back; or 4."""
+    codecs = "--activations", "int8", "--gradients", "bf16"
+    command = f"{wide}:job", "--by", "1,2,3", "--batch-size", "32"
+    out, _ = asked(capsys, *command, *codecs, "--gbit-per-s", "0.001", "--json")
+    found = json.loads(out)
+    assert [(each["bytes_in"], each["bytes_out"], each["bytes_back"]) for each in found["stages"]] == [
+        (0, 260, 0), (260, 26000, 512), (26000, 26000, 51200), (26000, 0, 51200)
+    ]  # fmt: skip
+    steps = {each["schedule"]: each["step_s"] for each in found["schedules"]}
+    line_s = 51200 * 8 / 1e6
+    assert steps["pipelined_backprop"] == pytest.approx(line_s, rel=0.2)  # as the slowest link has it
+    assert steps["synthetic_gradients"] == pytest.approx(line_s, rel=0.2)
+    assert steps["one_f_one_b"] > 1.2 * line_s  # at the end of a batch the link is empty
+    out, _ = asked(capsys, *command, *codecs)
+    assert (
+        "activations by int8(block=256), their gradients by bf16(): stages send 155 kB a batch, 412 kB without" in out
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["wide.py:job", "--stages", "5"], "error: stages=5, and the model can be cut into at most 4 parts"),
         (["wide.py:job", "--stages", "0"], "error: --stages 0: must be at least 1"),
+        (["wide.py:job", "--gbit-per-s", "0"], "error: --gbit-per-s 0: must be above 0"),
+        (["wide.py:job", "--activations", "int9"], "error: there is no codec 'int9' (did you mean int8?)"),
+        (["wide.py:job", "--gradients", "threshold(0.5)"], "error: threshold(tau=0.5) wires vary in length"),
         (["wide.py:job", "--batch-size", "0"], "error: --batch-size 0: must be at least 1"),
         (["wide.py:job", "--by", "trafic"], "error: --by trafic: did you mean traffic? There are: operations, time"),
         (["wide.py:job", "--by", "1,,2"], "error: --by 1,,2: a name is empty"),

@@ -82,6 +82,74 @@ class WithoutGradients(Follows):
         return self.two(y) * z
 
 
+def asks_what_it_is(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """Each of these silently decides otherwise for the stand-ins of `torch.fx`."""
+    x = layers[0](x) if isinstance(x, Tensor) else layers[1](x)
+    if hasattr(x, "quantiles"):
+        x = layers[1](x)
+    try:
+        x = x * len(x)
+    except Exception:
+        x = x + 1
+    return layers[2](x)
+
+
+def asks_for_a_size(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    if isinstance(x.shape[1], int):
+        x = layers[1](x)
+    return layers[2](layers[0](x) * {4: 2.0}.get(x.shape[1], 3.0))
+
+
+@pytest.mark.parametrize("function", [asks_what_it_is, asks_for_a_size])
+def test_what_decides_otherwise_for_stand_ins_is_left_to_export(function: object) -> None:
+    model = Lambda(function)
+    assert torch.equal(chained(cut(model, 2, sample=X), (X,)), model(X))
+
+
+class InPartWithoutGradients(nn.Module):
+    """`torch.fx` would record the region as if it were none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        with torch.no_grad():
+            z = y.sin()
+        return self.two(y) * z
+
+
+class Kinds(nn.Module):
+    """Asks for the kind of its input, and keeps something for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = x.detach().mean()
+        if torch.is_tensor(x):
+            x = self.one(x)
+        return self.two(x)
+
+
+def test_what_is_decided_otherwise_is_named_or_stays_whole() -> None:
+    with pytest.raises(ValueError, match=r"test_cut_mistakes.py:\d+: `z = y.sin\(\)` is in a region .*set_grad"):
+        cut(InPartWithoutGradients(), 2, sample=X)
+    model = nn.Sequential(nn.Linear(4, 4), Kinds())
+    found = cut(model, 2, sample=X)
+    assert [cost.layers for cost in found.costs] == [("0",), ("1",)]
+    assert model[1].kept is None
+    assert torch.equal(chained(found, (X,)), model(X))
+    with pytest.raises(
+        ValueError, match=r"at most 2 parts .*; 1 stays whole: .*: `if torch.is_tensor\(x\):` does some"
+    ):
+        cut(model, 4, sample=X)
+
+
 def test_of_two_obstacles_the_one_is_named_that_remains() -> None:
     with pytest.raises(
         ValueError, match=r"test_cut_mistakes.py:\d+: `if y.sum\(\) > 0:` cannot be traced .*data-dep"
@@ -181,7 +249,7 @@ def test_another_thread_computes_while_one_traces() -> None:
         return layers[2](layers[0](x))
 
     cut(Lambda(meanwhile), 2, sample=X)
-    assert len(answers) == 2, "one for training, one for evaluation"
+    assert len(answers) == 3, "traced for training and for evaluation, and called"
     assert all(type(each) is Tensor for each in answers)
 
 

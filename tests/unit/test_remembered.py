@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from polytempo.aggregation.outer import AnchorState, NesterovState, anchors
+from polytempo.aggregation.outer import AnchorState, MomentumState, anchors
 from polytempo.core import Bundle, Residual
 from polytempo.core.state import duplicate, equal, renewed, residual_tensors
 from polytempo.synchronization.every import PeriodState
@@ -47,9 +47,9 @@ def test_a_state_without_residuals_is_not_copied() -> None:
 
 
 def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
-    old = PeriodState(7, AnchorState(Bundle({"w": torch.ones(2)}), NesterovState(Bundle({"w": torch.ones(2)}))))
+    old = PeriodState(7, AnchorState(Bundle({"w": torch.ones(2)}), MomentumState(Bundle({"w": torch.ones(2)}))))
     new = Bundle({"w": torch.full((2,), 4.0)})
-    fresh = PeriodState(0, AnchorState(new, NesterovState(Bundle({"w": torch.zeros(2)}))))
+    fresh = PeriodState(0, AnchorState(new, MomentumState(Bundle({"w": torch.zeros(2)}))))
     found = renewed(old, fresh)
     assert found.step == 7
     assert list(anchors(found)) == [new]

@@ -126,6 +126,15 @@ def test_pipelined_backprop_hides_messages_that_ddg_waits_for() -> None:
     assert played(ddg(4), 40, times, link_s=0.7).step_s > 3.5
 
 
+def test_messages_of_two_parts_stand_in_line_where_they_occupy_the_link() -> None:
+    """Backward messages take 5 s, so a step does; forward ones, of 1 s, hide behind them."""
+    times = StageTimes(1.0, 1.0)
+    for schedule in (pipelined_backprop(2), ddg(2)):
+        timetable = played(schedule, 40, times, link_s=lambda source, target: 1.0 if source < target else 5.0)
+        assert timetable.step_s == pytest.approx(5.0)
+    assert played(pipelined_backprop(2), 40, times, link_s=lambda *_: 0.5).step_s == pytest.approx(2.0)
+
+
 def test_an_unequal_top_layer_slows_every_stage() -> None:
     """The pipeline is as fast as its slowest stage."""
     equal = [StageTimes(1.0, 2.0)] * 4

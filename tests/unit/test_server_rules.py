@@ -424,6 +424,19 @@ def test_compensate_adds_the_square_of_the_gradient_times_the_way_of_the_weights
     assert gradient.tolist() == [2.0, -1.0]  # lent, so not written to
 
 
+def test_compensation_adapts_to_the_size_of_gradients() -> None:
+    """λ / √(v + 1e-7) element by element, v = 0.75 v + 0.25 g²."""
+    modified = compensate(0.5, mean_square=0.75)
+    gradient, weights, basis = torch.tensor([2.0, 0.0]), torch.tensor([1.5, 3.0]), torch.tensor([1.0, 1.0])
+    squares = torch.tensor([4.0, 0.0])
+    assert modified.remembers
+    found = modified.apply(gradient, weights, basis, squares)
+    assert squares.tolist() == [4.0, 0.0]
+    assert found.tolist() == pytest.approx([2.0 + 0.5 * 4.0 * 0.5 / (4.0 + 1e-7) ** 0.5, 0.0])
+    modified.apply(torch.tensor([0.0, 4.0]), weights, basis, squares)
+    assert squares.tolist() == [3.0, 4.0]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -438,6 +451,7 @@ def test_compensate_adds_the_square_of_the_gradient_times_the_way_of_the_weights
         (lambda: cutoff(-1), "limit >= 0 updates, got -1"),
         (lambda: clip(0), "norm > 0, got 0"),
         (lambda: compensate(-1), "strength >= 0, got -1"),
+        (lambda: compensate(1, mean_square=1), "0 <= mean_square < 1, got 1"),
     ],
 )
 def test_wrong_arguments_are_refused_when_a_rule_is_built(wrong: Callable[[], object], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -44,6 +45,7 @@ from polytempo.server.message import (
     Statistics,
     Stranger,
 )
+from polytempo.server.rules.corrections import compensate
 from polytempo.server.shard.shard import Shard
 
 MODEL = (Parameter("w", 40), Parameter("b", 7, group=1), Parameter("v", 53))
@@ -383,6 +385,25 @@ def test_elastic_averaging_draws_both_together() -> None:
         pushed(server, push(1, sequence, 100.0))
     assert first.difference.tolist() == [1.0] * NUMEL, "lent until worker 0 asks again"
     assert server.version == 4
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_a_modifier_remembers_is_in_a_copy_of_the_state(momentum: float) -> None:
+    """Adaptive compensation: v = (v + g²)/2 of the gradients 1, 2, 3 and 4 is 10.8125."""
+    server, copy = (
+        shard(service("on_arrival", replace(SGD, momentum=momentum), compensate(0.5, mean_square=0.5)))
+        for _ in range(2)
+    )
+    pushed(server, push(1, 1, 1.0, basis=0))
+    pushed(server, push(1, 2, 2.0, basis=1))
+    server.apply(pull(0, 1))
+    copy.load(*server.dump())
+    for each in (server, copy):
+        pushed(each, push(1, 3, 3.0, basis=2))
+        pushed(each, push(0, 2, 4.0, basis=2))
+        assert each._weights.moments.second is not None
+        assert each._weights.moments.second.tolist() == [10.8125] * NUMEL
+    assert torch.equal(server.weights, copy.weights)
 
 
 def test_modifiers_see_what_the_gradient_was_computed_on() -> None:

@@ -44,6 +44,7 @@ def net(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 INSIDE: Rules = {"blocks.0.attention": "heads", "blocks.0.attention.out_proj": "row"}
 INPUT = torch.ones(3, 4, dtype=torch.float64)
+IMAGES, GROUPED = net(nn.Conv2d(4, 6, 1)), net(nn.Conv2d(4, 6, 1, groups=2))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,9 @@ INPUT = torch.ones(3, 4, dtype=torch.float64)
         ("10 features are no 4 equal heads", {"*.up": column(heads=4)}, {}),
         ("24 features are no 5 equal blocks", {"*.own.out": column(packed=5)}, {}),
         ("characters.weight and scores.weight are one tied parameter", {"scores": "vocabulary"}, {}),
+        ("it has groups=2 and padding_mode='zeros'", {"0": "column"}, {"model": GROUPED}),
+        ("4 channels cannot be split over 5 ranks", {"0": "row"}, {"model": IMAGES, "num_ranks": 5}),
+        ("has no positions; leave out sequence=True", {"0": "column"}, {"model": IMAGES, "sequence": True}),
         ("cut along dimension 1 into (12, 12)", {"characters": "column", "scores": "vocabulary"}, {}),
         ("is for sequence=True", {"norm": "sequence"}, {}),
         ("needs a rule, and places (Embedding) has none", RULES, {"sequence": True}),

@@ -19,7 +19,14 @@ from polytempo.cli.top import launcher_lives, status_in
 from polytempo.core.notice import Preempted
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.jobs import find
-from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus, read_status, write_status
+from polytempo.report.live_status import (
+    LiveStatus,
+    ProcessEvent,
+    ProcessStatus,
+    read_status,
+    status_of_result,
+    write_status,
+)
 from polytempo.report.live_view import view
 from polytempo.runs.live_run import LiveRun
 from polytempo.spec.options import RunOptions
@@ -179,6 +186,23 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
         ]
     assert (said().state, said().num_events, said().written_s) == ("finished", 1, 102.5)
     assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> None:
+    """Rank r is stage r mod K; a row that knows nothing of a stage leaves what an earlier one said."""
+    spec = RunSpec.of(find("digits"), pt.strategies.ddg(stages=2), 4, RunOptions(out=tmp_path))
+    with LiveRun(tmp_path, spec) as live:
+        engine, note = live.watching(Engine()), live.noting(lambda row: None)
+        for rank in range(4):
+            engine.start(Role("rank", rank, rank))
+        assert [each.staleness for each in live.status("running").processes] == [None] * 4
+        note({"kind": "train", "step": 1, "delays": [1.0, 0.0]})
+        note({"kind": "train", "step": 2, "delays": [None, 0.0]})
+        assert [each.staleness for each in live.status("running").processes] == [1.0, 0.0, 1.0, 0.0]
+        assert live.status("running").staleness == 0.5
+    stages = [{"delay": 0.9}, {"delay": 0.0}]
+    result = {"strategy": "ddg(stages=2)", "world": "virtual", "workers": 4, "stages": stages}
+    assert [each.staleness for each in status_of_result(result, []).processes] == [0.9, 0.0, 0.9, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import after_steps, applied, bundle, bundles, normal
-from polytempo.aggregation import Graph, complete, exponential_graph, mix, random_pairs, ring_graph
+from polytempo.aggregation import (
+    Graph,
+    complete,
+    exponential_graph,
+    mix,
+    push_sum,
+    random_pairs,
+    random_targets,
+    ring_graph,
+)
+from polytempo.cluster import Cluster, Link
+from polytempo.core import Bundle, Port, Transform, chain
+from polytempo.jobs.digits import job as digits
+from polytempo.runs.simulate import simulate
+from polytempo.strategies import gossip
+from polytempo.synchronization import overlapped
 
 GRAPHS: list[Graph] = [ring_graph, complete, exponential_graph, random_pairs(), random_pairs(seed=7)]
 every_graph = pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
 
 T = 1 / 3
+SLOW = Cluster(Link(1e-4, 5e6), flops_per_s=2e7)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +143,88 @@ def test_a_mix_is_the_matrix_of_its_step() -> None:
 def test_weights_that_would_lose_the_mean_are_refused(weights: list[list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         applied(mix(lambda step, num_ranks: weights), [bundle(1.0), bundle(2.0)])
+
+
+# ---------------------------------------------------------------------- directed graphs
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([random_targets(), random_targets(seed=4), exponential_graph]), st.integers(2, 9))
+def test_pushes_over_a_directed_graph_bring_all_to_the_mean(graph: Graph, num_ranks: int) -> None:
+    start = normal(num_ranks)
+    end = at_step(after_steps(push_sum(graph), 80, bundles(start)), -1)
+    mean = torch.stack(start).mean(0)
+    assert spread(end) < 1e-3 * spread(start)
+    torch.testing.assert_close(end[0], mean, rtol=0, atol=1e-3 * spread(start))
+
+
+def test_pushes_are_the_matrix_of_numerators_over_that_of_weights() -> None:
+    """Three steps among four, by hand; a mix that forgot the weights would end elsewhere."""
+    graph = random_targets(seed=1)
+    x, w = torch.stack(normal(4)), torch.ones(4, 1, dtype=torch.float64)
+    histories = after_steps(push_sum(graph), 3, bundles(list(x)))
+    total = x.sum(0)
+    for step in range(3):
+        matrix = torch.tensor(graph(step, 4), dtype=torch.float64)
+        x, w = matrix @ x, matrix @ w
+        torch.testing.assert_close(torch.stack(at_step(histories, step)), x / w, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(x.sum(0), total)
+    assert float(w.max() - w.min()) > 0.1
+
+
+def test_what_moves_parameters_between_pushes_moves_their_sum() -> None:
+    """Each rank adds 1 to z, so the mean of x = w z must be 1 more, whatever the weights."""
+    graph, moved = random_targets(seed=2), 3
+
+    async def move(port: Port, given: Bundle, state: None) -> tuple[Bundle, None]:
+        return given.map(lambda flat: flat + 1), None
+
+    start = normal(5)
+    steps = chain(Transform(lambda parameters: None, move), push_sum(graph))
+    histories = after_steps(steps, moved, bundles(start))
+    w = torch.ones(5, 1, dtype=torch.float64)
+    for step in range(moved):
+        w = torch.tensor(graph(step, 5), dtype=torch.float64) @ w
+    x = w * torch.stack(at_step(histories, -1))
+    torch.testing.assert_close(x.mean(0), torch.stack(start).mean(0) + moved, rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_whose_pushes_would_lose_something_is_refused() -> None:
+    pair = [bundle(1.0), bundle(2.0)]
+    with pytest.raises(ValueError, match=r"must sum to 1, but column 1 is \[0, 0.5\]"):
+        applied(push_sum(lambda step, num_ranks: [[1, 0], [0, 0.5]]), pair)
+    with pytest.raises(ValueError, match=r"must keep a part of what it has, but column 0 is \[0, 1\]"):
+        applied(push_sum(lambda step, num_ranks: [[0, 1], [1, 0]]), pair)
+    with pytest.raises(ValueError, match=r"row 1 is .*; stochastic_gradient_push\(\) takes such a graph"):
+        applied(mix(random_targets(seed=1)), bundles(normal(5)))
+
+
+# ---------------------------------------------------------------------- behind the computation
+
+
+def test_overlapped_gossip_is_the_paper_s() -> None:
+    """x(k+1) = W x(k) - update(k): each rank's update is -(k + 1) · (rank + 1), all begin at one point."""
+    ranks, start = 5, normal(1)[0]
+    seen: list[int] = [0] * ranks
+
+    async def move(port: Port, given: Bundle, state: None) -> tuple[Bundle, None]:
+        seen[port.rank] += 1
+        return given.map(lambda flat: flat + seen[port.rank] * (port.rank + 1.0)), None
+
+    steps = chain(Transform(lambda parameters: None, move), overlapped(mix(exponential_graph)))
+    histories = after_steps(steps, 6, bundles([start] * ranks))
+    x = torch.stack([start] * ranks)
+    own = torch.arange(1, ranks + 1, dtype=torch.float64).unsqueeze(1)
+    for step in range(6):  # the mix of the common start is the start
+        matrix = torch.eye(ranks) if step == 0 else torch.tensor(exponential_graph(step - 1, ranks))
+        x = matrix.double() @ x + (step + 1) * own
+        torch.testing.assert_close(torch.stack(at_step(histories, step)), x, rtol=1e-12, atol=1e-12)
+
+
+def test_overlapped_gossip_hides_behind_the_computation() -> None:
+    """On a network where mixing takes about as long as computing."""
+    seconds = []
+    for overlap in (False, True):
+        result = simulate(digits, gossip(overlap=overlap), 4, SLOW, steps=12, batch_size=8)
+        seconds.append(result.seconds)
+    assert seconds[1] < 0.75 * seconds[0]

@@ -6,6 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 
 def _loaded() -> Any:
     path = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "convergence.py"
@@ -44,3 +47,23 @@ def test_estimated_gradients_learn_with_labels_nearly_as_well_as_true_ones_and_b
     assert plain < 0.08
     assert with_labels < plain + 0.04
     assert with_labels < error("synthetic_gradients", 0.001, by_adam)
+
+
+def test_estimated_gradients_correlate_with_true_ones_on_digits_that_were_not_trained_on() -> None:
+    """By more than 0.5, where the estimators know the labels, at each of two hidden layers."""
+    by_adam = SETTING._replace(layers=(64, 48, 48, 10), optimizer=convergence.MNIST.optimizer)
+    schedule = MAKES["synthetic_gradients, labels"](3)
+    model, parts, stages = convergence.trained_by(by_adam, schedule, 0.001, EPOCHS, seed=0)
+    x, y = by_adam.data().test
+    first = model[:2](x).detach().requires_grad_()
+    second = model[2:4](first)
+    second.retain_grad()
+    nn.functional.cross_entropy(model[4:](second), y).backward()
+    for stage, h in enumerate((first, second)):
+        [name] = parts.stages[stage].gives
+        estimators = stages[stage].estimators
+        estimators.see(-1, {name: h.detach()}, y)
+        [estimate] = estimators.estimates(-1, [name])
+        assert h.grad is not None
+        correlation = float(torch.corrcoef(torch.stack([estimate.flatten(), h.grad.flatten()]))[0, 1])
+        assert correlation > 0.5, (stage, correlation)

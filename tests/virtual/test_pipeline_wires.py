@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -18,8 +18,8 @@ from polytempo.core import Codec, EncodeContext, NotFinite, Port
 from polytempo.partition.cut import Stage
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import gpipe, one_f_one_b
+from polytempo.partition.wires import Wires, sent_bytes
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import Wires, sent_bytes
 from polytempo.worlds import VirtualWorld
 
 EVERY = WAITING | DELAYED | {"pipedream_2bw": two_versions}
@@ -126,7 +126,7 @@ def test_a_tensor_is_encoded_once_for_all_who_use_it_and_numbers_and_masks_trave
     wires = Wires(Coded(activations), None)  # type: ignore[arg-type]
     layouts = whole.layouts(x)
     seen: dict[str, Tensor] = {}
-    parts = [StageProgram(whole, one_f_one_b(3, 1), stage, _nothing, wires=wires) for stage in range(3)]
+    parts = [StageProgram(whole, replace(one_f_one_b(3, 1), wires=wires), stage, _nothing) for stage in range(3)]
 
     def note(stage: Stage, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen.update({f"{stage.index}.{name}": arg.detach() for name, arg in zip(stage.takes, args, strict=True)})
@@ -191,7 +191,9 @@ def test_what_cannot_be_encoded_names_the_tensor_and_its_stage() -> None:
     whole = chain(model, 2)
     with torch.no_grad():
         model[0][0].bias[1] = torch.nan
-    parts = [StageProgram(whole, one_f_one_b(2, 1), stage, _nothing, wires=Wires(c.int8())) for stage in range(2)]
+    parts = [
+        StageProgram(whole, replace(one_f_one_b(2, 1), wires=Wires(c.int8())), stage, _nothing) for stage in range(2)
+    ]
 
     async def program(port: Port) -> None:
         await parts[port.rank].step(port, micro_batches(batches(1)[0], 1, whole))

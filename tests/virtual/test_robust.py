@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import applied, bundles, flats, normal
-from polytempo.aggregation import Merge, krum, mean, median, merged, trimmed_mean
+from polytempo.aggregation import Merge, bulyan, krum, mean, median, merged, multi_krum, trimmed_mean
 from polytempo.core import Transform
 
 
@@ -23,6 +23,20 @@ def krum_by_definition(rows: list[Tensor], wrong: int) -> Tensor:
         return sum(distances[: len(rows) - wrong - 2])
 
     return rows[min(range(len(rows)), key=score)]
+
+
+def bulyan_by_definition(rows: list[Tensor], wrong: int) -> list[float]:
+    left, chosen = list(rows), []
+    while len(chosen) < len(rows) - 2 * wrong:
+        near = min(max(1, len(left) - wrong - 2), len(left) - 1)
+        scores = [sum(sorted(float(((a - b) ** 2).sum()) for b in left if b is not a)[:near]) for a in left]
+        chosen.append(left.pop(scores.index(min(scores))))
+    merged_values = []
+    for column in torch.stack(chosen).t().tolist():
+        middle = middle_of(column)
+        kept = sorted(column, key=lambda value: abs(value - middle))[: len(rows) - 4 * wrong]
+        merged_values.append(sum(kept) / len(kept))
+    return merged_values
 
 
 @settings(max_examples=40)
@@ -36,9 +50,13 @@ def test_robust_merges_are_their_definitions(num_ranks: int, cut: int, seed: int
         torch.testing.assert_close(trimmed_mean(cut)(rows).tolist(), [sum(k) / len(k) for k in kept])
     if num_ranks >= 2 * cut + 3:
         assert torch.equal(krum(cut)(rows), krum_by_definition(rows, cut))
+        assert torch.equal(multi_krum(cut, kept=1)(rows), krum(cut)(rows))
+    if num_ranks >= 4 * cut + 3:
+        torch.testing.assert_close(bulyan(cut)(rows).tolist(), bulyan_by_definition(rows, cut))
+    torch.testing.assert_close(bulyan(0)([*rows, *rows, *rows]), torch.stack(rows).mean(0))
 
 
-ROBUST: list[Any] = [median, trimmed_mean(1), krum(1)]
+ROBUST: list[Any] = [median, trimmed_mean(1), krum(1), multi_krum(1)]
 LIES = [[1e6, -1e6], [float("inf"), float("-inf")], [float("nan"), float("nan")], [1e30, 1e30]]
 
 
@@ -63,7 +81,39 @@ def test_two_wrong_ranks_of_seven() -> None:
         assert ((low <= out) & (out <= high)).all()
 
 
-@pytest.mark.parametrize("merge", ROBUST, ids=lambda merge: merge.__name__)
+def test_multi_krum_is_the_mean_of_those_that_krum_ranks_first() -> None:
+    """Scores over the nearest 2 of 5: 0.5, 0.2, 0.5, 1.3, huge."""
+    rows = [torch.tensor([value]) for value in (1.0, 1.1, 1.2, 2.0, 50.0)]
+    assert float(multi_krum(1)(rows)) == pytest.approx(1.05)  # 5 - 1 - 2 = 2 are kept, the tie goes to the lower rank
+    with pytest.raises(ValueError, match="with 5 ranks can keep 2 at most; lower kept or add workers"):
+        multi_krum(1, kept=3)(rows)
+    with pytest.raises(ValueError, match="keeps at least 1 buffer, got kept=0"):
+        multi_krum(kept=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bulyan_survives_the_attack_that_breaks_krum(seed: int) -> None:
+    """Two of eleven send the honest mean, moved in one coordinate by 0.8 √d of the others' deviation: Krum takes it."""
+    drawn = torch.Generator().manual_seed(seed)
+    honest = torch.randn(9, 10_000, generator=drawn)
+    wrong = honest.mean(0)
+    wrong[7] += 0.8 * 10_000**0.5
+    rows = [*honest, wrong, wrong.clone()]
+    assert float(krum(2)(rows)[7]) > 70
+    out = bulyan(2)(rows)
+    assert honest[:, 7].min() <= out[7] <= honest[:, 7].max()
+    assert (out - honest.mean(0)).abs().max() < 3
+
+
+@pytest.mark.parametrize("lie", LIES, ids=str)
+def test_bulyan_of_seven_stays_in_the_range_of_the_honest(lie: list[float]) -> None:
+    rows = [*normal(6, 2), torch.tensor(lie, dtype=torch.float64)]
+    low, high = torch.stack(rows[:6]).amin(0), torch.stack(rows[:6]).amax(0)
+    out = bulyan(1)(rows)
+    assert ((low <= out) & (out <= high)).all()
+
+
+@pytest.mark.parametrize("merge", [*ROBUST, bulyan(0)], ids=lambda merge: merge.__name__)
 def test_a_merge_can_be_priced_without_values(merge: Merge) -> None:
     assert merge([torch.empty(7, device="meta")] * 5).shape == (7,)
 
@@ -80,6 +130,8 @@ def test_only_krum_looks_at_the_whole_model_at_once(transform: Transform, separa
     [
         (trimmed_mean(2), 4, r"trimmed_mean\(cut=2\) needs more than 4 ranks, got 4; lower cut or add workers"),
         (krum(1), 4, r"krum\(wrong=1\) needs at least 5 ranks, got 4; lower wrong or add workers"),
+        (multi_krum(1), 4, r"multi_krum\(.*\) needs at least 5 ranks, got 4; lower wrong or add workers"),
+        (bulyan(1), 6, r"bulyan\(wrong=1\) needs at least 7 ranks, got 6; lower wrong or add workers"),
     ],
 )
 def test_too_few_ranks_for_the_promise_are_refused(merge: Merge, num_ranks: int, message: str) -> None:

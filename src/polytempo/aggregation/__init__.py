@@ -1,12 +1,15 @@
 """How the ranks' updates become one: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
 
 from polytempo.aggregation.adasum import adaptive_sum, adasum
-from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, ring_graph
+from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, random_targets, ring_graph
 from polytempo.aggregation.low_rank import low_rank
 from polytempo.aggregation.mean import mean
 from polytempo.aggregation.mix import mix
-from polytempo.aggregation.outer import from_anchor, nesterov
-from polytempo.aggregation.robust import krum, median, merged, trimmed_mean
+from polytempo.aggregation.moving_average import moving_average
+from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov
+from polytempo.aggregation.peer_models import peer_models
+from polytempo.aggregation.push_sum import push_sum
+from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean
 from polytempo.aggregation.vote import vote
 from polytempo.core.merge import Merge
 
@@ -15,17 +18,24 @@ __all__ = [
     "Merge",
     "adaptive_sum",
     "adasum",
+    "bulyan",
     "complete",
     "exponential_graph",
     "from_anchor",
+    "heavy_ball",
     "krum",
     "low_rank",
     "mean",
     "median",
     "merged",
     "mix",
+    "moving_average",
+    "multi_krum",
     "nesterov",
+    "peer_models",
+    "push_sum",
     "random_pairs",
+    "random_targets",
     "ring_graph",
     "trimmed_mean",
     "vote",

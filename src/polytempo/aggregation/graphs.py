@@ -1,8 +1,8 @@
-"""Who gossips with whom. A graph gives each step's mixing matrix, which must be doubly stochastic."""
+"""Who gossips with whom. A graph gives each step's mixing matrix: doubly stochastic, or for pushes by columns alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from random import Random
 
@@ -53,10 +53,41 @@ def random_pairs(seed: int = 0) -> Graph:
     return graph
 
 
+def random_targets(seed: int = 0) -> Graph:
+    """Each rank keeps a half and sends a half to another rank, drawn anew each step: a graph for pushes.
+
+    Columns sum to 1, rows do not: several may send to one rank, and none to another.
+    Source: D. Kempe, A. Dobra and J. Gehrke, "Gossip-based computation of aggregate information", 2003 (push-sum).
+    """
+
+    def graph(step: int, num_ranks: int) -> list[list[float]]:
+        random = Random(f"{seed}/{step}")
+        weights = [[0.0] * num_ranks for _ in range(num_ranks)]
+        for rank in range(num_ranks):
+            weights[rank][rank] += 0.5
+            weights[(rank + random.randrange(1, num_ranks)) % num_ranks if num_ranks > 1 else 0][rank] += 0.5
+        return weights
+
+    graph.__name__ = call_name(random_targets, locals())
+    return graph
+
+
 @lru_cache(maxsize=16)
 def mixing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]:
     """The checked weights of one step. Kept for a while: the ranks of a virtual world all ask for the same."""
     return checked(graph(step, num_ranks), num_ranks)
+
+
+@lru_cache(maxsize=16)
+def pushing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]:
+    """As `mixing_matrix`, for a directed graph: columns sum to 1, and each rank keeps a part of its own."""
+    weights = _square(graph(step, num_ranks), num_ranks)
+    for i, column in enumerate(zip(*weights, strict=True)):
+        if not _sums_to_one(column):
+            raise ValueError(f"the columns of a graph for pushes must sum to 1, but column {i} is {list(column)}")
+        if not column[i]:
+            raise ValueError(f"each rank must keep a part of what it has, but column {i} is {list(column)}")
+    return weights
 
 
 def checked(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
@@ -64,14 +95,23 @@ def checked(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
 
     Rows that sum to 1 keep an agreement; columns that sum to 1 keep the mean over ranks.
     """
-    if len(weights) != num_ranks or any(len(row) != num_ranks for row in weights):
-        raise ValueError(f"a graph for {num_ranks} ranks must give a {num_ranks}x{num_ranks} matrix")
-    columns = [list(column) for column in zip(*weights, strict=True)]
+    columns = [list(column) for column in zip(*_square(weights, num_ranks), strict=True)]
+    hint = "; stochastic_gradient_push() takes such a graph" if all(map(_sums_to_one, columns)) else ""
     for kind, lines in (("row", weights), ("column", columns)):
         for i, line in enumerate(lines):
-            if abs(sum(line) - 1) > 1e-9 or min(line) < 0:
-                raise ValueError(f"gossip weights must be doubly stochastic, but {kind} {i} is {line}")
+            if not _sums_to_one(line):
+                raise ValueError(f"gossip weights must be doubly stochastic, but {kind} {i} is {line}{hint}")
     return weights
+
+
+def _square(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
+    if len(weights) != num_ranks or any(len(row) != num_ranks for row in weights):
+        raise ValueError(f"a graph for {num_ranks} ranks must give a {num_ranks}x{num_ranks} matrix")
+    return weights
+
+
+def _sums_to_one(line: Sequence[float]) -> bool:
+    return abs(sum(line) - 1) <= 1e-9 and min(line) >= 0
 
 
 def _uniform(peers: list[set[int]]) -> list[list[float]]:

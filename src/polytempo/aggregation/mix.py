@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from polytempo.aggregation.graphs import Graph, mixing_matrix
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
 from polytempo.core.cost import num_bytes
@@ -31,25 +33,7 @@ def mix(graph: Graph) -> Transform:
     """
 
     async def mixed_by(port: Port, bundle: Bundle, state: MixState) -> Bundle:
-        weights = mixing_matrix(graph, state.step, port.size)
-        rank, flat = port.rank, bundle.flat
-        others = [(rank + distance) % port.size for distance in range(1, port.size)]
-        coming = {i: await port.start(port.recv(flat, i)) for i in others if weights[rank][i]}
-        sending, in_turn = [], flat.nbytes >= _IN_TURN_BYTES
-        for to in others:
-            if weights[to][rank]:
-                sending.append(await port.start(port.send(flat, to)))
-                opposite = (2 * rank - to) % port.size
-                if in_turn and opposite in coming:
-                    await coming[opposite]
-                    await sending[-1]
-        mixed = flat.new_zeros(flat.shape)
-        for j, weight in enumerate(weights[rank]):
-            if weight:
-                mixed.add_(flat if j == rank else await coming.pop(j), alpha=weight)
-        for work in sending:
-            await work
-        return bundle.with_flat(mixed)
+        return bundle.with_flat(await weighted_sum(port, bundle.flat, mixing_matrix(graph, state.step, port.size)))
 
     async def apply(port: Port, bundle: Bundle, state: MixState) -> tuple[Bundle | None, MixState]:
         after = MixState(state.step + 1)
@@ -57,10 +41,36 @@ def mix(graph: Graph) -> Transform:
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         """In the graph's first step."""
-        weights = mixing_matrix(graph, 0, num_ranks)
-        listeners = [sum(weights[to][rank] > 0 for to in range(num_ranks) if to != rank) for rank in range(num_ranks)]
-        each, edges = num_bytes(parameters), sum(listeners)
-        sent = Sent(edges, edges * each, busiest_bytes=max(listeners) * each, rounds=1 if edges else 0)
-        return Cost((Exchange("mix", sent),))
+        return Cost((Exchange("mix", sum_cost(mixing_matrix(graph, 0, num_ranks), num_bytes(parameters))),))
 
     return Transform(lambda parameters: MixState(0), apply, idle_alone=True, cost=cost, beside=mixed_by)
+
+
+async def weighted_sum(port: Port, flat: Tensor, weights: list[list[float]]) -> Tensor:
+    """Σⱼ Wᵢⱼ xⱼ at rank i; `flat`, its own xᵢ, stays as it is. See `mix` for the order of messages."""
+    rank = port.rank
+    others = [(rank + distance) % port.size for distance in range(1, port.size)]
+    coming = {i: await port.start(port.recv(flat, i)) for i in others if weights[rank][i]}
+    sending, in_turn = [], flat.nbytes >= _IN_TURN_BYTES
+    for to in others:
+        if weights[to][rank]:
+            sending.append(await port.start(port.send(flat, to)))
+            opposite = (2 * rank - to) % port.size
+            if in_turn and opposite in coming:
+                await coming[opposite]
+                await sending[-1]
+    mixed = flat.new_zeros(flat.shape)
+    for j, weight in enumerate(weights[rank]):
+        if weight:
+            mixed.add_(flat if j == rank else await coming.pop(j), alpha=weight)
+    for work in sending:
+        await work
+    return mixed
+
+
+def sum_cost(weights: list[list[float]], message_bytes: int) -> Sent:
+    """What all ranks send for one `weighted_sum`."""
+    ranks = range(len(weights))
+    listeners = [sum(weights[to][rank] > 0 for to in ranks if to != rank) for rank in ranks]
+    edges = sum(listeners)
+    return Sent(edges, edges * message_bytes, busiest_bytes=max(listeners) * message_bytes, rounds=1 if edges else 0)

@@ -6,8 +6,10 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, State, Transform, inside
 from polytempo.core.cost import num_bytes
@@ -62,7 +64,7 @@ def from_anchor(transform: Transform) -> Transform:
     )
 
 
-class NesterovState(NamedTuple):
+class MomentumState(NamedTuple):
     """The outer momentum."""
 
     velocity: Bundle
@@ -73,15 +75,24 @@ def nesterov(lr: float = 0.7, momentum: float = 0.9) -> Transform:
 
     With lr = 1 and μ = 0 it hands Δ on.
     """
+    return _outer(lr, momentum, lambda moved, velocity: moved + momentum * velocity)
+
+
+def heavy_ball(lr: float = 1.0, momentum: float = 0.7) -> Transform:
+    """v ← μv + Δ; the update is lr · v: Polyak's momentum as torch.optim.SGD writes it."""
+    return _outer(lr, momentum, lambda moved, velocity: velocity)
+
+
+def _outer(lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Tensor]) -> Transform:
     if not lr > 0 or not 0 <= momentum < 1:
         raise ValueError(f"the outer optimizer needs lr > 0 and momentum in [0, 1), got {lr} and {momentum}")
 
-    def init(parameters: Bundle) -> NesterovState:
-        return NesterovState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
+    def init(parameters: Bundle) -> MomentumState:
+        return MomentumState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
 
-    async def apply(port: Port, bundle: Bundle, state: NesterovState) -> tuple[Bundle | None, NesterovState]:
+    async def apply(port: Port, bundle: Bundle, state: MomentumState) -> tuple[Bundle | None, MomentumState]:
         velocity = state.velocity.flat * momentum + bundle.flat
-        return bundle.with_flat(lr * (bundle.flat + momentum * velocity)), NesterovState(bundle.with_flat(velocity))
+        return bundle.with_flat(lr * direction(bundle.flat, velocity)), MomentumState(bundle.with_flat(velocity))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost(memory_bytes=num_bytes(parameters))

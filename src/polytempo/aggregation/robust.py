@@ -72,21 +72,97 @@ def krum(wrong: int = 1) -> Merge:
     Holds against `wrong` wrong ranks; needs N ≥ 2·wrong + 3. Ties go to the lowest rank.
     Source: P. Blanchard et al., "Machine learning with adversaries", 2017, section 4.
     """
-    if wrong < 0:
-        raise ValueError(f"wrong must be >= 0, got {wrong}")
+    _check_wrong(wrong)
+
+    def merge(buffers: Sequence[Tensor]) -> Tensor:
+        return _closest(buffers, wrong, 1, f"krum(wrong={wrong})").squeeze(0)
+
+    return _whole(merge, call_name(krum, locals()))
+
+
+def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
+    """The mean of the `kept` buffers that `krum` ranks first; without `kept` of N - wrong - 2.
+
+    kept=1 is `krum`. Holds against `wrong` wrong ranks; needs N ≥ 2·wrong + 3, and kept ≤ N - wrong - 2.
+    Source: P. Blanchard et al., 2017, section 5.
+    """
+    _check_wrong(wrong)
+    if kept is not None and kept < 1:
+        raise ValueError(f"multi_krum keeps at least 1 buffer, got kept={kept}")
+    name = call_name(multi_krum, locals())
+
+    def merge(buffers: Sequence[Tensor]) -> Tensor:
+        most = len(buffers) - wrong - 2
+        if kept is not None and kept > most > 0:
+            raise ValueError(f"{name} with {len(buffers)} ranks can keep {most} at most; lower kept or add workers")
+        return _closest(buffers, wrong, most if kept is None else kept, name).mean(dim=0)
+
+    return _whole(merge, name)
+
+
+def bulyan(wrong: int = 1) -> Merge:
+    """Of each coordinate the mean of the θ - 2·wrong values nearest to the median of θ = N - 2·wrong buffers.
+
+    The θ buffers are chosen one by one, each by `krum` among those that are left. A wrong buffer that lies near the
+    others in all coordinates but one wins Krum's choice, and carries an error that grows with √(number of parameters);
+    here it is one of θ, and its one coordinate is cut off.
+
+    Holds against `wrong` wrong ranks; needs N ≥ 4·wrong + 3. Deviation: where fewer are left than Krum needs, it looks
+    at the nearest one.
+    Source: E. M. El Mhamdi, R. Guerraoui and S. Rouault, "The hidden vulnerability of distributed learning in
+    Byzantium", 2018, section 4.
+    """
+    _check_wrong(wrong)
 
     def merge(buffers: Sequence[Tensor]) -> Tensor:
         num_ranks = len(buffers)
-        if num_ranks < 2 * wrong + 3:
-            raise ValueError(
-                f"krum(wrong={wrong}) needs at least {2 * wrong + 3} ranks, got {num_ranks}; lower wrong or add workers"
-            )
+        _check_ranks(num_ranks, 4 * wrong + 3, f"bulyan(wrong={wrong})")
         stacked = torch.stack(list(buffers))
-        distances = torch.stack([((stacked - each) ** 2).sum(dim=1) for each in stacked]).fill_diagonal_(torch.inf)
-        distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a rank that sends NaN is far from all
-        nearest = distances.sort(dim=1).values[:, : num_ranks - wrong - 2]
-        return stacked.index_select(0, nearest.sum(dim=1).argmin().reshape(1)).squeeze(0)
+        distances = _distances(stacked)
+        gone = torch.zeros(num_ranks, dtype=torch.bool, device=stacked.device)
+        for left in range(num_ranks, 2 * wrong, -1):
+            scores = _scores(distances, min(max(1, left - wrong - 2), left - 1))
+            best = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(gone, torch.inf).argmin().reshape(1)
+            gone = gone.index_fill(0, best, True)
+            distances = distances.index_fill(0, best, torch.inf).index_fill(1, best, torch.inf)
+        chosen = stacked.index_select(0, gone.long().argsort(descending=True, stable=True)[: num_ranks - 2 * wrong])
+        nearest = (chosen - median(list(chosen))).abs().argsort(dim=0)[: num_ranks - 4 * wrong]
+        return chosen.gather(0, nearest).mean(dim=0)
 
-    merge.__name__ = call_name(krum, locals())
+    return _whole(merge, call_name(bulyan, locals()))
+
+
+def _closest(buffers: Sequence[Tensor], wrong: int, kept: int, name: str) -> Tensor:
+    """The `kept` buffers with the lowest of Krum's scores, one a row, in the order of ranks where scores are equal."""
+    _check_ranks(len(buffers), 2 * wrong + 3, name)
+    stacked = torch.stack(list(buffers))
+    scores = _scores(_distances(stacked), len(buffers) - wrong - 2)
+    return stacked.index_select(0, scores.argsort(stable=True)[:kept])
+
+
+def _distances(stacked: Tensor) -> Tensor:
+    """‖xᵢ - xⱼ‖² of all pairs; ∞ of each to itself, and to one that holds NaN."""
+    distances = torch.stack([((stacked - each) ** 2).sum(dim=1) for each in stacked]).fill_diagonal_(torch.inf)
+    return distances.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _scores(distances: Tensor, num_nearest: int) -> Tensor:
+    """Of each row the sum of its smallest distances."""
+    return distances.sort(dim=1).values[:, :num_nearest].sum(dim=1)
+
+
+def _whole(merge: Merge, name: str) -> Merge:
+    """`merge` under that name, and as one that looks at whole buffers."""
+    merge.__name__ = name
     merge.coordinate_wise = False  # type: ignore[attr-defined]
     return merge
+
+
+def _check_wrong(wrong: int) -> None:
+    if wrong < 0:
+        raise ValueError(f"wrong must be >= 0, got {wrong}")
+
+
+def _check_ranks(num_ranks: int, least: int, name: str) -> None:
+    if num_ranks < least:
+        raise ValueError(f"{name} needs at least {least} ranks, got {num_ranks}; lower wrong or add workers")

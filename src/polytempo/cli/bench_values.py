@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polytempo.cluster.rate import rate_of
 from polytempo.spec.call import split_calls
 from polytempo.spec.declaration import declared
 
@@ -21,7 +22,6 @@ RESULT = "result.json"
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZES = "4KiB,64KiB,1MiB,16MiB,256MiB"
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MAX_FOLDERS = 10_000
 
 
@@ -106,10 +106,10 @@ def parse_model(text: str) -> list[int]:
 
 def parse_link(text: str) -> float:
     """`"1gbit"`, `"100 Mbit/s"` or `"2.5Gbit"` as bytes a second."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", text.strip().lower())
-    if not found or not float(found[1]):
-        raise ValueError(f"--link {text}: write a speed like 100mbit, 1gbit or 2.5gbit")
-    return float(found[1]) * _BITS[found[2]] / 8
+    try:
+        return rate_of(text)
+    except ValueError as error:
+        raise ValueError(f"--link {error}") from None
 
 
 def bench_folder(name: str, out: Path | None) -> Path:

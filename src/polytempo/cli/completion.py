@@ -9,6 +9,8 @@ from polytempo import engines, jobs
 from polytempo.spec.declaration import declared
 
 CUT_GOALS = ("operations", "time", "memory", "traffic")
+REDUCTIONS = ("ring", "halving_doubling", "tree", "server")
+PLAN_GOALS = ("bytes", "seconds")
 
 
 def job_names(incomplete: str) -> list[str]:
@@ -40,6 +42,16 @@ def distribution_names(incomplete: str) -> list[str]:
 def cut_goals(incomplete: str) -> list[str]:
     """What a cut can make the least."""
     return _beginning(incomplete, CUT_GOALS)
+
+
+def reduction_names(incomplete: str) -> list[str]:
+    """The ways to sum gradients that a plan of layers knows."""
+    return _beginning(incomplete, REDUCTIONS)
+
+
+def plan_goals(incomplete: str) -> list[str]:
+    """What a plan of layers compares."""
+    return _beginning(incomplete, PLAN_GOALS)
 
 
 def _beginning(start: str, names: Iterable[str]) -> list[str]:

@@ -13,10 +13,12 @@ from polytempo.cli.plan import found_job
 from polytempo.cli.show import show_json, size
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
+from polytempo.partition.wires import AS_THEY_ARE
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job_calls import model_of
+from polytempo.training.pipeline.pipeline_stage import schedule_of
 
 MOST_WORKERS = 4096
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -59,7 +61,7 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, workers, model)
     if as_json:
-        show_json(as_data(found) | {"model": parameters or job or "digits"})
+        show_json(as_data(made, found) | {"model": parameters or job or "digits"})
         return
     model_name = f"a perceptron of {found.numel:,}" if parameters else f"{job or 'digits'}: {found.numel:,}"
     who = "1 worker" if workers == 1 else f"{workers} workers"
@@ -70,7 +72,7 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
         print(*(f"  {line}" for line in section.lines), sep="\n")
 
 
-def as_data(found: Explanation) -> dict[str, Any]:
+def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
     """The numbers by name, for JSON: bytes, messages, rounds and operations of a step, and of each exchange."""
     exchanges = [
         {
@@ -87,6 +89,7 @@ def as_data(found: Explanation) -> dict[str, Any]:
     model: dict[str, Any] = {"tensors": found.tensors, "parameters": found.numel, "bytes": found.parameter_bytes}
     if found.stages:
         model["stages"] = [each._asdict() for each in found.stages]
+        model["between_stages"] = str(schedule_of(strategy).wires)
     costs = {"memory_bytes": found.memory_bytes, "mean": found.mean._asdict(), "exchanges": exchanges}
     return {"strategy": found.strategy, "workers": found.workers, **model, **costs}
 
@@ -98,7 +101,7 @@ def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
     elif strategy.one_copy is not None:
         yield Section("one copy", ["the parameters exist once on a host, and all of its workers write to them"])
     if found.stages:
-        yield Section(f"{len(found.stages)} stages", list(_stages(found)))
+        yield Section(f"{len(found.stages)} stages", list(_stages(strategy, found)))
     for of, title in _SLOTS.items():
         lines = [line for planned in found.exchanges if planned.of == of for line in _exchange(planned, found)]
         if not lines and strategy.server is None:
@@ -123,13 +126,15 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     yield "workers do not send to each other"
 
 
-def _stages(found: Explanation) -> Iterator[str]:
-    """How late each is, and what it holds."""
+def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
+    """How late each is, what it holds, and how tensors pass from one to the next."""
     for number, facts in enumerate(found.stages):
         late = "is not late" if not facts.delay else f"updates {facts.delay} update{'s' * (facts.delay > 1)} late"
         versions = f"{facts.versions} version{'s' * (facts.versions > 1)} of its parameters"
         yield f"stage {number} {late}; it holds up to {facts.held} micro-batches under way and {versions}"
-    yield "activations and their gradients cross the cuts; `polytempo cut JOB` says how many bytes"
+    wires = schedule_of(strategy).wires
+    encoded = "" if wires == AS_THEY_ARE else f", {wires}"
+    yield f"activations and their gradients cross the cuts{encoded}; `polytempo cut JOB` says how many bytes"
 
 
 def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:

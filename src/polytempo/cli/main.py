@@ -9,6 +9,8 @@ import polytempo
 from polytempo.cli import parameters as p
 from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
+from polytempo.cli.horovodrun_arguments import parsed
+from polytempo.cli.plan_commands import plan
 
 app = typer.Typer(
     name="polytempo",
@@ -20,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 @app.callback()
@@ -285,6 +288,9 @@ def cut(
     stages: p.Stages = None,
     by: p.CutBy = None,
     batch_size: p.MicroBatch = None,
+    activations: p.ActivationCodec = None,
+    gradients: p.GradientCodec = None,
+    gbit_per_s: p.LinkSpeed = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
@@ -293,9 +299,9 @@ def cut(
     Times are measured on this machine, on one thread, with a batch of the job's data.
     """
     with exit_code():
-        from polytempo.cli.request import cut_request  # imports pydantic
+        from polytempo.cli.request import CutRequest, cut_request  # imports pydantic
 
-        asked = cut_request(job, stages, by, batch_size)
+        asked = cut_request(CutRequest(job, stages, by, batch_size, activations, gradients, gbit_per_s))
         from polytempo.cli.cut import cut as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))
@@ -317,6 +323,22 @@ def chaos(
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
         command(asked, bug)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+    add_help_option=False,
+)
+def horovodrun(context: typer.Context) -> None:
+    """Run a script for Horovod on several ranks, with the options of horovodrun.
+
+    Write: polytempo horovodrun -np 4 python train.py
+    """
+    with exit_code():
+        given = parsed(context.args)
+        from polytempo.cli.horovodrun import horovodrun as command  # imports torch, which takes seconds
+
+        command(given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:

@@ -13,6 +13,8 @@ from polytempo.cli.completion import (
     distribution_names,
     engine_names,
     job_names,
+    plan_goals,
+    reduction_names,
     strategy_names,
 )
 
@@ -236,8 +238,48 @@ CutBy = Annotated[
         autocompletion=cut_goals,
     ),
 ]
+ActivationCodec = Annotated[
+    str | None,
+    typer.Option("--activations", metavar="CODEC", help="Codec by which tensors pass between stages, such as int8."),
+]
+GradientCodec = Annotated[
+    str | None,
+    typer.Option("--gradients", metavar="CODEC", help="Codec by which their gradients come back, such as bf16."),
+]
+LinkSpeed = Annotated[
+    float | None,
+    typer.Option("--gbit-per-s", metavar="G", help="Of the links between stages. Default: messages take no time."),
+]
 MicroBatch = Annotated[
     int | None, typer.Option("--batch-size", metavar="B", help="Samples of a micro-batch. Default: the job's batch.")
+]
+PlanWorkers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 32.")]
+PlanLink = Annotated[
+    str | None, typer.Option("--link", metavar="RATE", help="Each worker's link, such as 1gbit. Default: 10gbit.")
+]
+LatencyUs = Annotated[
+    float | None, typer.Option(metavar="US", help="Microseconds from process to process. Default: 50.")
+]
+PlanReduction = Annotated[
+    str | None,
+    typer.Option(
+        "--reduction",
+        metavar="WAY",
+        help="How gradients are summed: ring, halving_doubling, tree, or server. Default: ring.",
+        autocompletion=reduction_names,
+    ),
+]
+PlanShards = Annotated[
+    int | None, typer.Option("--shards", metavar="S", help="Shards of the parameter server. Default: 1.")
+]
+PlanBy = Annotated[
+    str | None,
+    typer.Option(
+        "--by",
+        metavar="GOAL",
+        help="What is compared: bytes (|D| with |W|), or seconds of the cost model. Default: bytes.",
+        autocompletion=plan_goals,
+    ),
 ]
 Submitted = Annotated[
     list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")

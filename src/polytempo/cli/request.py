@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 from polytempo import engines, jobs
-from polytempo.cli.completion import CUT_GOALS
+from polytempo.cli.completion import CUT_GOALS, PLAN_GOALS, REDUCTIONS
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options, url_of
+from polytempo.cluster.rate import rate_of
 from polytempo.engines.environment import recognise
 from polytempo.runs.folder_names import slug
 from polytempo.spec.call import split_calls
@@ -35,9 +37,30 @@ class CutRequest(NamedTuple):
 
     job: str
     stages: int | None
-    by: str | list[str]
-    """What is the least, or the names of layers that begin stages."""
+    by: str | list[str] | None
+    """What is the least, or the names of layers that begin stages. None: the operations of the largest stage."""
     batch_size: int | None
+    activations: str | None = None
+    gradients: str | None = None
+    """Codecs by which tensors pass between stages, and their gradients back, as they are written."""
+    gbit_per_s: float | None = None
+    """Of the links between stages; None: messages take no time."""
+
+
+class PlanRequest(NamedTuple):
+    """A job whose model's layers are to be planned, for which workers and network."""
+
+    job: str
+    workers: int
+    bytes_per_s: float
+    latency_us: float
+    batch_size: int | None
+    """Samples of a worker."""
+    global_batch_size: int | None
+    """Samples of all workers."""
+    reduction: str
+    shards: int
+    by: str
 
 
 class RunRequest(NamedTuple):
@@ -107,21 +130,59 @@ def check_explained(strategy: str, job: str | None) -> None:
         jobs.check(job)
 
 
-def cut_request(job: str, stages: int | None, by: str | None, batch_size: int | None) -> CutRequest:
-    """What `polytempo cut` is asked to do. `ValueError` for what it cannot."""
-    for name, number in (("stages", stages), ("batch-size", batch_size)):
+def cut_request(asked: CutRequest) -> CutRequest:
+    """What `polytempo cut` is asked to do, with what was left out. `ValueError` for what it cannot."""
+    for name, number in (("stages", asked.stages), ("batch-size", asked.batch_size)):
         if number is not None and number < 1:
             raise ValueError(f"--{name} {number}: must be at least 1")
-    goal = (by or CUT_GOALS[0]).strip()
+    if asked.gbit_per_s is not None and not 0 < asked.gbit_per_s < inf:
+        raise ValueError(f"--gbit-per-s {asked.gbit_per_s:g}: must be above 0")
+    for codec in (asked.activations, asked.gradients):
+        if codec is not None:
+            declared().codec(codec)
+    goal = (asked.by if isinstance(asked.by, str) else CUT_GOALS[0]).strip()
     names = [each.strip() for each in goal.split(",")]
     if not all(names):
         raise ValueError(f"--by {goal}: a name is empty; write names of layers with commas between")
     if close := get_close_matches(goal, set(CUT_GOALS) - {goal}, n=1, cutoff=0.75):
         raise ValueError(f"--by {goal}: did you mean {close[0]}? There are: {', '.join(CUT_GOALS)}, or names of layers")
+    jobs.check(asked.job)
+    return asked._replace(stages=asked.stages or 2, by=goal) if goal in CUT_GOALS else asked._replace(by=names)
+
+
+def plan_request(
+    job: str,
+    workers: int | None,
+    link: str | None,
+    latency_us: float | None,
+    sizes: Mapping[str, int | None],
+    reduction: str | None,
+    shards: int | None,
+    by: str | None,
+) -> PlanRequest:
+    """What `polytempo plan layers` is asked to do. `ValueError` for what it cannot."""
+    numbers = {"workers": workers, "shards": shards, **sizes}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least 1")
+    if None not in sizes.values():
+        raise ValueError("--batch-size and --global-batch-size say the same in two ways; leave one out")
+    if latency_us is not None and not 0 <= latency_us < float("inf"):
+        raise ValueError(f"--latency-us {latency_us:g}: must be at least 0")
+    reduction, by = reduction or REDUCTIONS[0], by or PLAN_GOALS[0]
+    for option, value, known in (("reduction", reduction, REDUCTIONS), ("by", by, PLAN_GOALS)):
+        if value not in known:
+            raise ValueError(f"--{option} {value}: must be one of {', '.join(known)}")
+    try:
+        bytes_per_s = rate_of(link or "10gbit")
+    except ValueError as error:
+        raise ValueError(f"--link {error}") from None
     jobs.check(job)
-    if goal in CUT_GOALS:
-        return CutRequest(job, stages or 2, goal, batch_size)
-    return CutRequest(job, stages, names, batch_size)
+    latency_us = 50.0 if latency_us is None else latency_us
+    return PlanRequest(
+        *(job, workers or 32, bytes_per_s, latency_us, sizes["batch_size"], sizes["global_batch_size"]),
+        *(reduction, shards or 1, by),
+    )
 
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:

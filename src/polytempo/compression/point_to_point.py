@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Codec, EncodeContext, NotFinite, Port
+from polytempo.core.codec import check_forgetful
 
 
 async def send(port: Port, x: Tensor, to: int, codec: Codec, tag: int = 0, *, step: int = 1) -> None:
@@ -66,20 +67,6 @@ def wire_like(codec: Codec, like: Tensor) -> Tensor:
     """What a receiver of the wire of a tensor like this allocates."""
     dtype = codec.wire_dtype(like)
     return torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
-
-
-def check_forgetful(codec: Codec) -> None:
-    """Raise ValueError for a codec that remembers something, and for one whose wires vary in length."""
-    if codec.facts.memory != "none":
-        raise ValueError(
-            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between stages "
-            "belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
-        )
-    if not codec.facts.fixed:
-        raise ValueError(
-            f"{codec.facts.name} wires vary in length, which the receiver must know; use a codec of fixed length, as "
-            "bf16() or int8()"
-        )
 
 
 def _occasion(sender: int, tag: int, step: int) -> EncodeContext:

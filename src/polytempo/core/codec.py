@@ -152,3 +152,17 @@ def check_codec(given: object) -> None:
     what = f"<function {name}>" if inspect.isfunction(given) else repr(given)
     written = f"; write {name}()" if name.isidentifier() else ""
     raise TypeError(f"a codec is the answer of one of pt.compression, got {what}{written}")
+
+
+def check_forgetful(codec: Codec) -> None:
+    """Raise ValueError for a codec that remembers something, and for one whose wires vary in length."""
+    if codec.facts.memory != "none":
+        raise ValueError(
+            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between stages "
+            "belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
+        )
+    if not codec.facts.fixed:
+        raise ValueError(
+            f"{codec.facts.name} wires vary in length, which the receiver must know; use a codec of fixed length, as "
+            "bf16() or int8()"
+        )

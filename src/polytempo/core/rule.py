@@ -128,18 +128,23 @@ multiplied by."""
 Rate = Callable[[int], float]
 """The number of workers -> what the job's learning rate is multiplied by at the server."""
 
-Modifier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Modifier = Callable[..., Tensor]
 """`(gradient, weights, basis)`, all flat, basis the weights that the gradient was computed on where `needs_basis`
-(else None) -> the gradient to use. It must not write to what it is given: other copies of the shard read that, too."""
+(else None) -> the gradient to use. It must not write to these: other copies of the shard read them, too. Where it
+`remembers` it is given a fourth vector, 0 at first, which is its own to write to and part of the shard's state."""
 
 
 @dataclass(frozen=True)
 class Modified:
-    """A modifier with its name and whether it needs the weights that a gradient was computed on."""
+    """A modifier with its name, whether it needs the weights that a gradient was computed on, and whether it remembers.
+
+    What it remembers lies where SGD has no second moment, so it goes with SGD alone, and is the only one of its kind.
+    """
 
     name: str
     apply: Modifier
     needs_basis: bool = False
+    remembers: bool = False
 
 
 @dataclass(frozen=True)

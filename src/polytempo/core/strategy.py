@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch.optim import Optimizer
 
@@ -28,6 +28,17 @@ class Staged(Protocol):
         """In how many parts a batch goes through them."""
 
 
+class Distillation(NamedTuple):
+    """Groups of workers, each with a model and a part of the data of its own, that learn from each other's predictions.
+
+    `gradients` and `parameters` of the strategy are what happens within a group.
+    """
+
+    groups: int
+    weight: float
+    """What the distance from the other groups' predictions counts in the loss."""
+
+
 @dataclass(frozen=True, repr=False)
 class Strategy:
     """What happens between `backward()` and the next `forward()`.
@@ -46,6 +57,7 @@ class Strategy:
     given the weighted sum of a rank's slices (`core.slice_tree`). None: each rank computes its batch at once.
     `schedule`: the model is cut into stages that work in this order; `gradients` and `parameters` are then what happens
     between the workers that hold the same stage. None: every worker holds the whole model.
+    `distillation`: the workers are groups, each with a model of its own. None: all train one model.
     `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
     for what does not go with it. None: this one, with any.
     """
@@ -61,13 +73,30 @@ class Strategy:
     by_optimizer: Callable[[Optimizer], Strategy] | None = None
     slices: int | None = None
     schedule: Staged | None = None
+    distillation: Distillation | None = None
 
     @property
     def stages(self) -> int:
         """Workers that hold one model together."""
         return 1 if self.schedule is None else self.schedule.stages
 
+    @property
+    def groups(self) -> int:
+        """Models that are trained, each by workers of its own."""
+        return 1 if self.distillation is None else self.distillation.groups
+
     def __str__(self) -> str:
         return self.name
 
     __repr__ = __str__
+
+
+def checked_inner(strategy: Strategy, who: str) -> Strategy:
+    """The strategy itself. ValueError for one that is more than two transforms, so that `who` cannot be built on it."""
+    ways = (strategy.server, strategy.one_copy, strategy.slices, strategy.schedule, strategy.distillation)
+    if strategy.carries_optimizer or strategy.by_optimizer or any(way is not None for way in ways):
+        raise ValueError(
+            f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "
+            "works by another way; give one such as sync_sgd(), top_k_sgd(), local_sgd() or gossip()"
+        )
+    return strategy

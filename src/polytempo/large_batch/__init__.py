@@ -1,5 +1,6 @@
 """Large batches, well tuned: learning rates, optimizers and measures for many workers."""
 
+from polytempo.large_batch.churn import churn
 from polytempo.large_batch.groups import decayed, zero_gains_
 from polytempo.large_batch.lamb import LAMB
 from polytempo.large_batch.lars import LARS
@@ -13,6 +14,7 @@ __all__ = [
     "NoiseScale",
     "Squares",
     "adam",
+    "churn",
     "cosine",
     "decayed",
     "falling",

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from polytempo.partition.modes import attributes_kept
+
 Layout = tuple[tuple[int, ...], torch.dtype]
 """What a receiver allocates: a shape and a dtype."""
 
@@ -132,7 +134,8 @@ class Cut:
                 state = fake_state(stage.module, mode)
                 taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))
                 try:
-                    answer = functional_call(stage.module, state, taken)
+                    with attributes_kept(stage.module):
+                        answer = functional_call(stage.module, state, taken)
                 except Exception as error:
                     raise ValueError(
                         f"{located(stage.index, error)} cannot take inputs of these sizes: {sizes}: {error}"

@@ -22,6 +22,7 @@ from polytempo.partition.balance import prefix, slowest_least, total_least
 from polytempo.partition.chain import Chain, chain_of, has_parameters
 from polytempo.partition.cut import Cut, Stage, StageCost, Value
 from polytempo.partition.exported import exported
+from polytempo.partition.modes import attributes_kept
 from polytempo.partition.places import Places
 from polytempo.partition.profile import counted, measured
 from polytempo.partition.split import split
@@ -70,14 +71,15 @@ def cut(
     _check(stages, by, within)
     inputs = inputs_of(model, sample)
     asked = _Asked(stages, by, within, memory_bytes, state_per_parameter, tied, measure)
-    try:
-        return asked.of(model, inputs, trace(model, inputs))
-    except Untraceable as error:
-        other = exported(model, inputs, error)
+    with attributes_kept(model):
         try:
-            return asked.of(model, inputs, other)
-        except ValueError:
-            raise error from None
+            return asked.of(model, inputs, trace(model, inputs))
+        except Untraceable as error:
+            other = exported(model, inputs, error)
+            try:
+                return asked.of(model, inputs, other)
+            except ValueError:
+                raise error from None
 
 
 class _Asked(NamedTuple):

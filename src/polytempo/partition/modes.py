@@ -1,4 +1,4 @@
-"""The two modes of a model, training and evaluation, as one graph that reads the mode when it runs."""
+"""What of a model stays as it was while it is traced, and its two modes as a graph that reads the mode when it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Each module has afterwards the attributes that it had: what `forward` keeps for later is forgotten."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def read_flags(training: fx.Graph, evaluation: fx.Graph) -> bool:

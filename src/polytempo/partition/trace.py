@@ -32,7 +32,8 @@ from torch import Tensor, fx, nn
 
 from polytempo.partition.checks import passing_outcome
 from polytempo.partition.cut import any_size
-from polytempo.partition.modes import modes_kept, read_flags
+from polytempo.partition.modes import attributes_kept, modes_kept, read_flags
+from polytempo.partition.same_operations import CodeLine, first_difference
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -43,6 +44,10 @@ FIXED = (bool, str, type(None))
 REMEDY = (
     "move these lines into a submodule, which then stays whole; or build the model as an nn.Sequential of its parts, "
     "and cut that by their names"
+)
+_OTHERWISE = (
+    "does something else for the stand-ins that torch.fx gives it than for tensors, as isinstance(x, Tensor), hasattr "
+    "and no_grad() do"
 )
 one_at_a_time = threading.RLock()
 """Tracing replaces methods of `nn.Module` and functions of `torch` while it lasts, for all threads."""
@@ -135,18 +140,32 @@ def _in_mode(model: nn.Module, inputs: Inputs, whole: dict[str, str], *, trainin
         tracer = _Tracer(inputs, set(whole))
         known = set(vars(model))
         try:
-            with _factories(tracer):
+            with attributes_kept(model), _factories(tracer):
                 graph = tracer.trace(model)
+                constants = {name: vars(model)[name] for name in set(vars(model)) - known}
         except Exception as error:
             if tracer.failed is None:
                 raise untraceable(model, error) from error
             whole[tracer.failed] = _construct(error)
             continue
-        finally:
-            constants = {name: vars(model)[name] for name in set(vars(model)) - known}
-            for name in constants:
-                delattr(model, name)
-        return Traced(graph, constants, dict(whole))
+        traced = Traced(graph, constants, dict(whole))
+        other = _otherwise(model, inputs, traced) if training else None  # both graphs are to be the same
+        if other is None:
+            return traced
+        if not other.module or other.module in whole:
+            raise Untraceable(f"{type(model).__name__} cannot be cut: {other} {_OTHERWISE}; {REMEDY}", other[:2])
+        whole[other.module] = f"{other} {_OTHERWISE}"
+
+
+def _otherwise(model: nn.Module, inputs: Inputs, traced: Traced) -> CodeLine | None:
+    """Where the model does something else than the graph."""
+    return first_difference(
+        *(model, traced.graph, traced.constants),
+        call=lambda called, values: inputs.call(called, values=values),
+        values=inputs.values,
+        traced_values=inputs.traced_values,
+        is_own=is_own,
+    )
 
 
 def untraceable(model: nn.Module, error: Exception) -> Untraceable:

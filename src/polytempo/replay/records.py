@@ -77,6 +77,8 @@ def _why_not(run: Path) -> str:
         return "it was simulated, so the same command gives the same bits"
     if str(strategy).startswith("flexrr"):
         return "flexrr's workers act on how far the others are at a moment, which is not recorded"
+    if result.get("stages") and result.get("server"):
+        return f"{strategy} cuts the model, and what its stages send to each other is not recorded"
     return f"{strategy} has no parameter server, so the same command and seed repeat it"
 
 

@@ -38,7 +38,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     idle_share: float | None = None
     """A worker's part of its time that it waited for the server, 0 to 1."""
     staleness: float | None = None
-    """τ, the mean over a worker's pushes in its last row: updates between reading weights and applying a gradient."""
+    """τ, the mean over a worker's pushes, or a stage's updates, in its last row: updates between reading weights and
+    applying a gradient."""
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
@@ -91,7 +92,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
 
     @property
     def staleness(self) -> float | None:
-        """The mean over workers that have told one."""
+        """The mean over workers, or stages, that have told one."""
         told = [each.staleness for each in self.processes if each.staleness is not None]
         return sum(told) / len(told) if told else None
 
@@ -131,6 +132,7 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
     server = result.get("server") or {}
     told = {worker["worker"]: worker for worker in server.get("workers", [])}
     mean = server.get("staleness", {}).get("mean")
+    delays = [stage["delay"] for stage in result.get("stages") or ()]
     processes = tuple(
         ProcessStatus(
             f"worker-{number}" if server else f"rank-{number}",
@@ -139,7 +141,7 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
             "ended",
             told.get(number, {}).get("samples_per_s"),
             told.get(number, {}).get("idle_share"),
-            mean,
+            delays[number % len(delays)] if delays else mean,
         )
         for number in range(int(result["workers"]))
     )

@@ -61,17 +61,25 @@ def check_workers(strategy: Strategy, workers: int) -> None:
             f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} are no whole number of "
             f"models; use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
         )
-    least = 1 if strategy.server is None else strategy.server.least_workers
-    if workers < least:
+    if workers % strategy.groups:
         raise ValueError(
-            f"{strategy} needs at least {least} workers, or it waits for none of them, and there are {workers}; use "
-            f"workers={least} or more, or a smaller argument"
+            f"{strategy} has {strategy.groups} groups of workers, and workers={workers} cannot be that many of one "
+            f"size; use workers={-(-workers // strategy.groups) * strategy.groups}"
+        )
+    least = 1 if strategy.server is None else strategy.server.least_workers
+    if workers < least * strategy.stages:
+        whose = "" if strategy.stages == 1 else f", {least} replicas of {strategy.stages} stages"
+        raise ValueError(
+            f"{strategy} needs at least {least * strategy.stages} workers{whose}, or it waits for none of them, and "
+            f"there are {workers}; use workers={least * strategy.stages} or more, or a smaller argument"
         )
 
 
 def check_batches(spec: RunSpec) -> None:
     """ValueError where a step has no sample for one of the workers, or of the slices."""
     slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
+    if asked is not None and spec.strategy.groups > 1:
+        raise ValueError(f"each group of {spec.strategy} has batches of its own; give batch_size for global_batch_size")
     if slices is not None:
         check_global_batch(asked or workers * spec.batch_size, slices, "slices")
     elif asked is not None:

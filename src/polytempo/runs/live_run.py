@@ -58,6 +58,8 @@ class LiveRun:
         """The last process of each node."""
         self._rows: dict[int, Row] = {}
         """The last row of each worker."""
+        self._delays: dict[int, float | None] = {}
+        """How late the updates of each stage of a pipeline were, as the last row that said it has it."""
         self._last: dict[str, Row] = {}
         """The last row of each kind."""
 
@@ -76,6 +78,8 @@ class LiveRun:
                 worker, told = int(row["worker"]), row.get("staleness")
                 before = self._rows.get(worker, {}).get("staleness")  # a row without a push has none
                 self._rows[worker] = row if told is not None else {**row, "staleness": before}
+            for stage, delay in enumerate(row.get("delays") or ()):
+                self._delays[stage] = delay if delay is not None else self._delays.get(stage)
             show(row)
 
         return noted
@@ -121,6 +125,8 @@ class LiveRun:
     def _status_of(self, process: EngineProcess) -> ProcessStatus:
         role = process.role
         row = self._rows.get(role.node, {}) if role.kind == "worker" else {}
+        if role.kind == "rank":
+            row = {"staleness": self._delays.get(role.node % self._spec.strategy.stages)}
         return ProcessStatus(
             who=str(role),
             kind=role.kind,

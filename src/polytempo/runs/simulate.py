@@ -33,6 +33,7 @@ from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.distillation import data_of_group, grouped, of_group
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.guard import unfinite_names
@@ -117,8 +118,11 @@ def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
     if meta and strategy.schedule is not None:
         raise ValueError(
             f"{strategy} cuts the model into stages, whose tensors depend on each other's; leave out meta, and "
-            "simulate some steps with values"
+            "simulate some steps with values, or play its schedule with the times of your stages: "
+            "polytempo.partition.schedules.timetable.played, or `polytempo cut JOB`"
         )
+    if meta and strategy.distillation is not None:
+        raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")
     if meta and strategy.server is not None:
         raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
     if meta and (options.epochs or options.until):
@@ -139,7 +143,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     flops = flops_per_sample(job, model, data, spec.seed)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
-    ports = [laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy.stages) for rank in range(workers)]
+    ports = [_laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     contexts = [
         _context(spec, data, observer, flops, each, port, deepcopy(whole))
@@ -149,7 +153,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
         share_storage([context.replica.model for context in contexts])
 
     async def program(port: Port) -> TrainingSummary:
-        summary = await train(laid_out(port, spec.strategy.stages), contexts[port.rank])
+        summary = await train(_laid_out(port, spec.strategy), contexts[port.rank])
         await updates[port.rank].settle()
         return summary
 
@@ -167,6 +171,10 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
     return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
+def _laid_out(port: Port, strategy: Strategy) -> Port:
+    return grouped(laid_out(port, strategy.stages), strategy.groups)
+
+
 def _context(
     spec: RunSpec,
     data: Data,
@@ -179,7 +187,7 @@ def _context(
     """`whole`: the model of this rank, and its stages, where it is cut."""
     place, stage = ports_of(port).data, None
     if whole is None:
-        model, optimizer = replica_of(spec)
+        model, optimizer = replica_of(of_group(spec, port))
         replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
         take_step = priced_step(replica, spec.job, flops, updates, spec.seed)
     else:
@@ -187,7 +195,7 @@ def _context(
         stage = staged(spec, model, parts, port, flops)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
     shard = DataShard(
-        data.training(),
+        data_of_group(data, port).training(),
         rank=place.rank,
         size=place.size,
         batch_size=spec.batch_size,

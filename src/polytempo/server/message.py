@@ -349,6 +349,10 @@ class Ask(Message, frozen=True, eq=False):
     """Rows of metrics, as JSON."""
 
 
+Order = Literal["train", "wait", "finish", "pause"]
+"""What a worker is to do; see `server.coordinator.batch_scheduler`."""
+
+
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """The right and the duty to train on one batch: number `number` of the run.
 
@@ -369,7 +373,7 @@ class Deal(Message, frozen=True, eq=False):
     worker: int
     incarnation: int
     sequence: int
-    order: Literal["train", "wait", "finish", "pause"]
+    order: Order
     tickets: tuple[Ticket, ...] = ()
     layout: int = 0
     """A worker must know this layout (`View.layout`) before it acts on the answer."""

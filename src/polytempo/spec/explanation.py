@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Literal, NamedTuple
 
@@ -132,30 +133,40 @@ def explain(
         raise ValueError(f"workers must be at least 1, got {workers}")
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
-    stages = strategy.stages
+    stages, groups = strategy.stages, strategy.groups
     if workers % stages:
         raise ValueError(f"{strategy} cuts the model into {stages} stages; workers must be a multiple, got {workers}")
-    bundle = _bundle(parameters)
-    where = range(workers) if hosts is None else hosts
-    slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
-    found: list[Planned] = []
-    memory, schedule = 0, strategy.schedule
-    for of, transform in slots:
-        cost = cost_of(transform, bundle, workers // stages)
-        group = list(where)[::stages]
-        exchanges = [_summed(each, group) for each in _served(cost, strategy.server, bundle, where)]
-        found += [Planned(of, _of_stages(each, stages)) for each in exchanges]
-        memory += cost.memory_bytes // stages
+    if workers % groups:
+        raise ValueError(f"{strategy} has {groups} groups; workers must be a multiple, got {workers}")
+    bundle, schedule = _bundle(parameters), strategy.schedule
+    found, memory = _exchanges(strategy, bundle, range(workers) if hosts is None else hosts)
     return Explanation(
         str(strategy),
         workers,
         len(bundle.tensors),
         sum(tensor.numel() for tensor in bundle.tensors.values()),
         num_bytes(bundle),
-        tuple(found),
+        found,
         memory,
         tuple(facts(schedule, stage) for stage in range(stages)) if isinstance(schedule, Schedule) else (),
     )
+
+
+def _exchanges(strategy: Strategy, parameters: Bundle, hosts: Sequence[int]) -> tuple[tuple[Planned, ...], int]:
+    """What is sent in all stages and groups together, and the bytes that a worker remembers."""
+    stages, groups, service = strategy.stages, strategy.groups, strategy.server
+    slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
+    if service is not None:  # that of one stage, as all exchanges are at first
+        service = replace(service, shards=service.shards // stages)
+    group = hosts[:: stages * groups]
+    found: list[Planned] = []
+    memory = 0
+    for of, transform in slots:
+        cost = cost_of(transform, parameters, len(group))
+        exchanges = [_summed(each, group) for each in _served(cost, service, parameters, group)]
+        found += [Planned(of, _of_groups(_of_stages(each, stages), groups)) for each in exchanges]
+        memory += cost.memory_bytes // stages
+    return tuple(found), memory
 
 
 def _bundle(parameters: nn.Module | Mapping[str, Tensor] | int) -> Bundle:
@@ -185,6 +196,17 @@ def _of_stages(exchange: Exchange, stages: int) -> Exchange:
     sent = exchange.sent
     sent = sent._replace(messages=stages * sent.messages, busiest_bytes=sent.busiest_bytes // stages)
     return exchange._replace(sent=sent, flops=exchange.flops / stages)
+
+
+def _of_groups(exchange: Exchange, groups: int) -> Exchange:
+    """The same in each of so many groups."""
+    sent = exchange.sent
+    sent = sent._replace(
+        messages=groups * sent.messages,
+        payload_bytes=groups * sent.payload_bytes,
+        metadata_bytes=groups * sent.metadata_bytes,
+    )
+    return exchange._replace(sent=sent)
 
 
 def _served(cost: Cost, service: Service | None, parameters: Bundle, hosts: Sequence[int]) -> Iterable[Exchange]:

@@ -130,15 +130,17 @@ def _arguments(
         "ring": aggregation["ring_graph"],
         "exponential": aggregation["exponential_graph"],
         **{name: aggregation[name] for name in ("ring_graph", "exponential_graph", "complete")},
-        "random_pairs": Factory(aggregation["random_pairs"]),
+        **{name: Factory(aggregation[name]) for name in ("random_pairs", "random_targets")},
     }
     merges: Mapping[str, object] = {
         **{name: aggregation[name] for name in ("median", "vote")},
-        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum")},
+        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum", "multi_krum", "bulyan")},
     }
     return {
         "codec": made_codecs,
         "pull_codec": made_codecs,
+        "activations": made_codecs,
+        "gradients": made_codecs,
         "route": routes,
         "between": routes,
         "graph": graphs,

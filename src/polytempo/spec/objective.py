@@ -36,7 +36,7 @@ def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
     if isinstance(job.loss, OfBatch):
         return _loss_of_batch(job, job.loss, model, batch)
     inputs, target = pair_of(job, batch)
-    return loss_of_pair(job, _output(job, model, inputs), target)
+    return loss_of_pair(job, output_of(job, model, inputs), target)
 
 
 def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
@@ -45,7 +45,7 @@ def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
     output = target = None
     if not (isinstance(loss, OfBatch) and (correct is None or isinstance(correct, OfBatch))):
         inputs, target = pair_of(job, batch)
-        output = _output(job, model, inputs)
+        output = output_of(job, model, inputs)
     if isinstance(loss, OfBatch):  # noqa: SIM108  # one line would be longer than a line may be
         value = _loss_of_batch(job, loss, model, batch)
     else:
@@ -63,7 +63,8 @@ def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
     return Judged(value, right)
 
 
-def _output(job: Job, model: nn.Module, inputs: Any) -> Any:
+def output_of(job: Job, model: nn.Module, inputs: Any) -> Any:
+    """What the model answers. Errors: JobFailed where it raises."""
     return called(job, "model(input)", model, inputs, facts=lambda: _facts(input=inputs))
 
 

@@ -86,7 +86,9 @@ class RunSpec:
         if service is None:
             return Topology.collective(self.workers, hosts)
         added = num_added(service.shards, self.options.reshape)
-        return Topology.served(self.workers, service.shards, service.replicas, added, hosts)
+        return Topology.served(
+            self.workers, service.shards, service.replicas, added, hosts, stages=self.strategy.stages
+        )
 
     def __str__(self) -> str:
         """As progress shows it: "digits, local_sgd(period=8), 4 workers"."""

@@ -2,6 +2,8 @@
 
 node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … │ the coordinator │ the evaluator, if processes
        └── all of a collective run └── what a parameter server has beside them
+
+With K stages and a parameter server node k·D + d is stage k of replica d, of D = W / K replicas.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Topology:
     """Each node's host by number; nodes beyond are on host 0."""
     mesh: Mesh | None = None
     """Where the workers are on named axes; None: all on one."""
+    stages: int = 1
+    """Workers that hold one model together, where there is a parameter server."""
 
     def __post_init__(self) -> None:
         """Refuse a mesh that does not have the workers' number."""
@@ -48,14 +52,25 @@ class Topology:
         return cls(tuple(range(workers)), hosts=tuple(hosts), mesh=mesh)
 
     @classmethod
-    def served(cls, workers: int, shards: int, replicas: int, added: int = 0, hosts: Sequence[int] = ()) -> Topology:
-        """`workers`, the copies of so many `shards`, the coordinator. `added` shards come later."""
+    def served(
+        cls,
+        workers: int,
+        shards: int,
+        replicas: int,
+        added: int = 0,
+        hosts: Sequence[int] = (),
+        stages: int = 1,
+    ) -> Topology:
+        """`workers`, the copies of so many `shards`, the coordinator. `added` shards come later.
+
+        `stages` of them hold one model together; each stage has as many of the `shards`, in the stages' order.
+        """
         copies = 1 + replicas
         chains = tuple(
             tuple(range(workers + shard * copies, workers + (shard + 1) * copies)) for shard in range(shards + added)
         )
         coordinator = workers + (shards + added) * copies
-        return cls(tuple(range(workers)), chains[:shards], chains[shards:], coordinator, tuple(hosts))
+        return cls(tuple(range(workers)), chains[:shards], chains[shards:], coordinator, tuple(hosts), stages=stages)
 
     @property
     def is_served(self) -> bool:
@@ -76,6 +91,24 @@ class Topology:
     def num_nodes(self) -> int:
         """Without an evaluator, and without nodes that take another one's place."""
         return self.coordinator + 1 if self.is_served else len(self.workers)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The workers that ask for work: those of the first stage, each for its replica."""
+        return self.workers[: len(self.workers) // self.stages]
+
+    def stage_of(self, worker: int) -> int:
+        """Which stage of the model a worker has."""
+        return worker // len(self.firsts)
+
+    def replica_of(self, worker: int) -> tuple[int, ...]:
+        """The workers of all stages of the replica that a worker is part of, in the order of stages."""
+        return self.workers[worker % len(self.firsts) :: len(self.firsts)]
+
+    def beside(self, worker: int) -> tuple[int, ...]:
+        """The workers that have the same stage of all replicas, this one among them."""
+        first = self.stage_of(worker) * len(self.firsts)
+        return self.workers[first : first + len(self.firsts)]
 
     def role_of(self, node: int) -> RoleName:
         """What a node is; one beyond the evaluator is a copy that takes a lost one's place."""

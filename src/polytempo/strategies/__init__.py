@@ -4,6 +4,7 @@ from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
 from polytempo.strategies.bf16_sgd import bf16_sgd
+from polytempo.strategies.codistillation import codistillation
 from polytempo.strategies.dc_asgd import dc_asgd
 from polytempo.strategies.ddg import ddg
 from polytempo.strategies.delayed_sgd import delayed_sgd
@@ -31,9 +32,11 @@ from polytempo.strategies.qsgd import qsgd
 from polytempo.strategies.robust_sgd import robust_sgd
 from polytempo.strategies.shared_memory import shared_memory
 from polytempo.strategies.sign_sgd import sign_sgd
+from polytempo.strategies.slowmo import slowmo
 from polytempo.strategies.softsync import softsync
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
+from polytempo.strategies.stochastic_gradient_push import stochastic_gradient_push
 from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.strategies.synthetic_gradients import synthetic_gradients
 from polytempo.strategies.terngrad import terngrad
@@ -46,6 +49,7 @@ __all__ = [
     "async_sgd",
     "backup_workers",
     "bf16_sgd",
+    "codistillation",
     "dc_asgd",
     "ddg",
     "delayed_sgd",
@@ -73,9 +77,11 @@ __all__ = [
     "robust_sgd",
     "shared_memory",
     "sign_sgd",
+    "slowmo",
     "softsync",
     "ssp",
     "staleness_aware",
+    "stochastic_gradient_push",
     "sync_sgd",
     "synthetic_gradients",
     "terngrad",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 
 from polytempo.core import Strategy, call_name
-from polytempo.core.rule import Service
+from polytempo.core.rule import Rate, Service
 from polytempo.server.rules.backups import all_but
-from polytempo.server.service import served
+from polytempo.server.service import choice, served
 
 
-def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Strategy:
+def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0, scale: str = "none") -> Strategy:
     """Of λ = N + b workers the first N gradients of a step count (b = `backups`); later ones are dropped.
 
     θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first N, the mean over their samples: mᵢ is how many gᵢ is of, as an epoch's last
@@ -18,6 +19,9 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     again; its samples of the late step are not used. To keep a batch of N parts, start N + b workers. With b = 0 it is
     `sync_sgd`. A run needs at least b + 1 workers; with b + 1
     a step takes the first gradient alone, and so it does where workers have died and fewer are left.
+
+    `scale`: η is the job's learning rate as it is ("none"), or the rate of one worker's batch, times N ("linear", the
+    paper's) or √N ("square_root"), by the workers that the run starts with.
 
     Under a schedule η is the rate at each batch; batches of two steps of the schedule may meet in one step where b > 0,
     and then count by it, Σ mᵢ ηᵢ gᵢ / Σ mᵢ.
@@ -28,14 +32,20 @@ def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0) -> Stra
     section 3. There batches have one size, and N is fixed; here it is the number of workers at the time less b, at
     least 1.
     """
+    scales: dict[str, Rate | None] = {
+        "none": None,
+        "linear": lambda workers: workers - backups,
+        "square_root": lambda workers: sqrt(workers - backups),
+    }
     served_by = Service(
         all_but(backups),
         shards=shards,
         replicas=replicas,
         deals="freely" if backups else "evenly",  # who comes late makes fewer steps than the others
         waits=True,
+        rate=choice("scale", scale, scales),
     )
     return served(
-        call_name(backup_workers, locals()),
+        call_name(backup_workers, locals(), brief=("scale",)),
         replace(served_by, least_workers=backups + 1),
     )

@@ -10,21 +10,36 @@ from polytempo.server.rules.rate import rate_of
 from polytempo.server.service import served
 
 
-def dc_asgd(strength: float = 0.04, shards: int = 1, replicas: int = 0, rate: float | None = None) -> Strategy:
+def dc_asgd(
+    strength: float = 0.04,
+    shards: int = 1,
+    replicas: int = 0,
+    rate: float | None = None,
+    mean_square: float | None = None,
+) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - ρ η (g + s g⊙g⊙(θ - θ_read)), s = `strength`, with each gradient.
 
     The correction is about the gradient that the present θ would have given: a Taylor series to first order, with g⊙g
     in place of the Hessian's diagonal. With strength 0 it is `async_sgd`, and ρ = `rate` is what it is there: without
     it one over the number of workers; the paper's rule is `rate=1`, with a learning rate that fits.
 
+    With `mean_square` m (DC-ASGD-a) s is divided by √(v + 10⁻⁷) for each parameter, v ← m v + (1 - m) g⊙g, so that it
+    need not be tuned to the gradients' size: the paper's is s = 2, m = 0.95. The job's optimizer must then be SGD.
+
     The correction is of the loss' gradient; weight decay, if the job's optimizer has it, is of the present θ.
 
-    Cost: as `async_sgd`; a shard keeps the parameters that each worker has read last.
+    Cost: as `async_sgd`; a shard keeps the parameters that each worker has read last, and v.
 
-    Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equation 10
-    (DC-ASGD-c). Its adaptive form is left out.
+    Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equations 10
+    (DC-ASGD-c) and 14 (DC-ASGD-a).
     """
     return served(
-        call_name(dc_asgd, locals()),
-        Service(on_arrival(), shards=shards, replicas=replicas, modifiers=(compensate(strength),), rate=rate_of(rate)),
+        call_name(dc_asgd, locals(), brief=("mean_square",)),
+        Service(
+            on_arrival(),
+            shards=shards,
+            replicas=replicas,
+            modifiers=(compensate(strength, mean_square),),
+            rate=rate_of(rate),
+        ),
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules import Correction
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
@@ -15,6 +15,8 @@ def ddg(
     lockstep: bool = False,
     correction: Correction | None = None,
     inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """Each step a stage takes a new batch forward and an older one back, and updates by that one's gradient.
 
@@ -27,6 +29,8 @@ def ddg(
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
 
@@ -37,4 +41,4 @@ def ddg(
     if weights not in ("stashed", "current"):
         raise ValueError(f"weights is 'stashed' or 'current', got {weights!r}")
     schedule = schedules.ddg(stages, weights=weights, lockstep=lockstep, correction=correction)  # type: ignore[arg-type]  # checked above
-    return over_stages(call_name(ddg, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd())
+    return staged_strategy(ddg, locals(), schedule, inner or sync_sgd(), brief=("correction",))

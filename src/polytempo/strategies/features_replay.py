@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules import Correction
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
 def features_replay(
-    stages: int = 2, lockstep: bool = False, correction: Correction | None = None, inner: Strategy | None = None
+    stages: int = 2,
+    lockstep: bool = False,
+    correction: Correction | None = None,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """As `ddg`, but a late backward pass computes a batch's activations anew, with the present parameters.
 
@@ -19,6 +24,8 @@ def features_replay(
     Running statistics and dropout masks are those of the first pass. `lockstep`: as in `ddg`.
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
+
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -29,6 +36,4 @@ def features_replay(
     new dropout masks, and updates running statistics twice.
     """
     schedule = schedules.features_replay(stages, lockstep=lockstep, correction=correction)
-    return over_stages(
-        call_name(features_replay, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd()
-    )
+    return staged_strategy(features_replay, locals(), schedule, inner or sync_sgd(), brief=("correction",))

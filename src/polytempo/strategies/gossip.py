@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from polytempo.aggregation import Graph, mix, ring_graph
 from polytempo.core import Strategy, call_name
-from polytempo.synchronization import every
+from polytempo.synchronization import every, overlapped
 
 
-def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
+def gossip(graph: Graph = ring_graph, period: int = 1, overlap: bool = False) -> Strategy:
     """After every `period` steps, mix the model with the neighbours' in the graph.
 
     θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential_graph`, `complete` or `random_pairs()`.
@@ -22,8 +22,13 @@ def gossip(graph: Graph = ring_graph, period: int = 1) -> Strategy:
 
     Cost: K bytes to each neighbour, one message long, whatever the number of workers; a second, small one for running
     statistics.
-    Deviation: the mix follows the local step; the paper computes the gradient at the unmixed model meanwhile.
 
-    Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
+    Without `overlap` the mix follows the local step. With it models are mixed while the next gradient is computed at
+    the unmixed one, as in the paper: θᵢ(k+1) = Σⱼ Wᵢⱼ θⱼ(k) - γ ∇fᵢ(θᵢ(k)). That takes memory for two more copies of
+    the parameters, and elastic runs refuse it.
+
+    Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017, algorithm 1.
     """
-    return Strategy(call_name(gossip, locals()), parameters=every(period, mix(graph)), synchronized=False)
+    meet = overlapped(mix(graph)) if overlap else mix(graph)
+    name = call_name(gossip, locals(), brief=("overlap",))
+    return Strategy(name, parameters=every(period, meet), synchronized=False)

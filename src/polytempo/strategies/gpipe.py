@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def gpipe(stages: int = 2, micro_batches: int = 4, recompute: bool = True, inner: Strategy | None = None) -> Strategy:
+def gpipe(
+    stages: int = 2,
+    micro_batches: int = 4,
+    recompute: bool = True,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """Cut a batch into micro-batches, which go forward through all stages, and then back; update when all are back.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay. With
     `recompute` a stage keeps a micro-batch's inputs only, and computes its activations anew on the way back.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
 
     Cost: a bubble of (K-1)/(M+K-1) of the time; a stage holds M micro-batches. Each tensor at a cut is sent once
     forward, its gradient once back.
@@ -23,4 +33,4 @@ def gpipe(stages: int = 2, micro_batches: int = 4, recompute: bool = True, inner
     Source: Y. Huang et al., "GPipe: efficient training of giant neural networks", 2019.
     """
     schedule = schedules.gpipe(stages, micro_batches, recompute=recompute)
-    return over_stages(call_name(gpipe, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(gpipe, locals(), schedule, inner or sync_sgd())

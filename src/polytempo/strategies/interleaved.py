@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def interleaved(stages: int = 2, micro_batches: int = 4, parts: int = 2, inner: Strategy | None = None) -> Strategy:
+def interleaved(
+    stages: int = 2,
+    micro_batches: int = 4,
+    parts: int = 2,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """1F1B over V = `parts` parts of the model a stage: part p is at stage p mod K.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
     `micro_batches` is a multiple of `stages`.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
 
     Cost: a bubble of (K-1)/(VM+K-1) of the time, for V times the traffic; stage k holds at most K(V+1)-2k-1 parts of
     micro-batches.
@@ -24,4 +34,4 @@ def interleaved(stages: int = 2, micro_batches: int = 4, parts: int = 2, inner: 
     2021.
     """
     schedule = schedules.interleaved(stages, micro_batches, parts)
-    return over_stages(call_name(interleaved, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(interleaved, locals(), schedule, inner or sync_sgd())

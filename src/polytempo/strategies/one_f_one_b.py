@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def one_f_one_b(stages: int = 2, micro_batches: int = 4, inner: Strategy | None = None) -> Strategy:
+def one_f_one_b(
+    stages: int = 2,
+    micro_batches: int = 4,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """As `gpipe`, but a micro-batch comes back as soon as it can, so that a stage holds fewer of them.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
 
     Cost: a bubble of (K-1)/(M+K-1) of the time; stage k holds min(K-k, M) micro-batches.
 
@@ -22,4 +31,4 @@ def one_f_one_b(stages: int = 2, micro_batches: int = 4, inner: Strategy | None 
     batch: "Memory-efficient pipeline-parallel DNN training", 2021.
     """
     schedule = schedules.one_f_one_b(stages, micro_batches)
-    return over_stages(call_name(one_f_one_b, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(one_f_one_b, locals(), schedule, inner or sync_sgd())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules import Correction
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
 def pipedream(
-    stages: int = 2, vertical_sync: bool = False, correction: Correction | None = None, inner: Strategy | None = None
+    stages: int = 2,
+    vertical_sync: bool = False,
+    correction: Correction | None = None,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """Each batch comes back with the parameters that it went forward with, and makes an update at once.
 
@@ -21,6 +26,8 @@ def pipedream(
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
 
@@ -29,4 +36,4 @@ def pipedream(
     Source: D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019.
     """
     schedule = schedules.pipedream(stages, vertical_sync=vertical_sync, correction=correction)
-    return over_stages(call_name(pipedream, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd())
+    return staged_strategy(pipedream, locals(), schedule, inner or sync_sgd(), brief=("correction",))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def pipedream_2bw(stages: int = 2, micro_batches: int = 4, inner: Strategy | None = None) -> Strategy:
+def pipedream_2bw(
+    stages: int = 2,
+    micro_batches: int = 4,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """1F1B over batches that follow each other without a bubble, each at the parameters before the last update.
 
     w(t+1) = w(t) - ν ∇f(w(t-1)): one update late on all stages, and not at all with one stage
 
     A batch is cut into `micro_batches`, at least `stages` - 1 of them.
+
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -23,4 +31,4 @@ def pipedream_2bw(stages: int = 2, micro_batches: int = 4, inner: Strategy | Non
     Source: D. Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021.
     """
     schedule = schedules.pipedream_2bw(stages, micro_batches)
-    return over_stages(call_name(pipedream_2bw, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(pipedream_2bw, locals(), schedule, inner or sync_sgd())

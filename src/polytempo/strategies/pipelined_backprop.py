@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules import Correction
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
 def pipelined_backprop(
-    stages: int = 2, correction: Correction | None = None, inner: Strategy | None = None
+    stages: int = 2,
+    correction: Correction | None = None,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """As `ddg(weights="current")`, with a step more between stages, so that a message may take as long as a batch.
 
     w(k) ← w(k) - γ g(t - d(k)),    d(k) = 2(K-1-k) steps late at stage k of K
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
+
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
@@ -26,6 +32,4 @@ def pipelined_backprop(
     Source: X. Chen et al., "Pipelined back-propagation for context-dependent deep neural networks", 2012.
     """
     schedule = schedules.pipelined_backprop(stages, correction=correction)
-    return over_stages(
-        call_name(pipelined_backprop, locals(), brief=("correction", "inner")), schedule, inner or sync_sgd()
-    )
+    return staged_strategy(pipelined_backprop, locals(), schedule, inner or sync_sgd(), brief=("correction",))

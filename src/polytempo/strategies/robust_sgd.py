@@ -7,7 +7,8 @@ from polytempo.core import Strategy, call_name
 
 
 def robust_sgd(merge: Merge = median) -> Strategy:
-    """Merge gradients by a rule that outvotes wrong workers: `median`, `trimmed_mean(cut)` or `krum(wrong)`.
+    """Merge gradients by a rule that outvotes wrong workers: `median`, `trimmed_mean(cut)`, `krum(wrong)`,
+    `multi_krum(wrong)` or `bulyan(wrong)`.
 
     Every worker gathers all gradients and applies the same rule, so no server has to be trusted. Running statistics
     (batch norm) are merged by the same rule.
@@ -15,6 +16,7 @@ def robust_sgd(merge: Merge = median) -> Strategy:
     Cost: (N-1)·K bytes and N·K of memory per worker. The median of few workers is noisier than their mean.
 
     Source: P. Blanchard et al., "Machine learning with adversaries", 2017; D. Yin et al., "Byzantine-robust
-    distributed learning: towards optimal statistical rates", 2018.
+    distributed learning: towards optimal statistical rates", 2018; E. M. El Mhamdi, R. Guerraoui and S. Rouault, "The
+    hidden vulnerability of distributed learning in Byzantium", 2018.
     """
     return Strategy(call_name(robust_sgd, locals()), gradients=merged(merge))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
@@ -15,6 +15,8 @@ def synthetic_gradients(
     width: int = 256,
     lr: float = 1e-3,
     inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """Decoupled neural interfaces (DNI): every stage updates at once, by an estimate M(h) of its output's gradient.
 
@@ -26,6 +28,8 @@ def synthetic_gradients(
     `partition.schedules.synthetic_gradients` takes networks and optimizers of one's own. The parameters of M are in
     checkpoints, and not in the model.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage, whose estimators learn by the mean of their gradients.
     `pt.pipeline` takes it for a loop of one's own.
@@ -35,4 +39,4 @@ def synthetic_gradients(
     Source: M. Jaderberg et al., "Decoupled neural interfaces using synthetic gradients", 2017.
     """
     schedule = schedules.synthetic_gradients(stages, classes=classes, hidden_layers=hidden_layers, width=width, lr=lr)
-    return over_stages(call_name(synthetic_gradients, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(synthetic_gradients, locals(), schedule, inner or sync_sgd())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import staged_strategy
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
-def zero_bubble(stages: int = 2, micro_batches: int = 4, inner: Strategy | None = None) -> Strategy:
+def zero_bubble(
+    stages: int = 2,
+    micro_batches: int = 4,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+) -> Strategy:
     """1F1B whose backward pass is cut in two: what the stage before waits for, and the gradients of weights, later.
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
 
+    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
 
     Cost: a third of 1F1B's bubble where both halves take as long as a forward pass; a stage holds K micro-batches.
 
@@ -22,4 +31,4 @@ def zero_bubble(stages: int = 2, micro_batches: int = 4, inner: Strategy | None 
     gradients; the paper's validation of steps after the fact is left out.
     """
     schedule = schedules.zero_bubble(stages, micro_batches)
-    return over_stages(call_name(zero_bubble, locals(), brief=("inner",)), schedule, inner or sync_sgd())
+    return staged_strategy(zero_bubble, locals(), schedule, inner or sync_sgd())

@@ -1,6 +1,7 @@
-"""When workers talk: every H steps, until or after a step, or d steps late."""
+"""When workers talk: every H steps, until or after a step, d steps late, or behind the steps between."""
 
 from polytempo.synchronization.delayed import delayed
 from polytempo.synchronization.every import after, every, until
+from polytempo.synchronization.overlapped import overlapped
 
-__all__ = ["after", "delayed", "every", "until"]
+__all__ = ["after", "delayed", "every", "overlapped", "until"]

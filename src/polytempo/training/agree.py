@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import polytempo
 from polytempo.core import Mismatch, Port, Strategy
 from polytempo.spec.plain_values import written
+from polytempo.training.divided_parameters import own_parameters
 from polytempo.training.ports import Ports, mesh_of
 
 _NOTHING = "nothing"
@@ -106,8 +107,10 @@ def _software(strategy: Strategy) -> dict[str, Any]:
 def _of_model(model: nn.Module) -> dict[str, Any]:
     """Names are compared as keys first, which names what one rank lacks, and then by place."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    own = own_parameters(model)  # of which ranks have parts of other shapes
+    shapes = {name: None if name in own else list(p.shape) for name, p in parameters.items()}
     return {
-        "model": {n: json.dumps([list(p.shape), str(p.dtype), p.requires_grad]) for n, p in parameters.items()},
+        "model": {n: json.dumps([shapes[n], str(p.dtype), p.requires_grad]) for n, p in parameters.items()},
         "model's buffers": {name: json.dumps([list(b.shape), str(b.dtype)]) for name, b in buffers.items()},
         "model's order of parameters": list(parameters),
         "model's order of buffers": list(buffers),

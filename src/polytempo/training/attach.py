@@ -23,6 +23,7 @@ from polytempo.training.agree import agree_to_train
 from polytempo.training.attached import handle_of, set_handle
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
+from polytempo.training.divided_parameters import check_divided, own_parameters
 from polytempo.training.drift_watch import OnDrift, watch
 from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
@@ -82,6 +83,11 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
             f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
             "make a job of it and use pt.run or pt.Trainer, or give another route"
         )
+    if strategy.distillation is not None:
+        raise ValueError(
+            f"{strategy} adds to the loss what models of other groups predict, and a loop of your own computes its "
+            "loss itself; make a job of it and use pt.run or pt.Trainer"
+        )
     if strategy.schedule is not None:
         raise ValueError(
             f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "
@@ -90,6 +96,7 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)
+    check_divided(model, optimizer, strategy)
 
 
 def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
@@ -157,5 +164,7 @@ def _hooked(
 
 async def begin_alike(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool = False) -> None:
     """Let all ranks have rank 0's model and optimizer state; where they share one copy, parameters are left out."""
-    await broadcast_model(port, model, frozenset(trainable(model, optimizer)) if shares else frozenset())
-    await broadcast_optimizer(port, optimizer)
+    own = own_parameters(model)
+    await broadcast_model(port, model, own | (frozenset(trainable(model, optimizer)) if shares else frozenset()))
+    if not own:
+        await broadcast_optimizer(port, optimizer)

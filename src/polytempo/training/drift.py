@@ -49,6 +49,8 @@ def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
     """The tensors that must be equal on all ranks after a step, by what they are; without buffers."""
     found: dict[str, Tensor] = {}
     for name, parameter in replica.model.named_parameters():
+        if name in replica.own:
+            continue
         found[f"parameter {name!r}"] = parameter
         state: dict[str, Any] = replica.optimizer.state.get(parameter, {}) if what.optimizer else {}
         for key in sorted(state, key=str):

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from polytempo.aggregation.push_sum import PushSumState
 from polytempo.core import Bundle, Strategy
 from polytempo.synchronization.delayed import DelayedState
 from polytempo.synchronization.every import PeriodState
+from polytempo.synchronization.overlapped import OverlappedState
 
 _REMEDY = "; use sync_sgd(), or a compressed strategy such as int8_sgd(), or leave min_workers and max_workers out"
 _SOME_RANKS = 2
@@ -34,11 +36,17 @@ def check_elastic(strategy: Strategy) -> None:
             f"{strategy} cuts the model into stages, and without one of them nothing goes on{_REMEDY}; a "
             "run with out=… goes on from its last checkpoint with resume"
         )
+    if strategy.distillation is not None:
+        raise ValueError(f"{strategy} has groups of equal size, and each has its part of the data{_REMEDY}")
     layout = Bundle({"w": torch.zeros(_SOME_RANKS)})
     states = strategy.gradients.init(layout), strategy.parameters.init(layout)
-    if _has(DelayedState, states):
+    if _has((DelayedState, OverlappedState), states):
         raise ValueError(
             f"{strategy} has exchanges under way when a step ends, which a lost rank would break off{_REMEDY}"
+        )
+    if _has(PushSumState, states):
+        raise ValueError(
+            f"{strategy} keeps a sum over all ranks, of which a lost rank would take a part away; use gossip()"
         )
     if strategy.parameters.at_once is None and _has(PeriodState, states[1]):
         raise ValueError(
@@ -56,7 +64,7 @@ def mixed(strategy: Strategy) -> ValueError:
     )
 
 
-def _has(kind: type, state: Any) -> bool:
+def _has(kind: type | tuple[type, ...], state: Any) -> bool:
     if isinstance(state, dict):
         return any(_has(kind, value) for value in state.values())
     return isinstance(state, kind) or (isinstance(state, tuple) and any(_has(kind, value) for value in state))

@@ -18,6 +18,7 @@ from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
 from polytempo.training.backward import Backward
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.divided_parameters import shared_elsewhere
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
 from polytempo.training.ownership import Ownership
@@ -50,7 +51,7 @@ class Handle:
         """Whether the hooks are on."""
         self.one_copy, self._turns = copy, turns
         self._members = JoinMembership(world, ports.data, replica)
-        feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1
+        feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1 or bool(replica.own)
         scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
         self._has_scaler = scale is not None
         if replica.exchanges_gradients and not replica.strategy.gradients.linear:
@@ -145,6 +146,11 @@ class Handle:
                 "a GradScaler skips steps, which ranks that have left join() do not see; give all ranks equally many "
                 "batches, as pt.shard does"
             )
+        if self.replica.own:
+            raise ValueError(
+                "layers of the model are divided over the ranks by pt.hybrid, so a rank that has left join() would be "
+                "missing in the others' passes; give all ranks equally many batches, as pt.shard does"
+            )
         with self._members.join(self._step.shadow_step):
             yield
 
@@ -206,8 +212,11 @@ class Handle:
         """
         if self.one_copy is None:
             parameters = self.replica.trainable.values()
-            again = counted_elsewhere(self.replica.splits)
-            return self.world.drive(clip_grad_norm_(self.ports.model, parameters, max_norm, again))
+            holders, again = self.ports.model, counted_elsewhere(self.replica.splits)
+            if own := self.replica.own:
+                holders = self.ports.data
+                again = shared_elsewhere(self.replica.trainable, own, holders.rank)
+            return self.world.drive(clip_grad_norm_(holders, parameters, max_norm, again))
         if self._members.joining:
             raise ValueError(
                 "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"

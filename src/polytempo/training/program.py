@@ -284,18 +284,19 @@ async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment
 
 
 async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> None:
+    delays = {} if context.stage is None else {"delays": await context.stage.delays()}
     if port.rank:
         return
     moment = await _moment(port, context, clock)
     loss, rate = meter.since_last(moment.samples, moment.seconds)
-    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate})
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays)
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:
     """Epochs and samples behind us, over all ranks and earlier runs."""
     shard, length = context.shard, check_length(context.shard)
     consumed = shard.consumed - num_places(shard.left)
-    return shard.epoch + consumed / length, shard.epoch * length + consumed
+    return shard.epoch + consumed / length, context.spec.strategy.groups * (shard.epoch * length + consumed)
 
 
 def _over(context: TrainingContext) -> bool:

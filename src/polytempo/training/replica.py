@@ -24,6 +24,7 @@ from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
 from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
+from polytempo.training.divided_parameters import own_parameters
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
@@ -58,7 +59,9 @@ class Replica:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.splits = split_models(model)
         """Models in it whose layers lie on several ranks."""
-        check_optimizer(optimizer, self.splits)
+        self.own = own_parameters(model)
+        """Names of parameters that no other rank has a copy of."""
+        check_optimizer(optimizer, self.splits, self.own)
         self.step = 0
         self.share: float | None = None
         self.member = MemberWeight()
@@ -85,7 +88,8 @@ class Replica:
 
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients
-        made = buckets(self.trainable, bucket_bytes if transform.separable else None, empty)
+        shared = {name: p for name, p in self.trainable.items() if name not in self.own}
+        made = buckets(shared, bucket_bytes if transform.separable else None, empty)
         for bucket in made:
             bucket.begin(transform.init(Bundle(bucket.parameters)))
             bucket.sparse_tables = sparse_tables(self.model)

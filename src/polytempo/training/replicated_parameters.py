@@ -6,7 +6,7 @@ chooses by what else lies in its bucket, and a ring adds in an order that depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
@@ -19,12 +19,13 @@ from polytempo.training.tensor_groups import by_kind
 _OF_WHOLE_LAYERS = (LayerWise, Adafactor, LBFGS, Muon)
 
 
-def check_optimizer(optimizer: Optimizer, splits: Sequence[SplitModel]) -> None:
-    """Raise ValueError for an optimizer that would take a rank's part of a layer for the layer."""
-    if isinstance(optimizer, _OF_WHOLE_LAYERS) and any(split.group.size > 1 for split in splits):
+def check_optimizer(optimizer: Optimizer, splits: Sequence[SplitModel], own: Collection[str]) -> None:
+    """Raise ValueError for an optimizer that would take a rank's part of a layer, or `own` part, for the layer."""
+    parts = own or any(split.group.size > 1 for split in splits)
+    if isinstance(optimizer, _OF_WHOLE_LAYERS) and parts:
         raise ValueError(
-            f"{type(optimizer).__name__} looks at whole layers, of which this rank has parts; with pt.split use an "
-            "optimizer that treats each element by itself, such as SGD or AdamW"
+            f"{type(optimizer).__name__} looks at whole layers, of which this rank has parts; with pt.split and "
+            "pt.hybrid use an optimizer that treats each element by itself, such as SGD or AdamW"
         )
 
 

@@ -14,6 +14,7 @@ from polytempo.data.batches import Batches
 from polytempo.spec.job import Data, Job
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
+from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.rate_schedule import RateSchedule
 
 ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
@@ -36,3 +37,10 @@ class ServedContext:
     decay: LocalDecay | None = None
     guard: Guard | None = None
     """Looks for what is not finite; None: it may be."""
+    stage: ServedStage | None = None
+    """This process's stage, where the model is cut; `model` is then that of the stage."""
+
+    @property
+    def whole(self) -> nn.Module:
+        """The whole model: that of the first stage has all stages' final weights when its work is over."""
+        return self.model if self.stage is None else self.stage.whole

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from polytempo.core import Port, Program
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.stage_work import WorkSource, work_of
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
@@ -53,7 +54,11 @@ class Attendance(NamedTuple):
 
 
 async def work(
-    port: Port, context: ServedContext, client: Client, leaves: Callable[[], bool] = lambda: False
+    port: Port,
+    context: ServedContext,
+    client: Client,
+    leaves: Callable[[], bool] = lambda: False,
+    stages: Port | None = None,
 ) -> Attendance:
     """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
 
@@ -62,8 +67,11 @@ async def work(
 
     `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed,
     ticket), so a ticket that is dealt again is computed alike.
+
+    Where the model is cut, `port` is the group of those that hold the same stage, and `stages` that of the replica's
+    stages, who take their tickets together (`server.worker.stage_work`).
     """
-    work_client = WorkClient(client)
+    work_client = work_of(client, stages)
     worker = _Worker(port, context, client, work_client)
     await work_client.ask(port)
     while True:
@@ -87,6 +95,8 @@ async def work(
                 client.rest()
                 await worker.fetch()
                 worker.look_at_final()
+                if context.stage is not None:
+                    await context.stage.collected()
                 await work_client.ask(port, worker.taken_rows())  # which says goodbye
                 return worker.attendance
         if leaves():
@@ -118,11 +128,13 @@ def step_of(context: ServedContext, ticket: Ticket) -> int:
 class _Worker:
     """What `work` does for one ticket, and what it remembers between tickets."""
 
-    def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkClient) -> None:
+    def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkSource) -> None:
         self._port, self._context, self._client = port, context, client
         server = context.strategy.server
-        helps = server is not None and server.reassigns is not None
-        self._reassigned = Reassigned(port, context, client, work_client) if helps else None
+        self._reassigned = None
+        if server is not None and server.reassigns is not None:
+            assert isinstance(work_client, WorkClient), "stages do not help each other"
+            self._reassigned = Reassigned(port, context, client, work_client)
         self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client)
         self._steps = 0
         self._samples = 0
@@ -195,9 +207,14 @@ class _Worker:
         seed_step(context.seed, 0, ticket.number, "model")
         samples = context.batches.pick(ticket.batch).num_samples
         self._client.begin((ticket.number,), self._rates_at(ticket), samples)
-        loss = await context.compute_gradients(self._port, batch, samples)
+        loss: Tensor | None
+        if context.stage is None:
+            loss = await context.compute_gradients(self._port, batch, samples)
+        else:
+            loss = await context.stage.gradients(batch, ticket.number)
         if context.guard is not None:
-            context.guard.loss(loss, step_of(context, ticket), self._client.worker)
+            if loss is not None:
+                context.guard.loss(loss, step_of(context, ticket), self._client.worker)
             context.guard.gradients(step_of(context, ticket), self._client.worker)
         self._meter.add(loss)
         return samples

@@ -90,7 +90,14 @@ def shard_rule_of(service: Service, optimizer: Optimizer) -> UpdateRule:
     Raises ValueError for what a shard does not know, and for decoupled weight decay where the shards would drop it.
     """
     if service.decays == "shards":
-        return update_rule_of(optimizer) if service.optimizer is None else service.optimizer
+        rule = update_rule_of(optimizer) if service.optimizer is None else service.optimizer
+        if rule.kind != "sgd" and any(modifier.remembers for modifier in service.modifiers):
+            names = ", ".join(modifier.name for modifier in service.modifiers)
+            raise ValueError(
+                f"{names} keeps squares of gradients beside SGD, and this optimizer is {type(optimizer).__name__}, "
+                "which keeps its own; use SGD, or leave out mean_square"
+            )
+        return rule
     if service.optimizer is None:
         rule = update_rule_of(optimizer)
         return rule if rule.kind == "adamw" else replace(rule, weight_decay=0.0)

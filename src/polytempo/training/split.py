@@ -35,8 +35,8 @@ def split(
 
     | way | layers | what a rank has |
     |---|---|---|
-    | "column" | `Linear`, `Embedding`, `Dropout` | some output features |
-    | "row" | `Linear` | some input features |
+    | "column" | `Linear`, convolutions, `Embedding`, `Dropout` | some output features, or channels |
+    | "row" | `Linear`, convolutions | some input features, or channels |
     | "embedding" | `Embedding` | some rows of the table |
     | "vocabulary" | `Linear`, `Embedding` | some classes: the loss is `model.cross_entropy(logits, target)` |
     | "heads" | `MultiheadAttention`, `Dropout` | some heads |
@@ -60,7 +60,7 @@ def split(
         shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
         group.drive(agree(group.port, told))
-        group.drive(_take_first(group.port, model))
+        group.drive(take_first(group.port, model))
     return apply_rules(model, rules, group)
 
 
@@ -76,7 +76,7 @@ def _along(whole: Port) -> Port:
     return whole.along(MODEL)
 
 
-async def _take_first(port: Port, model: nn.Module) -> None:
+async def take_first(port: Port, model: nn.Module) -> None:
     """Give all ranks the first one's parameters and buffers."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:

@@ -49,9 +49,14 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
 
     Errors: ValueError for a job whose loss calls the model itself, for a model that cannot be cut, or not in so many
-    stages, and for weights that several stages share where the schedule is late.
+    stages, for weights that several stages share where the schedule is late, and for on_drift="restore".
     """
     schedule = schedule_of(spec.strategy)
+    if spec.options.on_drift == "restore":
+        raise ValueError(
+            f'on_drift="restore": {spec.strategy} cuts the model into stages, and replicas of a stage are not watched '
+            "for drift, for what is under way in one of them could not be restored; leave out on_drift"
+        )
     return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
 
 
@@ -60,7 +65,8 @@ def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any
     if isinstance(job.loss, OfBatch):
         raise ValueError(
             f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
-            "itself is called with; a model can be cut where a batch is a pair (input, target)"
+            "itself is called with; a model can be cut where a batch is a pair (input, target): write the loss as "
+            "loss(output, target), without pt.of_batch"
         )
     with kept_random_states():
         seed_step(seed, 0, 0, "the sample that a model is cut with")

@@ -18,11 +18,11 @@ from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, replica_of, schedule_of
-from polytempo.spec.objective import loss_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
@@ -31,6 +31,7 @@ from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
+from polytempo.training.distillation import data_of_group, grouped, objective_of, of_group
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
@@ -77,10 +78,12 @@ class Trainer:
         self.job = job
         self.options = with_keywords(options, more)
         self.world = world or current()
+        self._own_port = self.world.port
         options = self.options
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
-        self.model, optimizer = replica_of(spec)
-        if split_models(self.model):
+        self.world.port = grouped(self.world.port, spec.strategy.groups)
+        self.model, optimizer = replica_of(of_group(spec, self.world.port))
+        if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
                 f"job {job.name} splits its model's layers, and pt.Trainer scores on one rank, which has only its "
                 "parts; write the loop yourself, with pt.attach"
@@ -99,7 +102,7 @@ class Trainer:
             part = _one_stage(self.world, spec, self.model, self.data)
         self.port, data = part.port, ports_of(part.port).data
         shard = DataShard(
-            self.data.training(),
+            data_of_group(self.data, self.port).training(),
             rank=data.rank,
             size=data.size,
             batch_size=spec.batch_size,
@@ -141,7 +144,7 @@ class Trainer:
             world.begin()
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
-            world.share = None
+            world.share, world.port = None, self._own_port
             if watch is not None:
                 watch.end()
         final = summary.parameters | summary.buffers
@@ -194,7 +197,7 @@ class _Part(NamedTuple):
 
 def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> _Part:
     handle = attach_replica(
-        *(model, optimizer, replace(spec.strategy, slices=None)),  # this computes them, not hooks
+        *(model, optimizer, replace(spec.strategy, slices=None, distillation=None)),  # this computes them, not hooks
         world=world,
         options=AttachOptions(seed=spec.seed, on_drift=spec.options.on_drift, allow_nan=spec.options.allow_nan),
     )
@@ -211,15 +214,16 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
-    model, optimizer, world = handle.replica.model, handle.replica.optimizer, handle.world
-    replica, job = handle.replica, spec.job
+    replica, optimizer, world = handle.replica, handle.replica.optimizer, handle.world
     if spec.strategy.slices is not None:
-        return _sliced_step(handle, SlicedGradients(replica, job, spec.seed))
+        return _sliced_step(handle, SlicedGradients(replica, spec.job, spec.seed))
+
+    objective = objective_of(spec.job, replica, spec.strategy.distillation)
 
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         world.share = replica.share
         optimizer.zero_grad()
-        loss = loss_of(job, model, batch)
+        loss = objective(batch)
         if replica.guard is not None:
             replica.guard.loss(loss, replica.step, port.world_rank)
         loss.backward()
@@ -256,7 +260,7 @@ def result_of(
     """The result of a run from its summary, its totals over all ranks, and what each rank's stage did."""
     first = {each["stage"]: each for each in reversed(stages)}
     score, shard = summary.score, context.shard
-    learned = bool(summary.parameters)
+    learned, one_model = bool(summary.parameters), context.spec.strategy.groups == 1
     return Result(
         job=context.job.name,
         strategy=str(context.replica.strategy),
@@ -279,7 +283,7 @@ def result_of(
         trace_hash=trace_hash,
         reached=summary.reached,
         stages=[first[number] for number in sorted(first)] or None,
-        ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned else None,
+        ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned and one_model else None,
     )
 
 

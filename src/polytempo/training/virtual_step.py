@@ -17,7 +17,7 @@ from polytempo.core import Port
 from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
-from polytempo.spec.objective import loss_of
+from polytempo.training.distillation import Distiller, objective_of
 from polytempo.training.program import TakeStep
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import align
@@ -35,11 +35,11 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
 
-    guard = replica.guard
+    guard, objective = replica.guard, objective_of(job, replica, replica.strategy.distillation)
 
     def forward_and_backward(batch: Any, rank: int) -> Tensor:
         replica.optimizer.zero_grad()
-        loss = loss_of(job, replica.model, batch)
+        loss = objective(batch)
         if guard is not None:
             guard.loss(loss, replica.step, rank)
         loss.backward()
@@ -59,7 +59,8 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         if sliced is not None:
             samples = sum(piece.samples for piece in batch)
-        flops = updates.varied(flops_per_sample * samples)
+        work = objective.work if isinstance(objective, Distiller) else 1.0
+        flops = updates.varied(flops_per_sample * samples * work)
         update = replica.optimizer.step
         computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
         loss: Tensor = await _step(port, replica, flops, computed, update, updates)
@@ -105,8 +106,8 @@ async def _step(
 
 
 async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float) -> Any:
-    """A split model exchanges while it computes; its operations are charged before."""
-    if not replica.splits:
+    """Layers on several ranks exchange while they compute; their operations are charged before."""
+    if not (replica.splits or replica.own):
         return await port.compute(gradients, flops)
     seeded = torch.get_rng_state()
     await port.compute(lambda: None, flops)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from polytempo.partition.schedules.correction import Correction, PipeMare
 from polytempo.partition.schedules.estimation import Estimation
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]
 """`input` and `weight` are the halves of a backward pass: the gradient that travels on, and that of the parameters.
@@ -72,6 +73,8 @@ class Schedule:
     """The last so many parts are stripes of one layer: each uses what is before them, and the last one the others."""
     correction: Correction | None = None
     """What a stage does about late gradients."""
+    wires: Wires = AS_THEY_ARE
+    """By which codecs tensors pass from stage to stage, and their gradients back."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pipeline has."""

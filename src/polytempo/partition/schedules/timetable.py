@@ -7,12 +7,12 @@ pictures of the schedules. What runs in the virtual world and on processes is me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from polytempo.partition.schedules.action import Kind, Schedule
-from polytempo.partition.schedules.dataflow import Passed, Turn, makes, turns, waits_for
+from polytempo.partition.schedules.dataflow import Passed, Turn, makes, part_of, turns, waits_for
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class StageTimes:
                 return self.learn_s
 
 
+LinkSeconds = float | Callable[[int, int], float]
+"""See `played`."""
+
+
 class TimetableEntry(NamedTuple):
     """One turn of one stage, and when it was."""
 
@@ -60,6 +64,8 @@ class Timetable:
     entries: tuple[TimetableEntry, ...]
     stages: int
     steps: int
+    bunches: bool = False
+    """Whether messages stand in line, so that steps may differ from each other."""
 
     @property
     def seconds(self) -> float:
@@ -68,9 +74,14 @@ class Timetable:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step once the pipeline is full: between the last two updates of the stage that is slowest."""
+        """Seconds of a step once the pipeline is full: between the last two updates of the stage that is slowest.
+
+        Where updates come in bunches, because messages take longer than a step, it is the mean over the last half.
+        """
         ends = [[e.end_s for e in self.of(stage) if e.turn.action.kind == "update"] for stage in range(self.stages)]
-        return max(last - before for *_, before, last in ends)
+        if not self.bunches:
+            return max(last - before for *_, before, last in ends)
+        return max(_mean_difference(each[(len(each) - 1) // 2 :]) for each in ends)
 
     @property
     def bubble(self) -> float:
@@ -98,11 +109,17 @@ class Timetable:
 
 
 def played(
-    schedule: Schedule, steps: int, times: StageTimes | Sequence[StageTimes] = StageTimes(), *, link_s: float = 0.0
+    schedule: Schedule,
+    steps: int,
+    times: StageTimes | Sequence[StageTimes] = StageTimes(),
+    *,
+    link_s: LinkSeconds = 0.0,
 ) -> Timetable:
     """The timetable of so many steps. `times`: of all stages, or of each one.
 
-    `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage.
+    `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage. A
+    function of the part of the model that has made it and the part that uses it says for how long a message occupies
+    the link between them, one way; those behind it wait (`partition.wires.message_bytes` has the bytes).
 
     Raises ValueError where the stages wait for each other for ever. Cost: linear in the number of actions.
     """
@@ -113,7 +130,7 @@ def played(
 
 
 class _Play:
-    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: float) -> None:
+    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: LinkSeconds) -> None:
         self._schedule, self._steps, self._times, self._link_s = schedule, steps, times, link_s
         self._left = [list(turns(schedule, stage, steps))[::-1] for stage in range(schedule.stages)]
         self._free_s = [0.0] * schedule.stages
@@ -121,6 +138,10 @@ class _Play:
         self._ended_s: dict[int, float] = {}
         """When the last stage so far has ended each step."""
         self._entries: list[TimetableEntry] = []
+        self._arrived: dict[tuple[Passed, int], float] = {}
+        """When a part has what has passed another."""
+        self._free_link_s: dict[tuple[int, int], float] = {}
+        """From when on a link between two parts, one way, is free."""
 
     def to_the_end(self) -> Timetable:
         while any(self._left):
@@ -128,7 +149,7 @@ class _Play:
                 waiting = {stage: str(left[-1]) for stage, left in enumerate(self._left) if left}
                 raise ValueError(f"{self._schedule} waits for ever; the next action of each stage is {waiting}")
         self._entries.sort(key=lambda entry: (entry.stage, entry.start_s))
-        return Timetable(tuple(self._entries), self._schedule.stages, self._steps)
+        return Timetable(tuple(self._entries), self._schedule.stages, self._steps, callable(self._link_s))
 
     def _advanced(self, stage: int) -> int:
         """Let `stage` do what it can; how many actions that were."""
@@ -151,8 +172,20 @@ class _Play:
         if any(need not in self._passed_s for need in needs):
             return None
         together_s = self._ended_s.get(turn.step - 1, 0.0) if self._schedule.lockstep else 0.0
-        return max([together_s, self._free_s[stage], *(self._arrived_s(stage, need) for need in needs)])
+        part = part_of(self._schedule, stage, turn.action)
+        return max([together_s, self._free_s[stage], *(self._arrived_s(part, need) for need in needs)])
 
-    def _arrived_s(self, stage: int, passed: Passed) -> float:
-        crosses = passed.part % self._schedule.stages != stage
-        return self._passed_s[passed] + (self._link_s if crosses else 0.0)
+    def _arrived_s(self, part: int, passed: Passed) -> float:
+        if (passed.part - part) % self._schedule.stages == 0:
+            return self._passed_s[passed]
+        if not callable(self._link_s):
+            return self._passed_s[passed] + self._link_s
+        if (passed, part) not in self._arrived:
+            lane = passed.part, part
+            begin_s = max(self._passed_s[passed], self._free_link_s.get(lane, 0.0))
+            self._arrived[passed, part] = self._free_link_s[lane] = begin_s + self._link_s(*lane)
+        return self._arrived[passed, part]
+
+
+def _mean_difference(ascending: Sequence[float]) -> float:
+    return (ascending[-1] - ascending[0]) / (len(ascending) - 1)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.attention import SplitAttention
+from polytempo.partition.tensor.convolution import CONVOLUTIONS, ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.partition.tensor.dropout import SplitDropout
 from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
@@ -70,6 +71,26 @@ def _row_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Mo
     return RowLinear(cutter, name, module, _parts(cutter, module.in_features, way, 1))
 
 
+def _column_convolution(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, Convolution)
+    _check_convolution(cutter, way)
+    outputs = _parts(cutter, module.out_channels, way, 0, "channels")
+    return ColumnConvolution(cutter, name, module, outputs, gathers=way.gather)
+
+
+def _row_convolution(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    assert isinstance(module, Convolution)
+    _check_convolution(cutter, way)
+    return RowConvolution(cutter, name, module, _parts(cutter, module.in_channels, way, 1, "channels"))
+
+
+def _check_convolution(cutter: Cutter, way: Way) -> None:
+    if cutter.group.sequence:
+        raise ValueError("what passes between convolutions has no positions; leave out sequence=True")
+    if way.packed > 1:
+        raise ValueError("channels are one block; leave out packed")
+
+
 def _row_embedding(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     return RowEmbedding(cutter, name, module, _parts(cutter, module.num_embeddings, way, 0, "rows"))
@@ -105,6 +126,8 @@ _BUILDS: dict[tuple[str, type[nn.Module]], Build] = {
     ("column", nn.Linear): _column_linear,
     ("vocabulary", nn.Linear): _vocabulary_linear,
     ("row", nn.Linear): _row_linear,
+    **{("column", of): _column_convolution for of in CONVOLUTIONS},
+    **{("row", of): _row_convolution for of in CONVOLUTIONS},
     ("embedding", nn.Embedding): _row_embedding,
     ("vocabulary", nn.Embedding): _row_embedding,
     ("column", nn.Embedding): _column_embedding,

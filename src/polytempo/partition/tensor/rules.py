@@ -72,7 +72,7 @@ def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel
     if group.sequence:
         _check_all_named(model, ways)
     for name, layer in [(name, made[id(model.get_submodule(name))]) for name in ways]:
-        _set(model, name, layer)
+        replace_module(model, name, layer)
     _watch_dropouts(model, group)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -80,7 +80,8 @@ def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel
     return SplitModel(model, group)
 
 
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the layer of this name."""
     owner, _, field = name.rpartition(".")
     module.training = model.training
     setattr(model.get_submodule(owner), field, module)
@@ -117,4 +118,4 @@ def _watch_dropouts(model: nn.Module, group: ModelGroup) -> None:
     """Have dropouts that no rule names look whether they are the same on all ranks."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Dropout) and module.p and not isinstance(module, SplitLayer):
-            _set(model, name, CheckedDropout(group, module, name))
+            replace_module(model, name, CheckedDropout(group, module, name))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from polytempo.partition.tensor.attention import SplitAttention
+from polytempo.partition.tensor.convolution import ColumnConvolution, RowConvolution
 from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.linear import ColumnLinear, RowLinear
@@ -63,6 +64,11 @@ def _numbers(layer: SplitLayer, positions: int) -> tuple[int, int]:
             inputs = positions * layer.embed_dim
             forward, backward = _numbers(layer.out_proj, positions)
             return (forward + inputs, backward + inputs) if sequence else (forward, backward + 2 * inputs)
+        case ColumnConvolution() | RowConvolution():
+            raise ValueError(
+                "what a convolution sends depends on the size of its images, not on positions; a layer's inputs and "
+                "outputs are what partition.plan.volumes counts"
+            )
         case SequenceLayer():
             return 0, 2 * sum(p.numel() for p in layer.parameters())
         case ScatterLayer():

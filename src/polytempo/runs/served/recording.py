@@ -141,9 +141,9 @@ class Recording:
 def leave_end(out: Place, generation: int, finals: Mapping[str, str]) -> None:
     """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1").
 
-    It is left where a URL names the run's folder, too, in which there is nothing else of a record.
+    It is left where a run keeps no record, too.
     """
-    path = out / "record" / f"{generation:04d}" / "end.json"
+    path = files.made(out / "record" / f"{generation:04d}") / "end.json"
     files.replace(path, json.dumps({"parameters_sha256": dict(finals)}) + "\n")
 
 

@@ -157,6 +157,8 @@ class Launcher:
         self._short: set[int] = set()
         """Shards that lack a copy for good."""
         self._look_at_s = 0.0
+        self._ending: dict[int, set[int]] = {}
+        """First worker of a replica that has lost a stage -> those of its processes that have not ended yet."""
         self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.topology.spares, self._shard)
         run.on_event = self._hear
 
@@ -224,7 +226,8 @@ class Launcher:
         for role in self._supervisor.running:
             if role.kind == "evaluator":
                 continue  # it hears of the end as the shards do
-            if role.node not in (chained if role.kind == "copy" else self._coordinator.released):
+            node = role.node if role.kind == "copy" else self._run.topology.replica_of(role.node)[0]
+            if node not in (chained if role.kind == "copy" else self._coordinator.released):
                 self._supervisor.kill(role.node)
 
     def _look(self, now_s: float) -> Outbox:
@@ -233,10 +236,14 @@ class Launcher:
             return out  # processes end now because they shall
         for process in self._supervisor.look():
             role = process.role
-            if process.failure is not None or (process.exit_code or 0) > 0:
+            ending = role.kind == "worker" and self._run.topology.replica_of(role.node)[0] in self._ending
+            if not ending and (process.failure is not None or (process.exit_code or 0) > 0):
                 raise self._died(process)
             if role.kind == "evaluator":
                 self._score_again(role, how(process))
+                continue
+            if role.kind == "worker" and self._run.topology.stages > 1:
+                out += self._stage_ended(process, now_s)
                 continue
             out += self._coordinator.lose(now_s, role.node)
             ended_well = process.exit_code == 0
@@ -255,6 +262,34 @@ class Launcher:
             self._copy(shard)
         self._run.look(now_s, out)
         return out + self._reshapes.look(now_s)
+
+    def _stage_ended(self, process: EngineProcess, now_s: float) -> Outbox:
+        """A worker that holds a stage has ended. The others of its replica cannot go on without it: all begin anew,
+        unless every batch is done."""
+        role, replica = process.role, self._run.topology.replica_of(process.role.node)
+        first, ending = replica[0], self._ending.get(replica[0])
+        if ending is None:
+            if process.exit_code == 0:
+                return []
+            ending, again = set(replica), not self._coordinator.scheduler.finished
+            self._ending[first] = ending
+            self._tell(role, how(process), again=again, whose=", and its replica")
+            if again:
+                self._count(role, how(process))
+            for node in replica:
+                self._supervisor.kill(node)
+        ending.discard(role.node)
+        ending &= {other.node for other in self._supervisor.running}
+        if ending:
+            return []
+        del self._ending[first]
+        self._silent.pop(first, None)
+        out = self._coordinator.lose(now_s, first)
+        if not self._coordinator.scheduler.finished:
+            self._coordinator.expect(first)
+            for node in replica:
+                self._begin_again(node)
+        return out
 
     def _died(self, process: EngineProcess) -> WorkerDied:
         return died([process], self._run.most_lives, who=str(process.role), why=self._waited_for(process))
@@ -278,14 +313,14 @@ class Launcher:
         remedy = f"give a timeout_s of more than {self._run.options.timeout_s:g} where a step takes that long"
         return f" Meanwhile {'; '.join(facts)}: {remedy}." if facts else ""
 
-    def _tell(self, role: Role, how_it_ended: str, *, again: bool) -> None:
-        """Say what has become of a process; where we killed it, say why."""
+    def _tell(self, role: Role, how_it_ended: str, *, again: bool, whose: str = "") -> None:
+        """Say what has become of a process; where we killed it, say why. `whose`: who else was started again."""
         silent_s = self._silent.get(role.node)
         reason = how_it_ended if silent_s is None else f"was silent for {silent_s:.1f} s"
         if role.kind == "copy":
             then = self._after.pop(role.node, f"shard {role.shard}: it had not joined the others yet")
         else:
-            then = "started again" if again else "not started again: all batches were done"
+            then = f"started again{whose}" if again else "not started again: all batches were done"
         self._run.events.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
@@ -297,9 +332,12 @@ class Launcher:
         """Start a worker's next life."""
         self._count(role, f"{reason} after a long silence" if role.node in self._silent else reason)
         self._coordinator.expect(role.node)
-        self._incarnations[role.node] += 1
-        self._supervisor.start("worker", role.node, incarnation=self._incarnations[role.node])
-        self._heard_s[role.node] = self._now_s
+        self._begin_again(role.node)
+
+    def _begin_again(self, worker: int) -> None:
+        self._incarnations[worker] += 1
+        self._supervisor.start("worker", worker, incarnation=self._incarnations[worker])
+        self._heard_s[worker] = self._now_s
 
     def _score_again(self, role: Role, reason: str) -> None:
         """Start the evaluator's next life; the shards still hold what it had not let go."""

@@ -33,6 +33,7 @@ from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.shard.snapshot import read, snapshot_errors
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
@@ -142,17 +143,25 @@ class _Part:
         client = self._program.client(
             role.node, role.incarnation, self._timing, self._chains, memory=memory, peers=peers
         )
-        context = self._program.context()
         line, world = self._join()
+        group, stages = world.port.among(self._topology.beside(role.node)), None
+        if self._program.stages is not None:
+            stages = world.port.among(self._topology.replica_of(role.node))
+        context = self._program.context(stages=stages)
         try:
-            program = work(world.port.among(self._topology.workers), context, client, leaving)
+            if stages is None:
+                program = work(group, context, client, leaving)
+            else:  # SIGTERM to one of the replica's processes does not end it: the launcher decides
+                messages = StageMessages(world.port, stages.members, role.incarnation, self._timing)
+                program = through_stages(messages, work(group, context, client, stages=stages))
             attendance = world.drive(through(client, world.port, program))
         finally:
             line.close(_LINGER_S)
         return self._told(world) | {
             "attendance": list(attendance),
             # a worker that came when the run was over, or left before it was, has not got the final weights
-            "sha256": None if client.finished or leaving.left else parameters_sha256(context.model.parameters()),
+            "sha256": None if client.finished or leaving.left else parameters_sha256(context.whole.parameters()),
+            "stage": None if context.stage is None else context.stage.report(),
             "left": leaving.left,
             "threads": torch.get_num_threads(),
         }
@@ -202,6 +211,7 @@ class _Part:
             blank=role.blank,
             on_entry=on_entry,
             on_save=None if saves is None else saves.on_save,
+            first_worker=self._program.first_worker(role.shard),
         )
         machine: Machine = node if snapshots is None else Showing(node, snapshots)
         if saves is not None and setting.if_lost is not None:

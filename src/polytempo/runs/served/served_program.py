@@ -18,9 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from polytempo.core import Port
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
+from polytempo.runs.served.served_stages import ServedStages, check_staged
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
@@ -76,7 +78,7 @@ class ServedProgram:
         self.data = data_of(spec.job, options.data)
         self.batches = Batches(
             self.data.training(),
-            size=spec.workers,
+            size=spec.replicas,
             batch_size=spec.batch_size,
             seed=spec.seed,
             deals=service.deals,
@@ -84,7 +86,14 @@ class ServedProgram:
         model, optimizer = replica_of(spec)
         see(model, self.data)
         self.parameters = parameters_of(model, optimizer, spec.strategy)
-        self.spans = shard_map(self.parameters, service.shards)
+        self.stages: ServedStages | None = None
+        """Which stage has which parameters; None: every worker has all."""
+        if spec.strategy.schedule is None:
+            self.spans = shard_map(self.parameters, service.shards)
+        else:
+            check_staged(spec)
+            self.stages = ServedStages(spec, model, self.data, self.parameters, service.shards)
+            self.spans = self.stages.spans
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = self._service(service, optimizer)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
@@ -125,7 +134,7 @@ class ServedProgram:
     @property
     def most_lives(self) -> int:
         """How many processes the run may have in all, with those that take another one's place."""
-        return self.topology.num_nodes + self.spec.options.restarts + 1
+        return self.topology.num_nodes + self.topology.stages * self.spec.options.restarts + 1
 
     @property
     def hosts(self) -> list[int]:
@@ -135,7 +144,8 @@ class ServedProgram:
     @property
     def mail_bytes(self) -> int:
         """The largest tensors that any message carries, in all."""
-        return (2 * self.spec.workers + 8) * self.weights.nbytes
+        passed_on = 0 if self.stages is None else self.stages.most_bytes
+        return max(passed_on, (2 * self.spec.workers + 8) * self.weights.nbytes)
 
     @property
     def arena_bytes(self) -> int:
@@ -152,18 +162,25 @@ class ServedProgram:
         memory: LentGradients | None = None,
         peers: Sequence[int] = (),
     ) -> Client:
-        """A worker's side of the server. `chains`: where the shards' copies are by now, if not where they began.
+        """The side of the server of the process on node `worker`.
+
+        The stages of a replica all have the first one's number, and each asks its own shards. `chains`: where the
+        shards' copies are by now, if not where they began.
 
         `peers`: see `peers_of`; a replay leaves them out, for its records say which gradients were summed.
         """
+        parameters, spans = self.parameters, self.spans
+        if self.stages is not None:
+            stage = self.topology.stage_of(worker)
+            parameters, spans = self.stages.own[stage], self.stages.local(stage)
         return Client(
-            worker,
+            self.topology.replica_of(worker)[0],
             incarnation,
-            self.spans,
+            spans,
             self.topology.chains if chains is None else chains[: len(self.spans)],  # the first view tells of newer ones
             self.topology.coordinator,
             timing,
-            VectorFormat(self.dtype, self.parameters, self.service.codec, self.service.pull_codec),
+            VectorFormat(self.dtype, parameters, self.service.codec, self.service.pull_codec),
             memory=memory,
             peers=peers,
         )
@@ -175,10 +192,19 @@ class ServedProgram:
         host_of = self.topology.host_of
         return [other for other in self.topology.workers if host_of(other) == host_of(worker)]
 
-    def context(self, flops_per_sample: float = 0.0) -> ServedContext:
-        """What a worker is to train; a virtual one charges `flops_per_sample`."""
-        spec, batches = self.spec, self.batches
-        model, optimizer = replica_of(spec)
+    def first_worker(self, shard: int) -> int:
+        """The node of the first worker that a shard serves; the others follow it."""
+        return shard * self.topology.stages // len(self.spans) * len(self.topology.firsts)
+
+    def context(self, flops_per_sample: float = 0.0, stages: Port | None = None) -> ServedContext:
+        """What a worker is to train; a virtual one charges `flops_per_sample`. `stages`: its replica's processes."""
+        spec, batches, stage = self.spec, self.batches, None
+        if self.stages is None:
+            model, optimizer = replica_of(spec)
+        else:
+            assert stages is not None
+            stage = self.stages.stage(stages, flops_per_sample)
+            model, optimizer = stage.model, stage.optimizer
         decay = LocalDecay(optimizer) if self.service.decays == "workers" else None
         schedule = None
         if (make := made_schedule(spec.job)) is not None:
@@ -198,6 +224,7 @@ class ServedProgram:
             schedule=schedule,
             decay=decay,
             guard=None if spec.options.allow_nan else Guard(model, trainable(model, optimizer)),
+            stage=stage,
         )
 
     def shard(

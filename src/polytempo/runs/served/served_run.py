@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from polytempo.core import PolytempoError
+from polytempo.core import PolytempoError, files
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.runs.events import RunEvents
@@ -60,6 +60,8 @@ class ServedOutcome(NamedTuple):
     threads: int
     events: Joined
     trace_hash: str
+    stages: list[dict[str, Any]]
+    """What each stage of a replica did, where the model is cut."""
 
 
 class ServedRun:
@@ -117,7 +119,7 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         return Coordinator(
-            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains, self.evaluator),
+            Nodes(self.topology.coordinator, self.topology.firsts, self.topology.chains, self.evaluator),
             self.scheduler,
             self.program.timing,
             incarnation=self.incarnation,
@@ -172,12 +174,15 @@ class ServedRun:
         if self.options.reshape:  # neither a snapshot's parts nor a record's machines would be the same all the time
             yield
             return
-        if not isinstance(self.out, UrlPath):  # a record grows by every message, and an object cannot grow
+        if self.program.stages is None and not isinstance(self.out, UrlPath):  # an object cannot grow, as a record does
             facts = facts_now(self.spec, native=can_be_native(self.program.dtype), threads=threads)
             self.recording = Recording(self.out, facts, self.run_snapshot)
             self.on_entry = self.recording.on_entry
         else:
-            print(f"note: {self.out} is a URL, so no record is kept, and the run cannot be replayed", file=sys.stderr)
+            why = f"{self.out} is a URL" if self.program.stages is None else f"{self.spec.strategy} cuts the model"
+            print(f"note: {why}, so no record is kept, and the run cannot be replayed", file=sys.stderr)
+            if self.program.stages is not None and self.run_snapshot is None:
+                files.remove(self.out / "record")  # of a run that this folder had before
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,
@@ -248,7 +253,7 @@ class ServedRun:
 
     def outcome(self, ended: Sequence[EngineProcess]) -> ServedOutcome:
         """What the processes left."""
-        attendances, excerpts = [], list[dict[str, Any]]()
+        attendances, excerpts, stages = [], list[dict[str, Any]](), dict[int, dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}
         for process in ended:
@@ -258,14 +263,17 @@ class ServedRun:
             told = json.loads(process.result)
             sent[role.kind] += told["bytes"]
             excerpts.append(told)
-            if role.kind == "worker" and told["sha256"] is not None:
+            if role.kind == "worker" and told["stage"] is not None:
+                stages[told["stage"]["stage"]] = told["stage"]
+            if role.node in self.topology.firsts and told["sha256"] is not None:
                 attendances.append(Attendance(*told["attendance"]))
                 finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; look into its logs")
         trace_hash = combined_hash(sorted(told["hash"] for told in excerpts))
         return ServedOutcome(
-            attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash
+            *(attendances, next(iter(finals.values())), sent, finals, threads, joined(excerpts), trace_hash),
+            stages=[stages[number] for number in sorted(stages)],
         )
 
     def result(self, outcome: ServedOutcome) -> Result:
@@ -282,6 +290,7 @@ class ServedRun:
             threads=outcome.threads,
             parameters_sha256=outcome.sha256,
             trace_hash=outcome.trace_hash,
+            stages=outcome.stages,
             server_facts=self.events.facts,
         )
         return self.tally.result(totals)

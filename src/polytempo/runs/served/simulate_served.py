@@ -18,6 +18,7 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port
 from polytempo.core.files import run_folder
+from polytempo.core.port import world_port
 from polytempo.engines.capacity import check_simulated
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
@@ -35,6 +36,7 @@ from polytempo.server.message import Message, Outbox, View
 from polytempo.server.shard.node import Node
 from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.spec.job import Data
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
@@ -83,11 +85,11 @@ class _Run:
         self.program = program = ServedProgram(spec, spec.topology(hosts), see=see)
         self.topology = topology = program.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
-        self.contexts = [program.context(self.flops) for _ in topology.workers]
+        self.contexts = [program.context(self.flops, self._stages(world_port(w, hosts))) for w in topology.workers]
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
         self.coordinator = Coordinator(
-            Nodes(topology.coordinator, topology.workers, topology.chains),
+            Nodes(topology.coordinator, topology.firsts, topology.chains),
             self.scheduler,
             self.timing,
             listeners=Listeners(on_row=self.tally.take, on_event=lambda event: self.reshapes.hear(event)),
@@ -123,8 +125,15 @@ class _Run:
 
     async def _work(self, port: Port) -> Attendance:
         client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
-        group = port.among(self.topology.workers)
-        return await through(client, port, work(group, self.contexts[port.rank], client))
+        group, stages = port.among(self.topology.beside(port.rank)), self._stages(port)
+        program = work(group, self.contexts[port.rank], client, stages=stages)
+        if stages is not None:
+            program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
+        return await through(client, port, program)
+
+    def _stages(self, port: Port) -> Port | None:
+        """The group of the replica's stages of a worker; None where it holds the whole model."""
+        return None if self.program.stages is None else port.among(self.topology.replica_of(port.rank))
 
     def _scores(self) -> OffTheClock | None:
         if not self.program.scores:
@@ -140,7 +149,8 @@ class _Run:
             for node in chain:
                 shard = self.program.shard(number, native=self.native)
                 watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
-                nodes[node] = Node(node, shard, topology.coordinator, self.timing, on_entry=watcher)
+                first = self.program.first_worker(number)
+                nodes[node] = Node(node, shard, topology.coordinator, self.timing, on_entry=watcher, first_worker=first)
                 nodes[node].receive(0.0, topology.coordinator, view)
         return nodes
 
@@ -148,7 +158,7 @@ class _Run:
 
     def finish(self, outcome: Outcome[Attendance | None]) -> Result:
         """The result of the run, and what it leaves in its folder."""
-        attendances = [attendance for attendance in outcome.results if attendance is not None]
+        attendances = [a for worker in self.topology.firsts if (a := outcome.results[worker]) is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
         if self.scores is not None and not self.scheduler.stopped:
@@ -174,8 +184,9 @@ class _Run:
             worker_bytes=sum(sent[:workers]),
             server_bytes=sum(sent[workers:]),
             threads=torch.get_num_threads(),
-            parameters_sha256=parameters_sha256(self.contexts[attendances[0].worker].model.parameters()),
+            parameters_sha256=parameters_sha256(self.contexts[attendances[0].worker].whole.parameters()),
             trace_hash=trace.hash,
+            stages=[stage.report() for w in self.topology.replica_of(0) if (stage := self.contexts[w].stage)],
         )
         return self.tally.result(totals)
 
@@ -185,7 +196,7 @@ class _Launcher:
 
     def __init__(self, coordinator: Coordinator, world: VirtualWorld, topology: Topology, reshapes: Reshapes) -> None:
         self._coordinator, self._world, self._reshapes = coordinator, world, reshapes
-        self._workers = topology.workers
+        self._topology, self._workers = topology, topology.workers
         self._noticed: set[int] = set()
 
     @property
@@ -223,11 +234,21 @@ class _Launcher:
         out: Outbox = []
         for rank, dead_s in self._dead():
             if now_s >= dead_s + self._world.cluster.detection_s:
+                if self._topology.stages > 1 and rank in self._workers:
+                    raise PolytempoError(self._lost_stage(rank, dead_s))
                 self._noticed.add(rank)
                 out += self._coordinator.lose(now_s, rank)
         if self._noticed.issuperset(self._workers):
             raise PolytempoError("every worker is lost, so the run cannot go on; let fewer of them crash")
         return out
+
+    def _lost_stage(self, worker: int, dead_s: float) -> str:
+        stage, replica = self._topology.stage_of(worker), self._topology.replica_of(worker)
+        return (
+            f"worker {worker}, which held stage {stage} of the model that workers {', '.join(map(str, replica))} held "
+            f"together, is lost since {dead_s:g} s, and a simulation starts no worker again; let workers of a model "
+            "without stages crash, or try it with pt.run"
+        )
 
 
 def _timing(step_s: float) -> Timing:

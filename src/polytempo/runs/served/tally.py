@@ -37,6 +37,8 @@ class ServedTotals(NamedTuple):
     threads: int
     parameters_sha256: str | None
     trace_hash: str
+    stages: Sequence[dict[str, Any]] = ()
+    """What each stage of a replica did; see `Result.stages`."""
     server_facts: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
     """Goes into `Result.server`."""
 
@@ -88,7 +90,7 @@ class Tally:
             strategy=str(self._spec.strategy),
             world=totals.world,
             workers=workers,
-            steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // workers),
+            steps=-(-sum(last - first + 1 for first, last in self._scheduler.done) // self._batches.size),
             epochs=samples / self._batches.num_samples,
             samples=samples,
             seconds=self._seconds + seconds,
@@ -110,6 +112,7 @@ class Tally:
             ),
             server=facts_of(self._service, totals.statistics, totals.attendances, totals.server_bytes)
             | totals.server_facts,
+            stages=list(totals.stages) or None,
         )
 
 

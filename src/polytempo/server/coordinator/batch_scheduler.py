@@ -48,9 +48,7 @@ from typing import Literal
 from polytempo.core.ranges import Range, Ranges
 from polytempo.server.coordinator.saved_schedule import decoded, encoded, remaining
 from polytempo.server.coordinator.supply import Evenly, Freely, Supply
-from polytempo.server.message import Deal, Ticket
-
-Order = Literal["train", "wait", "finish", "pause"]
+from polytempo.server.message import Deal, Order, Ticket
 
 
 class _Worker:

@@ -25,21 +25,38 @@ def clip(norm: float) -> Modified:
     return Modified(call_name(clip, locals()), apply)
 
 
-def compensate(strength: float) -> Modified:
+_TINY = 1e-7
+"""The paper's ε, for a parameter that never had a gradient."""
+
+
+def compensate(strength: float, mean_square: float | None = None) -> Modified:
     """DC-ASGD: g + λ g⊙g⊙(θ - θ_basis), λ = `strength`: about the gradient that θ as it is now would have given.
+
+    With `mean_square` m (DC-ASGD-a) λ is divided by √(v + 10⁻⁷), element by element, v ← m v + (1 - m) g⊙g, which the
+    shard keeps.
 
     g⊙g stands in for the diagonal of the Hessian in the first term of a Taylor series. Cost: the shard keeps the
     weights that each worker read last.
 
-    Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equation
-    10 (DC-ASGD-c, constant λ). The adaptive form, which divides λ by a running mean square of g, is left out: it
-    needs a state, and modifiers have none.
+    Source: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, equations
+    10 (DC-ASGD-c, constant λ) and 14 (DC-ASGD-a).
     """
     if strength < 0:
         raise ValueError(f"compensate needs strength >= 0, got {strength}")
+    if mean_square is not None and not 0 <= mean_square < 1:
+        raise ValueError(f"compensate needs 0 <= mean_square < 1, got {mean_square}")
 
     def apply(gradient: Tensor, weights: Tensor, basis: Tensor | None) -> Tensor:
         assert basis is not None  # because of needs_basis
         return torch.addcmul(gradient, gradient.square(), weights - basis, value=strength)
 
-    return Modified(call_name(compensate, locals()), apply, needs_basis=True)
+    def adapt(gradient: Tensor, weights: Tensor, basis: Tensor | None, squares: Tensor) -> Tensor:
+        assert basis is not None
+        assert mean_square is not None
+        squares.mul_(mean_square).addcmul_(gradient, gradient, value=1 - mean_square)
+        moved = (weights - basis).div_(squares.add(_TINY).sqrt_())
+        return torch.addcmul(gradient, gradient.square(), moved, value=strength)
+
+    name = call_name(compensate, locals(), brief=("mean_square",))
+    remembers = mean_square is not None
+    return Modified(name, adapt if remembers else apply, needs_basis=True, remembers=remembers)

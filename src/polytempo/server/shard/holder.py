@@ -69,6 +69,7 @@ class Holder:
         self._parameters, self._service, self._empty = parameters, service, empty
         self._native, self._tables = native, tables
         self.needs_basis = any(modifier.needs_basis for modifier in service.modifiers)
+        self._remembers = any(modifier.remembers for modifier in service.modifiers)
 
     def hold(self, spans: Spans, values: Tensor) -> tuple[Weights, Admission]:
         """The elements of `spans`, which begin as `values`, before the first update."""
@@ -78,7 +79,9 @@ class Holder:
         codec, pull_codec = self._service.codec, self._service.pull_codec
         shown = None if pull_codec is None else ShownEncoding(self._coding(pull_codec, spans, values))
         pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
-        weights = Weights(values, optimizer, self._empty, keeps_reads=self.needs_basis, shown=shown)
+        weights = Weights(
+            values, optimizer, self._empty, keeps_reads=self.needs_basis, remembers=self._remembers, shown=shown
+        )
         return weights, Admission(
             parameters=self._parameters,
             spans=spans,

@@ -55,7 +55,7 @@ class Node:
     """The copy of `shard` on node `node`. `blank`: it has no state yet and waits for its predecessor's.
 
     `on_entry(index, entry)` gets every entry as it is applied (a recorder); `on_save(number, shard)` writes a snapshot,
-    on the head alone.
+    on the head alone. `first_worker`: the node of worker 0's process that this shard serves; the others' follow it.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class Node:
         blank: bool = False,
         on_entry: Callable[[int, Entry], None] | None = None,
         on_save: Callable[[int, Shard], None] | None = None,
+        first_worker: int = 0,
     ) -> None:
         self.node, self.shard, self.coordinator = node, shard, coordinator
+        self._first_worker = first_worker
         self.timing = timing or Timing()
         self.epoch = 0
         self.chain: tuple[int, ...] = ()
@@ -207,7 +209,7 @@ class Node:
         return replies
 
     def _addressed(self, replies: Iterable[Reply]) -> Outbox:
-        return [(self.coordinator if r.worker == COORDINATOR else r.worker, r) for r in replies]
+        return [(self.coordinator if r.worker == COORDINATOR else self._first_worker + r.worker, r) for r in replies]
 
     def _feed(self, now_s: float, patience_s: float) -> Outbox:
         """Send the next copy its state, or the entries that it has not been sent, a window at a time."""

@@ -112,6 +112,8 @@ class Optimizer:
         one write of `out`; moments are read and written once.
         """
         lrs = lrs if self._own is None or lrs else self._own
+        if self.rule.kind == "sgd":
+            moments = moments._replace(second=None)  # a modifier's
         pieces = self._whole or self._pieces(lrs, divisor, *(factor for _, factor in terms))
         if self._updater is not None:
             self._native_(weights, out, terms, divisor, moments, step, lrs, pieces)

@@ -291,7 +291,8 @@ class Shard:
             gradient = self._tables.add(waiting.rows, multiples, gradient, self.weights)
         else:
             for modifier in self.service.modifiers:
-                gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None)
+                own = (self._weights.moments.second,) if modifier.remembers else ()
+                gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None, *own)
         self._weights.add(gradient, multiples, action.part_of)
         self._running.add(waiting.running)
         self._decide(waiting, "applied")

@@ -31,7 +31,8 @@ class _SpeculativeUpdate(NamedTuple):
 class Weights:
     """The present weights, older ones that are lent, the optimizer's moments, and the sum of gradients so far.
 
-    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `shown`: encodes the
+    `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `remembers`: the second
+    moment, which the optimizer must have none of, is a modifier's. `shown`: encodes the
     weights for workers that pull; then no buffer is lent to them.
     """
 
@@ -42,6 +43,7 @@ class Weights:
         empty: Empty,
         *,
         keeps_reads: bool,
+        remembers: bool = False,
         shown: ShownEncoding | None = None,
     ) -> None:
         self.numel, self.dtype = values.numel(), values.dtype
@@ -53,6 +55,9 @@ class Weights:
         self.current = self.buffers.take()
         self.buffers.tensors[self.current].copy_(values)
         self.moments = init(optimizer.rule, self.numel, self.dtype, empty)
+        if remembers:
+            assert self.moments.second is None, "the job's optimizer was looked at before"
+            self.moments = self.moments._replace(second=empty(self.numel, self.dtype).zero_())
         self.total: Tensor | None = None
         """Memory for the sum; it has a sum where `summed`."""
         self.summed = False

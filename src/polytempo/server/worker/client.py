@@ -100,8 +100,8 @@ class Client:
         self.running: Callable[[], Tensor | None] = lambda: None
         """The present running statistics of the worker's norm layers, float64: they travel with a push."""
         self._pulled_running: Tensor | None = None
-        self._live: Sequence[int] = range(len(shards))
-        """The shards that hold something."""
+        self._live: Sequence[int] = [number for number, spans in enumerate(shards) if spans]
+        """The shards that hold something of this worker's parameters."""
         self._coming: View | None = None
         """A view of another layout, which takes effect as soon as no request is under way."""
         self._pending: dict[tuple[int, int], PendingExchange] = {}

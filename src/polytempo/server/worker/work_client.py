@@ -28,12 +28,21 @@ class WorkClient:
         self.letters: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_LETTERS)
         """(sender, message) of mail that came while this waited for an answer, and is for others."""
 
-    async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
-        """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics."""
+    async def ask(self, port: Port, rows: Sequence[bytes] = (), done: Sequence[int] | None = None) -> None:
+        """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics.
+
+        `done` None: those that the client's shards have acknowledged.
+        """
         assert self._open is None
         self._sequence += 1
         client = self._client
-        self._open = Ask(client.worker, client.incarnation, self._sequence, client.taken_done(), tuple(rows))
+        self._open = Ask(
+            client.worker,
+            client.incarnation,
+            self._sequence,
+            client.taken_done() if done is None else tuple(done),
+            tuple(rows),
+        )
         await port.post(self._open, client.coordinator)
 
     def drop(self) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Strategy
+from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.pipeline.pipeline_stage import (
     Loss,
     PipelineStage,
@@ -24,7 +28,6 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
-from polytempo.training.pipeline.wires import Wires, sent_bytes
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -66,14 +69,13 @@ def pipeline(
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
     `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
-    gradients back; None: as they are. See `training.pipeline.wires`.
+    gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
-    wires = Wires(activations, gradients)
-    whole = strategy_of(schedule, inner)
-    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, wires, seed)
+    whole = _wired(strategy_of(schedule, inner), Wires(activations, gradients))
+    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, seed)
 
 
 class Pipeline:
@@ -89,10 +91,9 @@ class Pipeline:
         sample: Any,
         by: By | Sequence[str],
         max_norm: float | None,
-        wires: Wires,
         seed: int,
     ) -> None:
-        self._world, self.schedule, self._wires = world, schedule_of(strategy), wires
+        self._world, self.schedule = world, schedule_of(strategy)
         whole, schedule = laid_out(world.port, self.schedule.stages), self.schedule
         self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
         if not isinstance(by, str) and whole.rank == 0:
@@ -102,14 +103,14 @@ class Pipeline:
             self.cut = cut(model, sample=sample, by=begins)
         told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
         told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
-        told |= {"activations": str(wires.activations), "gradients": str(wires.gradients)}
+        told |= {"wires": str(schedule.wires)}
+        self._told = told
+        """What ranks agree about."""
         world.drive(agree(whole, told))
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        self._stage = PipelineStage(
-            model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm, wires=wires
-        )
+        self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
 
@@ -131,7 +132,7 @@ class Pipeline:
         What replicas of a stage exchange is not among them: see `Strategy.gradients.cost`.
         """
         split = self._stage.micro_batches(batch[:-1], batch[-1])
-        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self._wires) for part in split]
+        each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self.schedule.wires) for part in split]
         return [sum(column) for column in zip(*each, strict=True)]
 
     def finish(self) -> None:
@@ -147,6 +148,60 @@ class Pipeline:
         """The whole model's parameters and buffers, by its own names, on every rank. All ranks call it."""
         return self._world.drive(self._stage.state_dict())
 
+    def training_state(self) -> dict[str, Any]:
+        """What this rank needs to go on after the last step, to the same bits; `torch.save` can write it. All call it.
+
+        Its stage's parameters and buffers, its optimizer, what replicas of the stage remember, batches that are under
+        way with the versions of the parameters that they began with, and what was sent and is not used yet.
+        """
+        stage = self._stage
+        self._world.drive(stage.replica.settle())
+        strategy = stage.replica.state()
+        parts = {
+            "model": Saved(dict(stage.model.state_dict()), {}),
+            "optimizer": optimizer_saved(self.optimizer),
+            "strategy": Saved(*strategy),
+            "stage": stage.state(),
+        }
+        plain = {
+            name: {"tensors": _copied(part.tensors), "scalars": dict(part.scalars)} for name, part in parts.items()
+        }
+        return {"of": self._identity, **plain}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `training_state` answered on this rank, in a pipeline that has made no step yet.
+
+        Errors: ValueError where it was saved by another rank, schedule, cut or strategy; the whole model's
+        `state_dict`, loaded into the model before it is cut, goes on in other stages.
+        """
+        if self._stage.program.step_number:
+            raise ValueError(
+                f"this pipeline has made {self._stage.program.step_number} steps, whose messages are under way; load "
+                "the state into a new one"
+            )
+        if others := [f"{k} {state['of'].get(k)!r}" for k, own in self._identity.items() if state["of"].get(k) != own]:
+            raise ValueError(
+                f"the state was saved by a pipeline with {', '.join(others)}, and this one differs; make it as it was, "
+                "or load state_dict() of the saved one into the model before it is cut"
+            )
+        model, optimizer, strategy, stage = (
+            Saved(_copied(state[name]["tensors"]), state[name]["scalars"])
+            for name in ("model", "optimizer", "strategy", "stage")
+        )
+        self.model.load_state_dict(model.tensors)
+        optimizer_restore(self.optimizer, optimizer)
+        self._stage.replica.restore(strategy)
+        self._stage.restore(stage)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a state must be of to be this rank's."""
+        return self._told | {"rank": self._world.rank, "ranks": self._world.size}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
 
 def _warn_unbalanced(found: Cut) -> None:
     """A cut by hand may be far from the best."""
@@ -155,7 +210,16 @@ def _warn_unbalanced(found: Cut) -> None:
 
 
 def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:
-    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do."""
+    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do.
+
+    ValueError for one with a parameter server, which a loop of one's own does not start.
+    """
+    for given in (schedule, inner):
+        if isinstance(given, Strategy) and given.server is not None:
+            raise ValueError(
+                f"{given} has parameter servers, which pt.pipeline does not start; make a job of it and use "
+                "pt.run(job, strategy, workers=4) or `polytempo train`"
+            )
     if isinstance(schedule, Schedule):
         between = inner or sync_sgd()
         return over_stages(f"{schedule}, {between} between replicas", schedule, between)
@@ -167,3 +231,16 @@ def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strate
     if inner is not None:
         raise ValueError(f"{schedule} says itself what replicas do; give it inner={inner} there, and leave out inner")
     return schedule
+
+
+def _wired(strategy: Strategy, wires: Wires) -> Strategy:
+    """The strategy with these codecs between stages. ValueError where it has codecs itself, too."""
+    schedule = schedule_of(strategy)
+    if wires == AS_THEY_ARE:
+        return strategy
+    if schedule.wires != AS_THEY_ARE:
+        raise ValueError(
+            f"{strategy} says itself by which codecs tensors pass between stages; leave out activations and gradients "
+            "there, or here"
+        )
+    return replace(strategy, schedule=replace(schedule, wires=wires))

@@ -18,6 +18,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
 from polytempo.training.pipeline.late_stage import late_stage
@@ -27,7 +28,6 @@ from polytempo.training.pipeline.program_state import restored_state, saved_stat
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replica import Replica
 
@@ -66,7 +66,6 @@ class PipelineStage:
         max_norm: float | None = None,
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
-        wires: Wires = AS_THEY_ARE,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
         self.number = self.ports.model.rank
@@ -75,8 +74,6 @@ class PipelineStage:
         self.optimizer = optimizer(self.model)
         self.replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan)
         self._shared = SharedGradients(parts, self.schedule, self.number)
-        operations = [cost.operations for cost in parts.costs]
-        shares = [each / sum(operations) for each in operations]
         own = list(self.model.parameters())
         device = next((parameter.device for parameter in own), None)
         self.estimators = estimators_of(self.schedule, self.number, seed, self.ports.data, device)
@@ -86,14 +83,14 @@ class PipelineStage:
             self.schedule,
             self.number,
             self._update,
-            shares,
-            wires,
+            shares_of(parts),
             estimators=self.estimators,
             late=self.late_stage,
         )
         both = {"estimators": self.estimators, "late": self.late_stage}
         self._remembering = {path: part for path, part in both.items() if part is not None}
         self._losses = LossMail(self.late)
+        self._delays = DelayMail(self.late)
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
         self._batches = MicroBatches(
@@ -117,6 +114,12 @@ class PipelineStage:
         """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""
         return await self._losses.step(self.ports.model, loss)
 
+    async def delays(self) -> list[float | None]:
+        """The mean delay of each stage's updates since the last call, as far as it is known; see `DelayMail.row`."""
+        if self.ports.data.rank:
+            return []
+        return await self._delays.row(self.ports.model, self.program.step_number, self.program.delays)
+
     async def finish(self) -> list[Tensor]:
         """Take the gradients that are under way back, and update by them. Answers losses that were not reported."""
         step = self.replica.step
@@ -124,6 +127,7 @@ class PipelineStage:
             await self.program.step(self.ports.model, [])
         self.replica.step = step
         await self.program.settle()
+        await self._delays.settle()
         return await self._losses.rest()
 
     @property
@@ -164,17 +168,7 @@ class PipelineStage:
 
     def report(self) -> dict[str, Any]:
         """What this stage did, as plain values; see `Result.stages`."""
-        delays, program = self.program.delays, self.program
-        return {
-            "stage": self.number,
-            "layers": [name for cost in self.cut.costs[self.number :: self.schedule.stages] for name in cost.layers],
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "updates": delays.total(),
-            "delay": sum(delay * times for delay, times in delays.items()) / max(1, delays.total()),
-            "most_delay": max(delays, default=0),
-            "held": program.most_held,
-            "versions": program.most_versions,
-        }
+        return stage_report(self.program, self.cut, self.schedule, self.number, self.model)
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
@@ -230,6 +224,29 @@ def schedule_of(strategy: Strategy) -> Schedule:
     """The schedule of a strategy that has one."""
     assert isinstance(strategy.schedule, Schedule)
     return strategy.schedule
+
+
+def shares_of(parts: Cut) -> list[float]:
+    """Each part's share of the model's operations."""
+    operations = [cost.operations for cost in parts.costs]
+    return [each / sum(operations) for each in operations]
+
+
+def stage_report(
+    program: StageProgram, parts: Cut, schedule: Schedule, number: int, model: StageModel
+) -> dict[str, Any]:
+    """What stage `number` did, as plain values; see `Result.stages`."""
+    delays = program.delays
+    return {
+        "stage": number,
+        "layers": [name for cost in parts.costs[number :: schedule.stages] for name in cost.layers],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "updates": delays.total(),
+        "delay": sum(delay * times for delay, times in delays.items()) / max(1, delays.total()),
+        "most_delay": max(delays, default=0),
+        "held": program.most_held,
+        "versions": program.most_versions,
+    }
 
 
 def laid_out(port: Port, stages: int) -> Port:

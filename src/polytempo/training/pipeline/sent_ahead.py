@@ -13,8 +13,8 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.wires import Way
 from polytempo.training.pipeline.stage_mail import StageMail
-from polytempo.training.pipeline.wires import Way
 
 
 class SentTensor(NamedTuple):

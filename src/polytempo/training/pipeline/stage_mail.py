@@ -14,7 +14,7 @@ from polytempo.core.op import Work
 from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Way, Wires
+from polytempo.partition.wires import Way
 
 
 class _Lane(NamedTuple):
@@ -36,15 +36,15 @@ class _Encoded(NamedTuple):
 
 
 class StageMail:
-    """What is under way, encoded as `wires` says. A part that is at the same stage gets a tensor as it is.
+    """What is under way, encoded as `schedule.wires` says. A part that is at the same stage gets a tensor as it is.
 
     A buffer is given back when its message is over. Awaited is only the message before the last `held`, which has been
     received by then: a stage that holds so many micro-batches has had an answer to the one before them.
     """
 
-    def __init__(self, cut: Cut, schedule: Schedule, stage: int, wires: Wires = AS_THEY_ARE) -> None:
+    def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._stage, self._num_stages, self._num_parts = stage, schedule.stages, len(cut.stages)
-        self._wires = wires
+        self._wires = schedule.wires
         every = [facts(schedule, each) for each in range(schedule.stages)]
         self._held = max(each.held + each.target_delay for each in every)
         self._numbers = {value.name: number for number, value in enumerate(cut.values)}

@@ -30,7 +30,6 @@ from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.sent_ahead import SentAhead
 from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, StageWork
-from polytempo.training.pipeline.wires import AS_THEY_ARE, Wires
 
 _RECEIVES_AHEAD = 2
 """How many actions ahead a receive is begun."""
@@ -66,7 +65,6 @@ class StageProgram:
         stage: int,
         update: Callable[[], Program[None]],
         shares: Sequence[float] | None = None,
-        wires: Wires = AS_THEY_ARE,
         *,
         estimators: Estimators | None = None,
         late: LateStage | None = None,
@@ -91,7 +89,7 @@ class StageProgram:
         self._next = next(self._turns)
         self._batches: dict[int, MicroBatch] = {}
         self._device = next((p.device for p in parameters), torch.device("cpu"))
-        self._mail = StageMail(cut, schedule, stage, wires)
+        self._mail = StageMail(cut, schedule, stage)
         self._begun: set[Turn] = set()
         self.step_number = self._num_entered = 0
         self._entered: dict[int, int] = {}

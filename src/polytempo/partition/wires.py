@@ -12,6 +12,7 @@ deep learning", 2016, for 8-bit activations and gradients between the parts of a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,9 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polytempo.compression.point_to_point import check_forgetful
 from polytempo.core import Codec
-from polytempo.core.codec import check_codec
+from polytempo.core.codec import check_codec, check_forgetful
 from polytempo.partition.cut import Cut, Layout
 
 Way = Literal["forward", "backward"]
@@ -36,6 +36,11 @@ class Wires:
 
     activations: Codec | None = None
     gradients: Codec | None = None
+
+    def __str__(self) -> str:
+        """In words, of the codecs that there are."""
+        names = ("activations", self.activations), ("their gradients", self.gradients)
+        return ", ".join(f"{what} by {codec.facts.name}" for what, codec in names if codec is not None) or "as they are"
 
     def __post_init__(self) -> None:
         """Refuse what cannot serve."""
@@ -62,15 +67,22 @@ AS_THEY_ARE = Wires()
 """Nothing is encoded."""
 
 
-def sent_bytes(cut: Cut, layouts: Mapping[str, Layout], num_stages: int, wires: Wires) -> list[int]:
-    """Bytes that each stage sends to others for one micro-batch: every tensor once to each part that uses it, and its
-    gradient once from each of them. A part at the same stage is sent nothing."""
-    sent = [0] * num_stages
+def message_bytes(cut: Cut, layouts: Mapping[str, Layout], wires: Wires) -> dict[tuple[int, int], int]:
+    """Bytes that part a sends to part b for one micro-batch, by (a, b): every tensor once to each part that uses it,
+    a < b, and its gradient once from each of them, a > b."""
+    sent: dict[tuple[int, int], int] = defaultdict(int)
     for value in cut.values:
         shape, dtype = layouts[value.name]
         like = torch.empty((), dtype=dtype).expand(shape)
-        source = value.source % num_stages
-        for target in (part % num_stages for part in value.targets if part % num_stages != source):
-            sent[source] += wires.num_bytes("forward", like)
-            sent[target] += wires.num_bytes("backward", like) * value.requires_grad
+        for target in value.targets:
+            sent[value.source, target] += wires.num_bytes("forward", like)
+            sent[target, value.source] += wires.num_bytes("backward", like) * value.requires_grad
+    return dict(sent)
+
+
+def sent_bytes(cut: Cut, layouts: Mapping[str, Layout], num_stages: int, wires: Wires) -> list[int]:
+    """Bytes that each stage sends to others for one micro-batch. A part at the same stage is sent nothing."""
+    sent = [0] * num_stages
+    for (source, target), count in message_bytes(cut, layouts, wires).items():
+        sent[source % num_stages] += count * (source % num_stages != target % num_stages)
     return sent

@@ -1,0 +1,227 @@
+"""Pure data parallelism beside the hybrid that a plan of layers chooses, on four hosts: measured and predicted.
+
+    export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for what the script has to do; needs root
+    python benchmarks/layers/main.py [--mbit 1000] [--samples 32]
+
+One process a host, one thread each. A host is a network namespace with a PID namespace and a /dev/shm of its own, so
+no memory is shared. The hosts share this machine's cores.
+
+The network is a small AlexNet: three convolutions, three fully connected layers that hold 99 % of the weights. What is
+predicted is the time of a rank's computation, measured beside the others' while nothing is sent, and the plan's time of
+what a step sends, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import polytempo as pt
+from polytempo.bench.machine import machine
+from polytempo.bench.tables import markdown
+from polytempo.cluster import Link
+from polytempo.partition.plan import LayerPlan
+from polytempo.worlds import ProcessWorld
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "compression"))
+from lab import lab, on_every_host
+
+HOSTS = 4
+GOODPUT = 1448 / 1514
+"""Of a shaped link's rate: what TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
+LATENCY_S = 100e-6
+_WARM_UP, _RUN_S = 3, 230.0
+ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures."""
+
+    samples: int
+    """Of a rank and step."""
+    steps: int
+    rounds: int
+    bytes_per_s: float
+    exchange: str
+
+
+def network() -> nn.Module:
+    """Images of 32 x 32; 71 thousand weights in convolutions, 10.7 million in fully connected layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1536), nn.ReLU(), nn.Linear(1536, 100)),
+    )
+
+
+def batch(samples: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Of one rank."""
+    random = torch.Generator().manual_seed(rank)
+    return torch.randn(samples, 3, 32, 32, generator=random), torch.randint(0, 100, (samples,), generator=random)
+
+
+def planned(settings: Settings) -> LayerPlan:
+    """Of the network, on links as fast as they carry data."""
+    return pt.plan_layers(
+        network(),
+        batch(2, 0)[0],
+        workers=HOSTS,
+        batch_size=HOSTS * settings.samples,
+        link=Link(LATENCY_S, settings.bytes_per_s),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- measured
+
+
+def on_host(settings: Settings, result: Path) -> None:
+    """One rank. Ends with its launcher: then standard input closes."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    torch.set_num_threads(1)
+    world = pt.init(quiet=True)
+    assert len(set(world.port.hosts)) == HOSTS, f"ranks share hosts: {world.port.hosts}"
+    plan = planned(settings)
+    contenders = {name: make(world, settings, plan) for name, make in _MAKES.items()}
+    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    for _ in range(settings.rounds):
+        for name, step in contenders.items():
+            for _ in range(_WARM_UP):
+                step()
+            dist.barrier()
+            before, begun_s, update_s = sum(world.trace.bytes_sent.values()), time.perf_counter(), 0.0
+            for _ in range(settings.steps):
+                update_s += step()
+            dist.barrier()
+            took_s, sent = time.perf_counter() - begun_s, sum(world.trace.bytes_sent.values()) - before
+            found[name].append([each / settings.steps for each in (took_s, update_s, sent)])
+    if world.rank == 0:
+        result.write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def _end_with_launcher() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+Step = Callable[[], float]
+"""One step; the seconds of its update."""
+
+
+def _step(net: nn.Module, settings: Settings, rank: int, attached: bool) -> Step:
+    images, labels = batch(settings.samples, rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    if attached:
+        pt.attach(net, optimizer, pt.strategies.sync_sgd(pt.collectives.ring))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        begun_s = time.perf_counter()
+        optimizer.step()
+        return time.perf_counter() - begun_s
+
+    return step
+
+
+_MAKES: dict[str, Callable[[ProcessWorld, Settings, LayerPlan], Step]] = {
+    "computation": lambda world, settings, plan: _step(network(), settings, world.rank, False),
+    "data": lambda world, settings, plan: _step(network(), settings, world.rank, True),
+    "hybrid": lambda world, settings, plan: _step(
+        pt.hybrid(network(), plan, exchange=settings.exchange),  # type: ignore[arg-type]
+        settings,
+        world.rank,
+        True,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------- both
+
+
+def measured(script: Path, mbit_per_s: int, settings: Settings) -> dict[str, Any]:
+    """What rank 0 said, over a network that is made for this and gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="polytempo-layers-") as folder, lab(script, HOSTS, mbit_per_s):
+        result = Path(folder) / "seconds.json"
+        told = json.dumps([vars(settings), str(result)])
+        command = [*ALONE, *OWN_MEMORY, sys.executable, str(Path(__file__).resolve()), "host", told]
+        on_every_host(script, HOSTS, command, _RUN_S)
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def predicted(plan: LayerPlan, computed_s: float, update_s: float) -> dict[str, float]:
+    """Seconds of a step. A divided layer is updated by each rank in part."""
+    numbers = {each.volume.name: each.volume.weights for each in plan.layers}
+    divided = sum(numbers[name] for name in plan.model_parallel)
+    own = 1 - divided * (1 - 1 / plan.workers) / sum(numbers.values())
+    return {
+        "data": computed_s + plan.seconds_of("data"),
+        "hybrid": computed_s - update_s + update_s * own + plan.seconds_of("hybrid"),
+    }
+
+
+def main() -> None:
+    """Measure, predict, and print a table."""
+    if sys.argv[1:2] == ["host"]:
+        settings, result = json.loads(sys.argv[2])
+        on_host(Settings(**settings), Path(result))
+        return
+    given = parsed(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of `lab`, which takes it down
+    settings = Settings(given.samples, given.steps, given.rounds, GOODPUT * given.mbit * 1e6 / 8, given.exchange)
+    found, plan = measured(given.lab, given.mbit, settings), planned(settings)
+    medians = {name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in found.items()}
+    told_s = predicted(plan, *medians["computation"][:2])
+    rows = [("computation alone", f"{1e3 * medians['computation'][0]:.1f} ms", "", "", "")]
+    for name in ("data", "hybrid"):
+        took_s, _, sent = medians[name]
+        figures = (f"{1e3 * took_s:.1f} ms", f"{1e3 * told_s[name]:.1f} ms", f"{took_s / told_s[name]:.2f}")
+        rows.append((name, *figures, f"{sent / 1e6:.2f} MB"))
+    if given.json:
+        whole = {"machine": machine(), "command": sys.argv, **vars(settings), "found": found, "predicted_s": told_s}
+        given.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    print(f"divided: {', '.join(plan.model_parallel)} of {', '.join(each.volume.name for each in plan.layers)}")
+    print(markdown((("a step", "measured", "predicted", "ratio", "a rank sends"), rows)))
+    print(f"\nhybrid: {medians['data'][0] / medians['hybrid'][0]:.2f} times as fast as data parallelism")
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lab", type=Path, default=os.environ.get("POLYTEMPO_NETLAB"), help="the script of the lab")
+    parser.add_argument("--mbit", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=32, help="of a rank and step")
+    parser.add_argument("--exchange", default="joined", choices=("joined", "turns", "slices"))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(argv)
+    if given.lab is None:
+        print("left out: name the script of a network of emulated hosts by --lab or POLYTEMPO_NETLAB")
+        sys.exit(0)  # `make bench` runs every experiment that it can
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Push-sum: gossip over a directed graph, in which some ranks hear of more others than they tell.
+
+Source: M. Assran, N. Loizou, N. Ballas and M. Rabbat, "Stochastic gradient push for distributed deep learning", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.aggregation.graphs import Graph, pushing_matrix
+from polytempo.aggregation.mix import sum_cost, weighted_sum
+from polytempo.core import Bundle, Cost, Exchange, Port, Transform
+from polytempo.core.cost import num_bytes
+
+_WEIGHT_BYTES = 8
+
+
+class PushSumState(NamedTuple):
+    """How often ranks have pushed, and what a rank's numerator x is beside its parameters z = x / w."""
+
+    step: int
+    weights: Tensor
+    """w of all ranks, float64, shape (N,); empty before the first exchange."""
+    offset: Bundle
+    """x - z."""
+
+
+def push_sum(graph: Graph) -> Transform:
+    """xᵢ ← Σⱼ Pᵢⱼ xⱼ, wᵢ ← Σⱼ Pᵢⱼ wⱼ, zᵢ = xᵢ / wᵢ, with the P of `graph` at this step, whose columns sum to 1.
+
+    z are the parameters; what has moved them since is added to x. Σᵢ xᵢ stays, and Σᵢ wᵢ = N, so every z tends to the
+    mean. Running statistics sᵢ become Σⱼ Pᵢⱼ wⱼ sⱼ / Σⱼ Pᵢⱼ wⱼ. Where another number of ranks goes on, all w are
+    1 again.
+    Cost: as `mix`; memory for one more copy of the parameters. The graph is known to all ranks, so each computes all w
+    itself, and none is sent.
+    """
+
+    def begin(port: Port, state: PushSumState) -> tuple[Tensor, Tensor]:
+        """(P, w) before the exchange."""
+        known = len(state.weights) == port.size
+        weights = state.weights if known else torch.ones(port.size, dtype=torch.float64)
+        return torch.tensor(pushing_matrix(graph, state.step, port.size), dtype=torch.float64), weights
+
+    async def apply(port: Port, bundle: Bundle, state: PushSumState) -> tuple[Bundle | None, PushSumState]:
+        if port.size == 1:
+            return bundle, state._replace(step=state.step + 1)
+        matrix, weights = begin(port, state)
+        known = len(state.weights) == port.size
+        x = bundle.flat + state.offset.flat if known else bundle.flat
+        mixed = await weighted_sum(port, x, matrix.tolist())
+        weights = matrix @ weights
+        z = mixed / float(weights[port.rank])
+        return bundle.with_flat(z), PushSumState(state.step + 1, weights, bundle.with_flat(mixed - z))
+
+    async def beside(port: Port, bundle: Bundle, state: PushSumState) -> Bundle:
+        matrix, weights = begin(port, state)
+        shares = matrix * weights
+        return bundle.with_flat(await weighted_sum(port, bundle.flat, (shares / shares.sum(1, keepdim=True)).tolist()))
+
+    def init(parameters: Bundle) -> PushSumState:
+        offset = parameters.map(lambda flat: flat.new_zeros(flat.shape))
+        return PushSumState(0, torch.ones(0, dtype=torch.float64), offset)
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        """In the graph's first step."""
+        size = num_bytes(parameters)
+        return Cost(
+            (Exchange("push_sum", sum_cost(pushing_matrix(graph, 0, num_ranks), size)),),
+            memory_bytes=size + _WEIGHT_BYTES * num_ranks,
+        )
+
+    return Transform(init, apply, idle_alone=True, cost=cost, beside=beside)

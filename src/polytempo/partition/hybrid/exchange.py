@@ -1,0 +1,174 @@
+"""What a divided layer exchanges: samples to where the weights are, outputs to where the samples are, gradients back.
+
+             rank 0          rank 1
+    x        a b             c d          samples
+    gather   a b c d         a b c d      all samples, forward; backward the sum of all ranks' gradients
+    W        ▔▔▔▔            ▁▁▁▁         each rank has some of the output features
+    deal     ab, both halves cd, both     outputs of the own samples, forward; backward their gradients
+
+With N ranks, B samples of all of them, and I and O numbers of a sample:
+
+| | bytes of all ranks, each way |
+|---|---|
+| gather, and its gradients | (N-1) · B · I |
+| deal, and its gradients | (N-1)/N · B · O |
+
+Sums are formed in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port
+from polytempo.partition.hybrid.divisible import Compute
+from polytempo.partition.hybrid.rounds import Spans
+
+_SAMPLES, _FEATURES = 1015, 1016
+"""Channels of what is gathered and dealt: a round's samples travel while the outputs of the one before do."""
+
+
+@dataclass(frozen=True)
+class DividedCall:
+    """One call of a divided layer on one rank. Shapes: inputs (samples, …), outputs with features in `output_dim`."""
+
+    port: Port
+    compute: Compute
+    rounds: list[Spans]
+    parts: Sequence[int]
+    """How many output features each rank has."""
+    output_dim: int
+    samples: Sequence[int]
+    """How many samples each rank has."""
+
+    @property
+    def weight(self) -> float:
+        """This rank's samples over all: the weight of its loss, a mean over them, in the mean over all samples."""
+        return self.samples[self.port.rank] / max(sum(self.samples), 1)
+
+
+class Kept(NamedTuple):
+    """One round's computation, kept for its gradients."""
+
+    inputs: Tensor
+    output: Tensor
+
+
+async def forward(
+    call: DividedCall, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, keep: bool
+) -> tuple[Tensor, list[Kept]]:
+    """This rank's samples' outputs, all features; and what `backward` needs, if it is to be kept."""
+    port, dealing, kept = call.port, [], list[Kept]()
+    gathering = await port.start(_gathered(port, inputs, call.rounds[0]))
+    for number, spans in enumerate(call.rounds):
+        whole: Tensor = await gathering
+        if number + 1 < len(call.rounds):
+            gathering = await port.start(_gathered(port, inputs, call.rounds[number + 1]))
+        with torch.set_grad_enabled(keep):
+            taken = whole.requires_grad_(keep and inputs.requires_grad)
+            output = call.compute(taken, weight, bias)
+        kept += [Kept(taken, output)] * keep
+        dealing.append(await port.start(_dealt(call, output.detach(), spans)))
+    return torch.cat([await each for each in dealing]), kept
+
+
+async def backward(
+    call: DividedCall, gradient: Tensor, kept: Sequence[Kept], parameters: Sequence[Tensor], *, of_inputs: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients of this rank's inputs (None if not asked for), and of its part of the parameters.
+
+    A loss is taken to be the mean over a rank's samples. Parameters get the gradient of the mean over all samples,
+    inputs that of their own rank's loss, like everything that ranks compute by themselves.
+    """
+    port, found, reducing = call.port, [torch.zeros_like(p) for p in parameters], []
+    own = gradient * call.weight
+    gathering = await port.start(_returned(call, own, call.rounds[0]))
+    for number, (spans, (inputs, output)) in enumerate(zip(call.rounds, kept, strict=True)):
+        outputs: Tensor = await gathering
+        if number + 1 < len(call.rounds):
+            gathering = await port.start(_returned(call, own, call.rounds[number + 1]))
+        asked = [*parameters, *[inputs] * of_inputs]
+        answers = torch.autograd.grad(output, asked, outputs, retain_graph=True)
+        for total, each in zip(found, answers, strict=False):
+            total += each
+        if of_inputs:
+            reducing.append(await port.start(_reduced(port, answers[-1], spans)))
+    if not of_inputs:
+        return None, found
+    mine = torch.cat([await each for each in reducing])
+    return (mine / call.weight if call.weight else mine), found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1)
+
+
+def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return tensor.new_empty(()).expand(prod(shape))
+
+
+async def _gathered(port: Port, inputs: Tensor, spans: Spans) -> Tensor:
+    """All ranks' samples of a round, from this rank's inputs."""
+    begin, end = spans[port.rank]
+    mine = _flat(inputs.detach()[begin:end])
+    shapes = [(end - begin, *inputs.shape[1:]) for begin, end in spans]
+    found = await port.on_channel(_SAMPLES).all_to_all([mine] * port.size, [_like(inputs, shape) for shape in shapes])
+    return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)])
+
+
+async def _reduced(port: Port, partial: Tensor, spans: Spans) -> Tensor:
+    """The sum over ranks of this rank's samples of a round."""
+    sizes = [end - begin for begin, end in spans]
+    pieces = [_flat(each) for each in partial.split(sizes)]
+    found = await port.on_channel(_SAMPLES).all_to_all(pieces, [pieces[port.rank]] * port.size)
+    total = found[0].clone()
+    for each in found[1:]:
+        total += each
+    return total.view(sizes[port.rank], *partial.shape[1:])
+
+
+async def _dealt(call: DividedCall, output: Tensor, spans: Spans) -> Tensor:
+    """All features of this rank's samples of a round, from this rank's features of all samples."""
+    port, sizes = call.port, [end - begin for begin, end in spans]
+    dim = output.dim() + call.output_dim
+    pieces = [_flat(each) for each in output.split(sizes)]
+    shapes = [(sizes[port.rank], *output.shape[1:dim], part, *output.shape[dim + 1 :]) for part in call.parts]
+    found = await port.on_channel(_FEATURES).all_to_all(pieces, [_like(output, shape) for shape in shapes])
+    return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)], dim)
+
+
+async def _returned(call: DividedCall, gradient: Tensor, spans: Spans) -> Tensor:
+    """The gradient of this rank's features of all samples of a round: the adjoint of `_dealt`."""
+    port, (begin, end) = call.port, spans[call.port.rank]
+    dim, own = gradient.dim() + call.output_dim, call.parts[call.port.rank]
+    pieces = [_flat(each) for each in gradient[begin:end].split(list(call.parts), dim)]
+    shapes = [(e - b, *gradient.shape[1:dim], own, *gradient.shape[dim + 1 :]) for b, e in spans]
+    found = await port.on_channel(_FEATURES).all_to_all(pieces, [_like(gradient, shape) for shape in shapes])
+    return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)])
+
+
+class Divided(torch.autograd.Function):
+    """`forward` and `backward` as one operation of autograd; `drive` runs them to their end."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DividedCall, drive: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.call, ctx.drive = call, drive
+        ctx.parameters = [each for each in (weight, bias) if each is not None and each.requires_grad]
+        answer, ctx.kept = drive(forward(call, inputs, weight, bias, keep=True))
+        return answer  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """The gradients of `forward`'s arguments."""
+        needed = ctx.needs_input_grad
+        of_inputs, found = ctx.drive(backward(ctx.call, gradient, ctx.kept, ctx.parameters, of_inputs=needed[2]))
+        of_parameters = iter(found)
+        weight, bias = (next(of_parameters) if needed[i] else None for i in (3, 4))
+        return None, None, of_inputs, weight, bias

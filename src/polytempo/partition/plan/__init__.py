@@ -1,0 +1,7 @@
+"""What each layer would send by data and by model parallelism, and which of the two sends less."""
+
+from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, chosen
+from polytempo.partition.plan.scaling import ScalingLaw
+from polytempo.partition.plan.volume import LayerVolume, volumes
+
+__all__ = ["LayerPlan", "LayerVolume", "PlannedLayer", "Reduction", "ScalingLaw", "chosen", "volumes"]

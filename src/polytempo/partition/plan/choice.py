@@ -1,0 +1,171 @@
+"""`LayerPlan`: which layers go by data and which by model parallelism, and what both would send.
+
+             data: a worker has all weights, and some samples       model: some weights, and all samples
+             sends ∇W, gets the sum back: 2·|W|                     sends its inputs and their gradients: 2·|D|
+
+Convolutions have few weights that meet many positions, so |W| < |D|; fully connected layers the other way around,
+until the batch is as large as the layer is wide.
+
+Source: F. Iandola et al., "FireCaffe", 2016, section 3; A. Krizhevsky, "One weird trick for parallelizing convolutional
+neural networks", 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal, NamedTuple
+
+from polytempo.partition.plan.scaling import PriceOf
+from polytempo.partition.plan.volume import LayerVolume
+
+LayerWay = Literal["data", "model"]
+Scheme = Literal["data", "model", "hybrid"]
+By = Literal["bytes", "seconds"]
+SCHEMES: tuple[Scheme, ...] = ("data", "model", "hybrid")
+_EXCHANGES = 4
+"""Of a layer whose weights are divided: inputs, outputs, and the gradients of both."""
+
+
+class Reduction(NamedTuple):
+    """A way to sum gradients over the workers, and its cost by the α–β model."""
+
+    name: str
+    price: PriceOf
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer, by both ways. Bytes are the source's |W| and |D|; seconds are of a whole step."""
+
+    volume: LayerVolume
+    way: LayerWay
+    data_bytes: int
+    model_bytes: float
+    data_s: float
+    """Of the reduction of its gradient, alone; several layers' gradients are reduced together."""
+    model_s: float
+    flops_per_byte: float
+    """`LayerVolume.flops_per_byte` of a worker's samples."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The layers of a model, each with its way, for so many workers and samples of a step of all of them."""
+
+    layers: tuple[PlannedLayer, ...]
+    workers: int
+    batch_size: int
+    latency_s: float
+    bytes_per_s: float
+    reduction: Reduction
+
+    @property
+    def model_parallel(self) -> tuple[str, ...]:
+        """Names of the layers whose weights are divided: `pt.hybrid` takes the plan, or these."""
+        return tuple(each.volume.name for each in self.layers if each.way == "model")
+
+    @property
+    def weight_bytes(self) -> int:
+        """|W| of the model."""
+        return sum(each.data_bytes for each in self.layers)
+
+    @property
+    def input_bytes(self) -> float:
+        """|D| of the model."""
+        return sum(each.model_bytes for each in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Of a step, forward and backward, of all workers."""
+        return sum(each.volume.flops for each in self.layers) * self.batch_size
+
+    def ways(self, scheme: Scheme) -> tuple[LayerWay, ...]:
+        """Each layer's way; with "model", of every layer that can go so."""
+        if scheme == "hybrid":
+            return tuple(each.way for each in self.layers)
+        return tuple(scheme if can_divide(each.volume, self.workers) else "data" for each in self.layers)
+
+    def bytes_of(self, scheme: Scheme) -> float:
+        """The source's volume of a step: |W| of the layers by data, |D| of those by model parallelism."""
+        pairs = zip(self.layers, self.ways(scheme), strict=True)
+        return sum(each.data_bytes if way == "data" else each.model_bytes for each, way in pairs)
+
+    def seconds_of(self, scheme: Scheme, reduction: Reduction | None = None) -> float:
+        """Of what a step sends, nothing of it hidden: one reduction of all gradients, and each layer's exchanges."""
+        pairs = list(zip(self.layers, self.ways(scheme), strict=True))
+        gradients = sum(each.volume.gradient_bytes for each, way in pairs if way == "data")
+        price = (reduction or self.reduction).price
+        reduced = price(self.workers, gradients, self.latency_s, self.bytes_per_s).seconds if gradients else 0.0
+        return reduced + sum(each.model_s for each, way in pairs if way == "model")
+
+
+def can_divide(layer: LayerVolume, workers: int) -> bool:
+    """Whether each worker can have some of the layer's outputs, and no other layer has its weights."""
+    return workers > 1 and layer.features >= workers and not layer.tied
+
+
+def chosen(
+    layers: Sequence[LayerVolume],
+    *,
+    workers: int,
+    batch_size: int,
+    latency_s: float,
+    bytes_per_s: float,
+    reduction: Reduction,
+    by: By = "bytes",
+    overlap: float = 1.0,
+) -> LayerPlan:
+    """Each layer by the way that sends less.
+
+    `by`: "bytes" compares |D| with |W|, which is the source's rule; "seconds" compares what the exchanges of
+    `pt.hybrid` take on this link with what the reduction takes. `batch_size`: samples of a step of all workers.
+    Layers that cannot be divided, and those whose weights another layer has, too, go by data parallelism.
+
+    Raises ValueError for numbers below 1.
+    """
+    for name, number in (("workers", workers), ("batch_size", batch_size)):
+        if number < 1:
+            raise ValueError(f"{name}={number}: must be at least 1")
+    if by not in ("bytes", "seconds"):
+        raise ValueError(f'by={by!r}: must be "bytes" or "seconds"')
+    planned = []
+    for layer in layers:
+        data_s = reduction.price(workers, layer.gradient_bytes, latency_s, bytes_per_s).seconds
+        model_s = exchange_seconds(layer, workers, batch_size, latency_s, bytes_per_s)
+        data_bytes, model_bytes = layer.weight_bytes, layer.input_bytes(batch_size)
+        less = model_bytes < data_bytes if by == "bytes" else model_s < data_s
+        way: LayerWay = "model" if less and can_divide(layer, workers) else "data"
+        ratio = layer.flops_per_byte(ceil(batch_size / workers), overlap) if layer.weights else 0.0
+        planned.append(PlannedLayer(layer, way, data_bytes, model_bytes, data_s, model_s, ratio))
+    return LayerPlan(tuple(planned), workers, batch_size, latency_s, bytes_per_s, reduction)
+
+
+def exchange_seconds(layer: LayerVolume, workers: int, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
+    """Of what a step of a divided layer sends: inputs to all, outputs to whose samples they are, gradients back.
+
+    4α + (N-1)/N · (2·|D| + 2·outputs/N) / B         half of |D|, and one α less, where no gradient goes back
+    """
+    if workers == 1:
+        return 0.0
+    there = layer.input_bytes(batch_size) * (2 if layer.gradient else 1)
+    back = 2 * layer.output_bytes(batch_size) / workers
+    rounds = _EXCHANGES - (not layer.gradient)
+    return rounds * latency_s + (workers - 1) / workers * (there + back) / bytes_per_s
+
+
+def exchange_bytes(layer: LayerVolume, sizes: Sequence[int], parts: Sequence[int]) -> float:
+    """Of all ranks in a step of a divided layer: rank r has `sizes[r]` samples and `parts[r]` of the outputs' features.
+
+    To the byte, whether sizes divide evenly or not.
+    """
+    batch_size, features = sum(sizes), sum(parts)
+    inputs = (len(sizes) - 1) * layer.input_bytes(batch_size) * (2 if layer.gradient else 1)
+    moved = sum((batch_size - own) * part for own, part in zip(sizes, parts, strict=True))
+    return inputs + 2 * moved * layer.output_bytes(1) / features
+
+
+def prices_of(plan: LayerPlan, reductions: Sequence[Reduction]) -> Mapping[str, dict[Scheme, float]]:
+    """Seconds of a step's messages by each reduction and scheme."""
+    return {each.name: {scheme: plan.seconds_of(scheme, each) for scheme in SCHEMES} for each in reductions}

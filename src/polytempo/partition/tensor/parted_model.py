@@ -1,0 +1,91 @@
+"""`PartedModel`: a model of which this rank has its part of some layers, and ways to see the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.partition.tensor.division import Division
+from polytempo.partition.tensor.layer import SplitLayer
+from polytempo.partition.tensor.model_group import ModelGroup
+
+
+class PartedModel(nn.Module):
+    """Takes a model's place: its parameters and modules under the same names, each this rank's part or the whole."""
+
+    def __init__(self, model: nn.Module, group: ModelGroup) -> None:
+        super().__init__()
+        # one set of parameters and modules, under the model's own names; the model itself is no submodule
+        for each in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[each] = model.__dict__[each]
+        self.__dict__["model"], self.group = model, group
+        self.training = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has besides."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["model"], name)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module."""
+        self.__dict__["model"].training = mode
+        super().train(mode)
+        return self
+
+    # ------------------------------------------------------------------ the whole
+
+    @property
+    def parts(self) -> dict[str, Division]:
+        """How each split parameter is cut, by its name. Of all others every rank has the whole."""
+        found: dict[str, Division] = {}
+        for prefix, module in self.named_modules(remove_duplicate=False):
+            if isinstance(module, SplitLayer):
+                held = [name for name in module.parts if module._parameters.get(name) is not None]
+                found |= {f"{prefix}.{name}" if prefix else name: module.parts[name] for name in held}
+        return found
+
+    def replicated(self) -> list[nn.Parameter]:
+        """Parameters that every rank of the model has as a whole."""
+        parts = self.parts
+        return [parameter for name, parameter in self.named_parameters() if name not in parts]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The whole model's parameters by its names, on every rank. All ranks of the model call it.
+
+        Cost: a gather of every split parameter.
+        """
+        return self._full(lambda parameter: parameter.detach())
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The same of gradients; parameters without one are left out."""
+        return self._full(lambda parameter: parameter.grad)
+
+    def _full(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        parts = self.parts
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            tensor = of(parameter)
+            if tensor is not None:
+                found[name] = self._joined(tensor, parts[name]) if name in parts else tensor.clone()
+        return found
+
+    def _joined(self, part: Tensor, how: Division) -> Tensor:
+        sizes = [how.packed * size for size in how.sizes]
+        return how.join(self.group.gather(part, sizes, how.dim).split(sizes, how.dim))
+
+    @torch.no_grad()
+    def load_full_parameters(self, full: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts of a whole model's parameters. ValueError names those that are missing."""
+        parts, own = self.parts, dict(self.named_parameters())
+        if missing := sorted(own.keys() - full.keys()):
+            raise ValueError(f"the whole model's parameters lack {', '.join(missing[:5])}; there are {len(full)}")
+        for name, parameter in own.items():
+            whole = full[name]
+            parameter.copy_(parts[name].take(whole, self.group.rank) if name in parts else whole)

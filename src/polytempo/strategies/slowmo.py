@@ -1,0 +1,47 @@
+"""SlowMo: rounds of a distributed strategy, with a slow momentum from round to round."""
+
+from __future__ import annotations
+
+from polytempo.aggregation import from_anchor, heavy_ball, mean
+from polytempo.core import Route, Strategy, call_name, chain, native
+from polytempo.core.strategy import checked_inner
+from polytempo.synchronization import every
+
+
+def slowmo(
+    period: int = 12,
+    slow_lr: float = 1.0,
+    slow_momentum: float = 0.7,
+    route: Route = native,
+    inner: Strategy | None = None,
+) -> Strategy:
+    """After `period` steps, what the workers' mean has moved goes into a momentum, by which all move on.
+
+    Δ = θ_anchor - mean(θᵢ); u ← βu + Δ; θ_anchor ← θ_anchor - α u, with α = `slow_lr` and β = `slow_momentum`.
+
+    `inner` is what workers do within a round: nothing (local SGD) without it, or a strategy that exchanges by
+    messages, such as `gossip()` or `stochastic_gradient_push()`. With α = 1 and β = 0 it is local SGD. With period 1,
+    α = 1 and plain SGD it is synchronous SGD with momentum β. A movement that repeats adds up to α / (1 - β) times
+    itself.
+
+    In an elastic run it behaves as `diloco`; an `inner` strategy is refused there.
+
+    Cost: that of `inner`, and the route's once in τ = `period` steps; memory for the anchor and the momentum.
+
+    Source: J. Wang, V. Tantia, N. Ballas and M. Rabbat, "SlowMo: improving communication-efficient distributed SGD with
+    slow momentum", 2020, algorithm 1, whose inner optimizers keep their state here ("maintain"). Deviation: there u is
+    divided by the learning rate of its round and multiplied by that of the next one; here what has moved stays what it
+    was when the rate changes.
+    """
+    slow = every(period, from_anchor(chain(mean(route), heavy_ball(slow_lr, slow_momentum))))
+    name = call_name(slowmo, locals(), brief=("inner",))
+    if inner is None:
+        return Strategy(name, parameters=slow, synchronized=period == 1)
+    checked_inner(inner, "slowmo")
+    return Strategy(
+        name,
+        gradients=inner.gradients,
+        parameters=chain(inner.parameters, slow),
+        synchronized=inner.synchronized or period == 1,
+        momentum=inner.momentum,
+    )
