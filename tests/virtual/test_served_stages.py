@@ -1,4 +1,4 @@
-"""A cut model whose stages have parameter servers, in the virtual world; see also `process/test_served_stages`."""
+"""A cut model whose stages have parameter servers, simulated; on real processes: `process/test_served_stages`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from polytempo.server.service import served
 from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from staged_job import job, plain, points
+from staged_job import plain, points
 
 FEW = [
     pt.strategies.async_sgd(shards=2, codec=feedback(bf16()), pull_codec=bf16()),
@@ -205,6 +205,17 @@ def test_explain_counts_a_stage_s_own_server() -> None:
     assert (pushed.messages, pushed.payload_bytes) == (8, 8_000)  # 2 replicas of 2 stages, each to its own 2 shards
 
 
-def test_norms_with_running_statistics_are_refused() -> None:
-    with pytest.raises(ValueError, match="running statistics of norms"):
-        pt.simulate(job(), pt.strategies.gpipe(2, 2, inner=pt.strategies.async_sgd()), 2, steps=1)
+def normed() -> nn.Sequential:
+    """A norm in each half."""
+    norms = (nn.BatchNorm1d(5), nn.BatchNorm1d(7))
+    return nn.Sequential(nn.Linear(4, 5), norms[0], nn.Tanh(), nn.Linear(5, 7), norms[1], nn.Linear(7, 2))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_running_statistics_of_norms_are_scored_as_without_stages(stages: int) -> None:
+    with_norms = replace(plain(), model=normed)
+    inner = pt.strategies.async_sgd(shards=2)
+    found = pt.simulate(with_norms, pt.strategies.one_f_one_b(stages, 1, inner=inner), stages, steps=9, threads=1)
+    expected = pt.simulate(with_norms, inner, 1, steps=9, threads=1)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.parameters_sha256 == expected.parameters_sha256

@@ -123,7 +123,7 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
-    yield "workers do not send to each other"
+    yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
 
 
 def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from polytempo.server.layout import Spans, numel_of, place_
 from polytempo.server.message import Entry
 from polytempo.server.shard.node import Node
+from polytempo.server.shard.running_statistics import RunningOf, of_first
 from polytempo.server.shard.score_snapshots import ScorePoints
 from polytempo.server.shard.shard import Shard
 from polytempo.training.scorer import Scorer
@@ -31,7 +32,9 @@ class OffTheClock:
         dtype: torch.dtype,
         take: Callable[[dict[str, Any]], None],
         now_s: Callable[[], float],
+        running_of: RunningOf = of_first,
     ) -> None:
+        self._running_of = running_of
         self._points, self._scorer, self._take, self._now_s = points, scorer, take, now_s
         self._flat = torch.empty(scorer.numel, dtype=dtype)
         self._parts: dict[int, dict[int, tuple[Spans, Tensor, Tensor | None]]] = {}
@@ -68,7 +71,7 @@ class OffTheClock:
             return
         for spans, values, _ in parts.values():
             place_(self._flat, spans, values)
-        running = parts[min(parts)][2]  # shards differ; what workers pull is the first one's, too
+        running = self._running_of({number: part[2] for number, part in parts.items()})
         self._scored = number
         self._parts = {other: kept for other, kept in self._parts.items() if other > number}
         self._take(self._scorer.row(number, self._now_s(), self._flat, running))

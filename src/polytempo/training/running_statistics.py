@@ -18,25 +18,26 @@ class Running:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [
+        self.buffers = [
             buffer
             for module in model.modules()
             if isinstance(module, _NormBase)
             for buffer in module.buffers(recurse=False)
         ]
-        self._sizes = [buffer.numel() for buffer in self._buffers]
+        """In the order of the vector."""
+        self._sizes = [buffer.numel() for buffer in self.buffers]
 
     def vector(self) -> Tensor | None:
         """The statistics as they are now, shape (numel,), in memory of their own; None where there are none."""
-        if not self._buffers:
+        if not self.buffers:
             return None
-        return torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in self._buffers])
+        return torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in self.buffers])
 
     @torch.no_grad()
     def place(self, vector: Tensor | None) -> None:
         """Take over what `vector` returned of a model like this one; counts are rounded. None: nothing happens."""
         if vector is None:
             return
-        for buffer, values in zip(self._buffers, vector.split(self._sizes), strict=True):
+        for buffer, values in zip(self.buffers, vector.split(self._sizes), strict=True):
             whole = values if buffer.is_floating_point() else values.round()
             buffer.copy_(whole.view_as(buffer))

@@ -158,6 +158,7 @@ class Divided(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: DividedCall, drive: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What this rank has of the layer's output: (its samples, …)."""
         ctx.call, ctx.drive = call, drive
         ctx.parameters = [each for each in (weight, bias) if each is not None and each.requires_grad]
         answer, ctx.kept = drive(forward(call, inputs, weight, bias, keep=True))

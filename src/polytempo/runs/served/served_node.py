@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from polytempo.core import world_port
 from polytempo.core.notice import Notice, noticed
 from polytempo.engines.engine import Role
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
@@ -143,16 +144,17 @@ class _Part:
         client = self._program.client(
             role.node, role.incarnation, self._timing, self._chains, memory=memory, peers=peers
         )
-        line, world = self._join()
-        group, stages = world.port.among(self._topology.beside(role.node)), None
+        port = world_port(role.node, self._program.hosts)
+        group, stages = port.among(self._topology.beside(role.node)), None
         if self._program.stages is not None:
-            stages = world.port.among(self._topology.replica_of(role.node))
+            stages = port.among(self._topology.replica_of(role.node))
         context = self._program.context(stages=stages)
+        line, world = self._join()
         try:
             if stages is None:
                 program = work(group, context, client, leaving)
             else:  # SIGTERM to one of the replica's processes does not end it: the launcher decides
-                messages = StageMessages(world.port, stages.members, role.incarnation, self._timing)
+                messages = StageMessages(port, stages.members, role.incarnation, self._timing)
                 program = through_stages(messages, work(group, context, client, stages=stages))
             attendance = world.drive(through(client, world.port, program))
         finally:
@@ -174,7 +176,10 @@ class _Part:
             return json.dumps(scorer.row(number, seconds, flat, running)).encode()
 
         node, coordinator = self._role.node, self._topology.coordinator
-        evaluator = Evaluator(node, coordinator, self._chains, scorer.numel, self._program.dtype, score, self._timing)
+        held = scorer.numel, self._program.dtype
+        evaluator = Evaluator(
+            *(node, coordinator, self._chains, *held, score, self._timing), running_of=self._program.running_of
+        )
         line, world = self._join()
         try:
             world.drive(serve(world.port, evaluator))

@@ -11,7 +11,7 @@ what becomes of one that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
 from polytempo.server.shard.buffers import Empty, plain_empty
+from polytempo.server.shard.running_statistics import of_first
 from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.shard.score_snapshots import ScorePoints, score_points
 from polytempo.server.shard.shard import Shard
@@ -246,8 +247,12 @@ class ServedProgram:
             self.service,
             empty=empty or plain_empty,
             native=native,
-            running=self.running,
+            running=self.running if self.stages is None else self.stages.running(number),
         )
+
+    def running_of(self, parts: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
+        """The whole model's running statistics, of those that each shard has."""
+        return of_first(parts) if self.stages is None else self.stages.running_of(parts)
 
     def scorer(self) -> Scorer:
         """Scores what the shards hold, with a model of its own."""

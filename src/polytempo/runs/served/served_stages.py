@@ -7,9 +7,11 @@ whole model ──▶ Cut ──▶ own[k]: the parameters of stage k      ─�
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from copy import deepcopy
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from polytempo.core import Port
 from polytempo.partition.cut import Cut
@@ -35,8 +37,8 @@ class ServedStages:
 
     The model is kept, and copied for each worker.
 
-    Errors: ValueError for weights that several stages use, for norms with running statistics, for sparse embeddings,
-    for parameter groups that differ from stage to stage, and for more messages at a time than a mailbox takes.
+    Errors: ValueError for weights that several stages use, for sparse embeddings, for parameter groups that differ from
+    stage to stage, for more messages at a time than a mailbox takes, and for norms whose statistics are out of reach.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class ServedStages:
         self._spec, self._schedule = spec, schedule_of(spec.strategy)
         cut = cut_of(spec, model, data)
         self._whole = model, cut
-        self._check(model, cut, parameters)
+        self._check(cut, parameters)
         self.own = tuple(self._own(stage, parameters) for stage in range(self._schedule.stages))
         """The parameters of each stage, in the order in which its model has them."""
         self.most_bytes = max(cost.bytes_out for cost in cut.costs)
@@ -55,6 +57,8 @@ class ServedStages:
         self._shards = [stage_spans(parameters, own, each) for own in self.own]
         self.spans = tuple(shard.whole for shards in self._shards for shard in shards)
         """Of each shard its ranges of the vector of all parameters."""
+        self._running = [Running(self._model(stage)).vector() for stage in range(self._schedule.stages)]
+        self._places = self._running_places(model)
 
     def local(self, stage: int) -> tuple[Spans, ...]:
         """Of every shard what it holds of the stage's own vector: of another stage's shard nothing."""
@@ -66,9 +70,39 @@ class ServedStages:
         model, cut = deepcopy(self._whole)
         return ServedStage(self._spec, model, cut, self.own, stages, flops_per_sample)
 
+    def running(self, shard: int) -> Tensor | None:
+        """The running statistics of norms that a shard begins with: those of its stage."""
+        return self._running[shard // len(self._shards[0])]
+
+    def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
+        """The whole model's, of those that each shard has: of each stage the first shard's count."""
+        firsts = [parts[stage * len(self._shards[0])] for stage in range(len(self._shards))]
+        held = {stage: vector for stage, vector in enumerate(firsts) if vector is not None}
+        found = [held[stage][begin:end] for stage, begin, end in self._places]
+        return torch.cat(found) if found else None
+
+    def _running_places(self, model: nn.Module) -> list[tuple[int, int, int]]:
+        """For each of the model's buffers of norms its stage, and its range in the vector of that."""
+        known: dict[int, tuple[int, int, int]] = {}
+        for stage in range(self._schedule.stages):
+            at = 0
+            for buffer in Running(self._model(stage)).buffers:
+                known[id(buffer)] = stage, at, at + buffer.numel()
+                at += buffer.numel()
+        buffers = Running(model).buffers
+        if any(id(buffer) not in known for buffer in buffers):
+            raise ValueError(
+                f"job {self._spec.job.name}: the model is cut by torch.export, in which its norms are no modules any "
+                "more, so their running statistics do not reach a parameter server; use GroupNorm or LayerNorm, or an "
+                "inner strategy without a server"
+            )
+        return [known[id(buffer)] for buffer in buffers]
+
+    def _model(self, stage: int) -> StageModel:
+        return StageModel(self._whole[1].stages[stage :: self._schedule.stages])
+
     def _own(self, stage: int, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        spec, (_, cut) = self._spec, self._whole
-        model = StageModel(cut.stages[stage :: self._schedule.stages])
+        spec, model = self._spec, self._model(stage)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"stage {stage} of {spec.strategy} has no trained parameters; use fewer stages")
         found = parameters_of(model, optimizer_of(spec.job, model, lr=spec.lr), spec.strategy)
@@ -82,7 +116,7 @@ class ServedStages:
                 )
         return found
 
-    def _check(self, model: nn.Module, cut: Cut, parameters: tuple[Parameter, ...]) -> None:
+    def _check(self, cut: Cut, parameters: tuple[Parameter, ...]) -> None:
         strategy, stages = self._spec.strategy, self._schedule.stages
         for name, users in cut.shared.items():
             if len({part % stages for part in users}) > 1:
@@ -91,12 +125,6 @@ class ServedStages:
                     "of its own; use one_f_one_b with an inner strategy without a server, which sums the gradients, or "
                     "fewer stages"
                 )
-        if stages > 1 and Running(model).vector() is not None:
-            raise ValueError(
-                f"job {self._spec.job.name}: running statistics of norms do not travel between stages and their "
-                f"parameter servers, and {strategy} has both; use GroupNorm or LayerNorm, or an inner strategy without "
-                "a server"
-            )
         if tables := [each.name for each in parameters if each.row_width]:
             raise ValueError(
                 f"{', '.join(tables)} travel by their touched rows, and stages push whole vectors; make the embeddings "

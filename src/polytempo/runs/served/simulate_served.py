@@ -138,8 +138,11 @@ class _Run:
     def _scores(self) -> OffTheClock | None:
         if not self.program.scores:
             return None
-        points, dtype = self.program.points, self.program.dtype
-        return OffTheClock(points, self.program.scorer(), dtype, self.tally.take_row, lambda: self.world.now_s)
+        program = self.program
+        return OffTheClock(
+            *(program.points, program.scorer(), program.dtype, self.tally.take_row, lambda: self.world.now_s),
+            running_of=program.running_of,
+        )
 
     def _nodes(self) -> dict[int, Node]:
         """The copies of the shards, each with the first view: so no first request comes too early."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polytempo.server.layout import numel_of, place_
 from polytempo.server.message import Beat, Heard, Message, Outbox, Scored, Show, Shown, View
+from polytempo.server.shard.running_statistics import RunningOf, of_first
 from polytempo.server.timing import Timing
 
 Score = Callable[[int, float, Tensor, Tensor | None], bytes]
@@ -36,8 +37,10 @@ class Evaluator:
         dtype: torch.dtype,
         score: Score,
         timing: Timing | None = None,
+        running_of: RunningOf = of_first,
     ) -> None:
         self.node, self.coordinator = node, coordinator
+        self._running_of = running_of
         self.timing = timing or Timing()
         self.finished = False
         self.wanted = 0
@@ -120,7 +123,7 @@ class Evaluator:
             return []
         for part in parts:
             place_(self._flat, part.spans, part.values)
-        running = self._parts[min(self._parts)].running  # shards differ; what workers pull is the first one's, too
+        running = self._running_of({shard: part.running for shard, part in self._parts.items()})
         seconds = max(part.seconds for part in parts)
         self._row = Scored(highest, self._score(highest, seconds, self._flat, running))
         self.wanted, self._parts = highest + 1, {}

@@ -11,9 +11,19 @@ variance stays above 0 however stale they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from polytempo.server.message import Push, PushPart
+
+RunningOf = Callable[[Mapping[int, Tensor | None]], Tensor | None]
+"""What each shard has -> the whole model's running statistics."""
+
+
+def of_first(parts: Mapping[int, Tensor | None]) -> Tensor | None:
+    """Shards differ; what workers pull is the first one's, too."""
+    return parts[min(parts)]
 
 
 class RunningStatistics:
