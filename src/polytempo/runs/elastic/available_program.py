@@ -28,7 +28,7 @@ class PolledProgram(Generic[T]):
         first: T,
         read: Callable[[str], T],
         goes_on: Callable[[T], str],
-        every_s: float = _EVERY_S,
+        every_s: float,
     ) -> None:
         self._program, self._answer, self._reader, self._goes_on = program.absolute(), first, read, goes_on
         self._every_s = every_s
@@ -91,7 +91,7 @@ class AvailableProgram(PolledProgram[int]):
     def __init__(self, program: Path, workers: int) -> None:
         if not program.is_file():
             raise ValueError(f"available={program}: there is no such program")
-        super().__init__(program, workers, _number, lambda number: f"{number} workers")
+        super().__init__(program, workers, _number, lambda number: f"{number} workers", _EVERY_S)
 
 
 def _number(printed: str) -> int:
