@@ -108,7 +108,32 @@ int64_t descend(const Hyper& hyper, const double* gradient, double weight, const
     return kernels().descend_f64(hyper, gradient, weight, p, out, count);
 }
 
+void squares(const float* a, const float* b, double* sums, int64_t count) { kernels().squares_f32(a, b, sums, count); }
+
+void squares(const double* a, const double* b, double* sums, int64_t count) { kernels().squares_f64(a, b, sums, count); }
+
+void lamb_direction(
+    const Hyper& hyper, const float* gradient, const float* weights, float* m, float* v, float* direction, double* sums,
+    int64_t count) {
+    kernels().lamb_f32(hyper, gradient, weights, m, v, direction, sums, count);
+}
+
+void lamb_direction(
+    const Hyper& hyper, const double* gradient, const double* weights, double* m, double* v, double* direction,
+    double* sums, int64_t count) {
+    kernels().lamb_f64(hyper, gradient, weights, m, v, direction, sums, count);
+}
+
 namespace {
+
+template <class T>
+void lamb_any(
+    const Hyper& hyper, const void* gradient, const void* weights, void* m, void* v, void* direction, double* sums,
+    int64_t count) {
+    lamb_direction(
+        hyper, static_cast<const T*>(gradient), static_cast<const T*>(weights), static_cast<T*>(m), static_cast<T*>(v),
+        static_cast<T*>(direction), sums, count);
+}
 
 template <class T>
 void update_any(
@@ -178,4 +203,22 @@ int64_t pt_descend(
     if ((dtype != pt::F32 && dtype != pt::F64) || !is_plain || count < 0) return -2;
     return (dtype == pt::F32 ? pt::descend_any<float> : pt::descend_any<double>)(
         pt::made(*hyper), gradient, weight, p, out, count);
+}
+
+int32_t pt_squares(int32_t dtype, const void* a, const void* b, double* sums, int64_t count) {
+    if ((dtype != pt::F32 && dtype != pt::F64) || count < 0) return 1;
+    if (dtype == pt::F32)
+        pt::squares(static_cast<const float*>(a), static_cast<const float*>(b), sums, count);
+    else
+        pt::squares(static_cast<const double*>(a), static_cast<const double*>(b), sums, count);
+    return 0;
+}
+
+int32_t pt_lamb_direction(
+    int32_t dtype, const pt_hyper* hyper, const void* gradient, const void* weights, void* m, void* v, void* direction,
+    double* sums, int64_t count) {
+    if ((dtype != pt::F32 && dtype != pt::F64) || count < 0) return 1;
+    (dtype == pt::F32 ? pt::lamb_any<float> : pt::lamb_any<double>)(
+        pt::made(*hyper), gradient, weights, m, v, direction, sums, count);
+    return 0;
 }

@@ -84,6 +84,23 @@ int64_t unfinite(DType dtype, const void* data, int64_t count);
 int64_t descend(const Hyper& hyper, const float* gradient, float weight, const float* p, float* out, int64_t count);
 int64_t descend(const Hyper& hyper, const double* gradient, double weight, const double* p, double* out, int64_t count);
 
+// sums = {Σ a², Σ b²}, in f64. Cost: reads both once.
+void squares(const float* a, const float* b, double* sums, int64_t count);
+void squares(const double* a, const double* b, double* sums, int64_t count);
+
+// What LAMB would move by, but for the rate and the ratio of norms, and the squares that make the ratio:
+//
+//   m += (1 − β1)(g − m);  v = β2 v + (1 − β2) g²;  u = m / (1 − β1^step) / (√v / √(1 − β2^step) + eps) + decay · w
+//   sums = {Σ w², Σ u²}, of u as it is rounded
+//
+// Nothing may overlap. All but the sums is computed in the tensors' type, each operation rounded. Cost: reads g, w, m and v once and writes m, v and u once.
+void lamb_direction(
+    const Hyper& hyper, const float* gradient, const float* weights, float* m, float* v, float* direction, double* sums,
+    int64_t count);
+void lamb_direction(
+    const Hyper& hyper, const double* gradient, const double* weights, double* m, double* v, double* direction,
+    double* sums, int64_t count);
+
 struct DenseCodes;
 struct SparseCodes;
 struct DrawnCodes;
@@ -103,6 +120,10 @@ struct Kernels {
     int64_t (*unfinite)(DType, const void*, int64_t);
     int64_t (*descend_f32)(const Hyper&, const float*, float, const float*, float*, int64_t);
     int64_t (*descend_f64)(const Hyper&, const double*, double, const double*, double*, int64_t);
+    void (*squares_f32)(const float*, const float*, double*, int64_t);
+    void (*squares_f64)(const double*, const double*, double*, int64_t);
+    void (*lamb_f32)(const Hyper&, const float*, const float*, float*, float*, float*, double*, int64_t);
+    void (*lamb_f64)(const Hyper&, const double*, const double*, double*, double*, double*, double*, int64_t);
     const DenseCodes* dense;
     const SparseCodes* sparse;
     const DrawnCodes* drawn;

@@ -30,6 +30,14 @@ __attribute__((visibility("default"))) int32_t pt_update(
     int32_t dtype, const pt_hyper* hyper, const void* const* gradients, const void* weights, int32_t num_gradients,
     const void* p, const void* m, const void* v, void* p_out, void* m_out, void* v_out, int64_t count);
 
+// See pt::squares and pt::lamb_direction. 0: fine; 1: dtype or count is impossible, nothing was done.
+__attribute__((visibility("default"))) int32_t pt_squares(
+    int32_t dtype, const void* a, const void* b, double* sums, int64_t count);
+
+__attribute__((visibility("default"))) int32_t pt_lamb_direction(
+    int32_t dtype, const pt_hyper* hyper, const void* gradient, const void* weights, void* m, void* v, void* direction,
+    double* sums, int64_t count);
+
 // The index of the first element that is NaN or infinite; -1: there is none; -2: not a type of floats.
 __attribute__((visibility("default"))) int64_t pt_unfinite(int32_t dtype, const void* data, int64_t count);
 

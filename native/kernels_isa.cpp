@@ -37,6 +37,7 @@ template <class T> using Loose = typename At<T>::type;
 void copy_past_caches(void* out, const void* source, int64_t num_bytes);
 
 #include "update.inc"
+#include "layer_wise.inc"
 #include "finite.inc"
 
 // -fno-tree-loop-distribute-patterns keeps the compiler from making a call of memcpy out of it.
@@ -109,7 +110,7 @@ const DrawnCodes drawn_codes = drawn::CODES;
 
 extern const Kernels kernels = {
     PT_NAME_OF(PT_ISA), reduce, copy, copy_past_caches, update<float>, update<double>, unfinite, descend<float>,
-    descend<double>, &dense_codes, &sparse_codes, &drawn_codes};
+    descend<double>, squares<float>, squares<double>, lamb_direction<float>, lamb_direction<double>, &dense_codes, &sparse_codes, &drawn_codes};
 
 } // namespace PT_ISA
 } // namespace pt

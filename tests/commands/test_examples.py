@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 UNDER_TORCHRUN = {
     "horovod_digits.py": "worker",
+    "horovod_imagenet.py": "worker",
     "hybrid_layers.py": "worker",
     "own_loop.py": "worker",
     "own_loop_served.py": "worker",

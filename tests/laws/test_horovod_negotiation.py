@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
-from polytempo.horovod.negotiation.member import NegotiationMember, ToEnd, ToFail, ToPerform
+from polytempo.horovod.negotiation.member import NegotiationMember, ToEnd, ToFail, ToPerform, ToTune
 from polytempo.horovod.negotiation.message import Farewell, TensorRequest, Verdicts, Word
 from polytempo.horovod.negotiation.stalls import StallLimits
 
@@ -76,6 +76,8 @@ class Cluster:
                 case ToFail(key, reason):
                     self.failed[rank][key] = reason
                     member.finish(key)
+                case ToTune(cycle_s):
+                    self.performed[rank].append(((-1, str(cycle_s)),))
                 case ToEnd(reason):
                     self.ended[rank] = reason
 
@@ -313,3 +315,23 @@ def test_splits_and_first_dimensions_reach_every_rank() -> None:
     cluster.members[1].submit(request((0, "b"), kind="alltoall", op="", numbers=(1, 2)))
     cluster.settle()
     assert all("rank 0 splits 3 rows into [1, 1]" in failed[0, "b"] for failed in cluster.failed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_ranks_change_settings_at_the_same_place_in_the_order(seed: int) -> None:
+    """Between two operations, which are the same two on every rank; fusion follows from the next decision on."""
+    random, cluster = world(4000 + seed)
+    names = [f"t{i}" for i in range(8)]
+    for turn in range(4):
+        for rank in range(cluster.size):
+            for name in random.sample(names, len(names)):
+                cluster.members[rank].submit(request((0, name)))
+                if random.random() < 0.3:
+                    cluster.flush(rank)
+                cluster.step()
+        cluster.broadcast(cluster.coordinator.retune(0 if turn % 2 else 1 << 20, 0.001 * turn))
+        cluster.settle()
+    assert all(performed == cluster.performed[0] for performed in cluster.performed)
+    changes = [place for place, entries in enumerate(cluster.performed[0]) if entries[0][0] == -1]
+    assert [cluster.performed[0][place][0][1] for place in changes] == ["0.0", "0.001", "0.002", "0.003"]
+    assert all(len(entries) == 1 for entries in cluster.performed[0][changes[1] : changes[2]])

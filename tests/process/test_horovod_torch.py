@@ -124,6 +124,22 @@ def groups_of_several_dtypes(rank: int, size: int) -> None:
 
 
 @check
+def large_tensors_beside_small_ones(rank: int, size: int) -> None:
+    """They are fused, but not copied; on the last rank the large one does not lie in one piece."""
+    shape = (400, 500)
+    large = values(rank, shape=shape[::-1]).t() if rank == size - 1 else values(rank, shape=shape)
+    given = [values(rank), large, values(rank, torch.float64, shape), values(rank, shape=(7,))]
+    first = [values(r) for r in range(size)]
+    second = [values(r, shape=shape[::-1]).t() if r == size - 1 else values(r, shape=shape) for r in range(size)]
+    third = [values(r, torch.float64, shape) for r in range(size)]
+    fourth = [values(r, shape=(7,)) for r in range(size)]
+    expected = [torch.stack(each).mean(0) for each in (first, second, third, fourth)]
+    equal(hvd.grouped_allreduce(given, name="large"), expected)
+    assert hvd.grouped_allreduce_(given, name="large")[1] is large
+    equal(given, expected)
+
+
+@check
 def random_orders(rank: int, size: int) -> None:
     """Each rank submits the same names in an order of its own, several rounds, some in groups."""
     names = [f"order.{number}" for number in range(60)]
@@ -287,6 +303,98 @@ def gradients(rank: int, size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     at = torch.ones(3, requires_grad=True)
     refused(ValueError, "MAX has no gradient", hvd.allreduce(at, op=hvd.Max).sum().backward)
+
+
+@check
+def gradients_of_groups_and_in_process_sets(rank: int, size: int) -> None:
+    """Ranks outside the set keep their tensor, whose gradient is the identity's."""
+    part = hvd.add_process_set(list(range(1, size)))
+    inside, others = part.included(), max(size - 1, 1)
+
+    def within(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: call(x) if inside else x * 1.0
+
+    def pair(x: Tensor) -> Tensor:
+        return torch.cat(hvd.grouped_allgather([x[: rank + 1], x], name="pair"))
+
+    cases: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+        "grouped allgather": (pair, 1 / size),
+        "grouped reducescatter": (lambda x: torch.cat(hvd.grouped_reducescatter([x, x * x])), size),
+        "scaled group": (lambda x: torch.cat(hvd.grouped_allreduce([x, x], prescale_factor=0.5, name="scaled")), 1),
+        "allreduce in a set": (within(lambda x: hvd.allreduce(x, process_set=part, name="part")), 1),
+        "allgather in a set": (within(lambda x: hvd.allgather(x, process_set=part)), 1 / others if inside else 1),
+        "broadcast in a set": (within(lambda x: hvd.broadcast(x, 1, process_set=part)), 1 / others if inside else 1),
+        "reducescatter in a set": (within(lambda x: hvd.reducescatter(x, process_set=part)), others if inside else 1),
+        "alltoall in a set": (within(lambda x: hvd.alltoall(x[:others], process_set=part)), 1),
+    }
+    for name, (call, factor) in cases.items():
+        at = values(rank, torch.float64, (size + 1, 2)).requires_grad_()
+        result = call(at)
+        weights = values(70 + rank, torch.float64, tuple(result.shape))
+        (found,) = torch.autograd.grad((result * weights).sum(), at)
+        expected = factor * slope(call, at.detach(), weights, rank, size)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for compressor in (hvd.Compression.fp16, hvd.Compression.bf16):
+        at = torch.full((2,), 1.0 + rank, requires_grad=True)
+        (hvd.allreduce(at, compression=compressor, op=hvd.Sum) * (1.0 + rank)).sum().backward()
+        equal(at.grad, torch.full((2,), sum(range(size + 1)) * 1.0))
+    assert hvd.remove_process_set(part)
+
+
+@check
+def asynchronous_forms(rank: int, size: int) -> None:
+    """All begun before one is waited for; in place where their name ends so."""
+    total, mine = sum(values(r) for r in range(size)), values(rank)
+    alone, first, second, sent = mine.clone(), mine.clone(), mine.double(), mine.clone()
+    rows = [1] * (size - 1) + [2]
+    dealt = values(rank, shape=(size + 1, 2))
+    handles = {
+        "allreduce": hvd.allreduce_async_(alone, op=hvd.Sum, name="forms"),
+        "group": hvd.grouped_allreduce_async_([first, second], op=hvd.Average, name="forms.group"),
+        "broadcast": hvd.broadcast_async_(sent, size - 1, name="forms"),
+        "alltoall": hvd.alltoall_async(dealt, rows, name="forms"),
+        "gather": hvd.grouped_allgather_async([mine[:1], mine[:rank]], name="forms.gather"),
+        "scatter": hvd.grouped_reducescatter_async([dealt, dealt * 2], name="forms.scatter", op=hvd.Max),
+    }
+    found = {name: hvd.synchronize(handle) for name, handle in reversed(handles.items())}
+    assert found["allreduce"] is alone
+    equal(alone, total)
+    assert found["group"][0] is first
+    equal(found["group"], [total / size, total.double() / size])
+    assert found["broadcast"] is sent
+    equal(sent, values(size - 1))
+    output, received = found["alltoall"]
+    count = rows[rank]
+    equal(output, torch.cat([values(r, shape=(size + 1, 2))[rank : rank + count] for r in range(size)]))
+    assert received.tolist() == [count] * size
+    equal(found["gather"][0], torch.cat([values(r)[:1] for r in range(size)]))
+    equal(found["gather"][1], torch.cat([values(r)[:r] for r in range(size)]))
+    largest = torch.stack([values(r, shape=(size + 1, 2)) for r in range(size)]).amax(0)
+    start, rows_here = (0, 2) if rank == 0 else (rank + 1, 1)
+    equal(found["scatter"], [largest[start : start + rows_here], 2 * largest[start : start + rows_here]])
+
+
+@check
+def forms_that_are_refused(rank: int, size: int) -> None:
+    complex_ones, apart = torch.ones(2, dtype=torch.complex64), hvd.ProcessSet([0])
+    for call in (
+        hvd.grouped_allreduce_async_,
+        hvd.grouped_allgather_async,
+        hvd.grouped_reducescatter_async,
+        hvd.grouped_allreduce_,
+    ):
+        refused(ValueError, "at least one tensor", lambda call=call: call([]))
+    for call in (hvd.allreduce_, hvd.allreduce_async_, hvd.reducescatter_async):
+        refused(ValueError, "complex", lambda call=call: call(complex_ones, op=hvd.Product))
+    for call in (hvd.allgather_async, hvd.allreduce_async_, hvd.alltoall_async, hvd.barrier):
+        given = () if call is hvd.barrier else (torch.ones(2),)
+        refused(ValueError, "not registered", lambda call=call, given=given: call(*given, process_set=apart))
+    refused(ValueError, "not registered", lambda: hvd.broadcast_async_(torch.ones(1), 0, process_set=apart))
+    refused(hvd.HorovodInternalError, "root rank", lambda: hvd.synchronize(hvd.broadcast_async_(torch.ones(1), -1)))
+    refused(hvd.HorovodInternalError, "add up", lambda: hvd.synchronize(hvd.alltoall_async(torch.ones(4), [9])))
+    refused(ValueError, "not registered", lambda: hvd.SyncBatchNorm(3, process_set=apart).train()(torch.ones(2, 3)))
+    refused(ValueError, "7 is not a valid", lambda: hvd.allreduce(torch.ones(1), op=7))
+    refused(ValueError, "list of ranks", lambda: hvd.ProcessSet("01"))
 
 
 # ---------------------------------------------------------------------- disagreement
@@ -657,7 +765,7 @@ def outcomes(size: int) -> list[dict[str, str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "20")
-        return launch(work, size, threads=1, timeout_s=60)
+        return launch(work, size, threads=1, timeout_s=150)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from pathlib import Path
@@ -12,22 +13,27 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import polytempo.horovod.torch as hvd
+from polytempo.horovod.negotiation.autotuner import AutotuneOptions
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.runtime.link import RankLink
+from polytempo.horovod.runtime.logs import LOG, begin_log
 from polytempo.horovod.runtime.settings import HorovodSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 ROWS = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-NAMES = {name: status for names, status in ROWS for name in re.findall(r"`(\w+)`", names) if not name.isupper()}
+NAMES = {name for names, _ in ROWS for name in re.findall(r"`(\w+)`", names) if not name.isupper()}
 
 
 def test_the_table_lists_every_name_that_there_is_and_no_other() -> None:
     settings = {name for name in NAMES if name.startswith("HOROVOD_")}
-    there = {name for name, status in NAMES.items() if not status.startswith("not yet")} - settings
-    assert there == set(hvd.__all__)
-    absent = set(NAMES) - there - settings
-    assert absent == {"start_timeline", "stop_timeline", "elastic"}
-    assert not [name for name in absent if hasattr(hvd, name)]
+    assert set(NAMES) - settings == set(hvd.__all__)
+
+
+def test_the_page_lists_the_variables_that_are_read_and_those_that_are_not() -> None:
+    first, _, second = PAGE.read_text(encoding="utf-8").partition("## Settings")[2].partition("do nothing here")
+    listed = [set(re.findall(r"HOROVOD_\w+", part)) for part in (first, second)]
+    assert listed[0] == set(re.findall(r"\bHOROVOD_\w+\b", Path(inspect.getfile(HorovodSettings)).read_text("utf-8")))
+    assert not listed[0] & listed[1]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,34 @@ def test_settings_are_horovods_variables() -> None:
     )
     assert found == HorovodSettings(fusion_bytes=0, cycle_s=0.0025, warn_s=0.0)
     assert HorovodSettings.from_environment({}) == HorovodSettings()
+    found = HorovodSettings.from_environment(
+        {
+            "HOROVOD_TIMELINE": "t.json",
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+            "HOROVOD_LOG_LEVEL": "DEBUG",
+            "HOROVOD_LOG_HIDE_TIME": "1",
+            "HOROVOD_DISABLE_GROUP_FUSION": "1",
+            "HOROVOD_AUTOTUNE": "1",
+            "HOROVOD_AUTOTUNE_LOG": "log.csv",
+            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0",
+            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "7",
+            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "9",
+            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
+            "HOROVOD_CYCLE_TIME": "1",
+        }
+    )
+    assert found == HorovodSettings(
+        timeline="t.json",
+        mark_cycles=True,
+        log_level="debug",
+        log_time=False,
+        fuse_groups=False,
+        autotune=AutotuneOptions(0, 7, 9, 0.5, tunes_cycle=False),
+        autotune_log="log.csv",
+    )
+    assert HorovodSettings.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}) == HorovodSettings()
+    with pytest.raises(ValueError, match="HOROVOD_LOG_LEVEL='loud' must be one of trace, debug"):
+        HorovodSettings.from_environment({"HOROVOD_LOG_LEVEL": "loud"})
     with pytest.raises(ValueError, match="HOROVOD_CACHE_CAPACITY='many'"):
         HorovodSettings.from_environment({"HOROVOD_CACHE_CAPACITY": "many"})
 
@@ -104,3 +138,20 @@ def test_links_carry_messages_longer_than_a_socket_holds_and_tell_of_a_rank_that
     assert ends[0].wait(20.0) == [(1, None)]
     ends[0].send(1, b"dropped")
     ends[0].close()
+
+
+def test_the_log_has_levels_ranks_and_times_unless_they_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    for settings, expected in (
+        (HorovodSettings(log_level="info", log_time=False), "[INFO] [3] heard\n"),
+        (HorovodSettings(log_level="warning"), ""),
+    ):
+        end = begin_log(settings, 3)
+        LOG.info("heard")
+        end()
+        assert capsys.readouterr().err == expected
+    end = begin_log(HorovodSettings(log_level="trace"), 0)
+    LOG.log(5, "much")
+    end()
+    assert re.fullmatch(r"\[\d{4}-\S+ \S+: TRACE\] \[0\] much\n", capsys.readouterr().err)
+    assert not LOG.handlers
+    assert LOG.propagate

@@ -9,6 +9,7 @@ import polytempo
 from polytempo.cli import parameters as p
 from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
+from polytempo.cli.horovodrun_arguments import parsed
 from polytempo.cli.plan_commands import plan
 
 app = typer.Typer(
@@ -322,6 +323,22 @@ def chaos(
         from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
 
         command(asked, bug)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+    add_help_option=False,
+)
+def horovodrun(context: typer.Context) -> None:
+    """Run a script for Horovod on several ranks, with the options of horovodrun.
+
+    Write: polytempo horovodrun -np 4 python train.py
+    """
+    with exit_code():
+        given = parsed(context.args)
+        from polytempo.cli.horovodrun import horovodrun as command  # imports torch, which takes seconds
+
+        command(given)
 
 
 def _given(context: typer.Context) -> dict[str, object]:

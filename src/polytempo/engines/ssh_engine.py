@@ -61,11 +61,11 @@ class Ssh:
     def open(self, launch: Launch) -> Iterator[RemoteEngine]:
         """See `EngineSetup`. Errors: PolytempoError where a host is not there within `wait_s`."""
         address = self.address or common_address(host.rpartition("@")[2] for host in self.hosts)
-        starter = ChildAgents([(f"host {host}", self._words(host)) for host in self.hosts])
+        starter = ChildAgents([(f"host {host}", self.agent_words(host)) for host in self.hosts])
         with opened_remote(launch, starter, len(self.hosts), address=address, wait_s=self.wait_s) as engine:
             yield engine
 
-    def _words(self, host: str) -> list[str]:
+    def agent_words(self, host: str) -> list[str]:
         """The command that starts the agent on `host`."""
         settings = [f"{name}={value}" for name, value in self.environment.items()]
         there = [*(["env", *settings] if settings else []), self.python, *_AGENT]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
+from polytempo.horovod.function_process import WORDS, answer_of, called
+from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
+from polytempo.horovod.launcher.elastic_settings import ElasticSettings
+from polytempo.horovod.launcher.host_discovery import HostDiscovery
+from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
+from polytempo.horovod.launcher.run_ranks import run_ranks
+from polytempo.horovod.launcher.settings import LaunchSettings
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import shutdown
 
@@ -15,23 +25,84 @@ def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
-    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | Path | None = None,
     start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | Path | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    prefix_output_with_timestamp: bool = False,
+    host_discovery_script: str | Path | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in `np` processes of this host; what each rank returned, by rank.
+    """Call `func(*args, **kwargs)` in `np` processes; what each rank returned, by rank: `run(work, np=2)`.
 
-    Processes are forked from this one, so `func` may be any function; call it before this process computes with
-    several threads. Results are plain values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
-    `start_timeout` bounds the whole run in seconds. Hosts are not started here yet: use an engine of Polytempo, or
-    torchrun, mpirun or Slurm, whose processes `init` recognises. Errors: those of `polytempo.launch`.
+    On this host alone processes are forked from this one, so `func` may be any function; call it before this process
+    computes with several threads. With hosts, and in an elastic run (`min_np`, `max_np`, `host_discovery_script`),
+    ranks are new interpreters, where `func` is found by its module and name; the other arguments are options of
+    `polytempo horovodrun`. An elastic run returns what the ranks of its last group returned. What travels are plain
+    values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
 
-        run(lambda: hvd.init() or hvd.rank(), np=2)      # [0, 1]
+    Errors: those of `polytempo.launch` where processes are forked, else `RanksFailed`; ValueError for what is refused.
     """
+    if use_mpi or mpi_args:
+        raise ValueError("no MPI takes part: leave use_mpi and mpi_args out")
+    size, least, most = num_proc or np, min_num_proc or min_np, max_num_proc or max_np
+    is_elastic = bool(least or most or host_discovery_script)
+    if not is_elastic and hosts is None and hostfile is None:
+        return _forked(func, args, kwargs or {}, size or 1)
+    settings = replace(
+        _settings(start_timeout, ssh_port, ssh_identity_file, network_interfaces),
+        timestamps=prefix_output_with_timestamp,
+        verbose=bool(verbose),
+        output=None if output_filename is None else Path(output_filename),
+        exported={"HOROVOD_CACHE_CAPACITY": "0"} if disable_cache else {},
+    )
+    given = _hosts(hosts, hostfile, slots or size or most or 1)
+    words, text = (executable or sys.executable, *WORDS), called(func, args, kwargs or {})
+    if not is_elastic:
+        answers = run_ranks(words, size or sum(given.values()), given, settings, text)
+    else:
+        elastic = ElasticSettings.of(size, least, most, reset_limit=reset_limit, cooldown_s=cooldown_range)
+        answers = run_elastic_ranks(words, _discovery(host_discovery_script, slots, given), settings, elastic, text)
+    return [answer_of(each) for each in answers]
 
+
+def _discovery(script: str | Path | None, slots: int | None, hosts: Mapping[str, int]) -> Discover:
+    return (lambda: hosts) if script is None else HostDiscovery(Path(script), slots or 1)
+
+
+def _settings(timeout_s: float | None, port: int | None, key: str | None, interface: str | None) -> LaunchSettings:
+    return LaunchSettings(
+        30.0 if timeout_s is None else timeout_s, network_interface=interface, ssh_port=port, ssh_identity_file=key
+    )
+
+
+def _hosts(hosts: str | None, hostfile: str | Path | None, slots: int) -> Mapping[str, int]:
+    if hosts is not None:
+        return parsed_hosts(hosts)
+    return {"localhost": slots} if hostfile is None else read_hostfile(Path(hostfile))
+
+
+def _forked(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> list[Any]:
     def work(_: RankInfo) -> str:
-        answer = encoded(func(*args, **(kwargs or {})))
+        answer = encoded(func(*args, **kwargs))
         shutdown()
         return answer.hex()
 
-    return [decoded(bytes.fromhex(each)) for each in launch(work, np, timeout_s=start_timeout)]
+    return [decoded(bytes.fromhex(each)) for each in launch(work, size)]

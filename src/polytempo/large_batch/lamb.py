@@ -24,7 +24,8 @@ class LAMB(LayerWise):
 
     Deviation: the paper's φ(‖w‖), a norm within bounds that it leaves open, is ‖w‖, as in its experiments.
 
-    State: m and v, each as large as the parameters. Cost: Adam's, two norms a tensor, and memory for the largest.
+    State: m and v, each as large as the parameters. Cost: a pass over all that also sums the squares,
+    another one over w and u, and memory for the largest u.
     Errors: ValueError for a number out of its range; RuntimeError for a sparse gradient.
     Source: Y. You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020, algorithm 2.
     """
@@ -57,12 +58,9 @@ class LAMB(LayerWise):
             m.lerp_(g, 1 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             u = m / ((v / (1 - beta2**t)).sqrt_().add_(eps).mul_(1 - beta1**t))
-            u.add_(w, alpha=decay).neg_()
-        else:  # with a rate of 1 AdamW's step is w - u
-            numbers = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "step": t}
-            u = kernels.scratch(w)
-            kernels.update_("adamw", w, g, 1.0, u, m, v, **numbers)
-            u = u.view_as(w).sub_(w)
-        if adapts(w, group):
-            u.mul_(trust_ratio(torch.linalg.vector_norm(w), torch.linalg.vector_norm(u)))
-        w.add_(u, alpha=group["lr"])
+            u.add_(w, alpha=decay)
+            of_w, of_u = float(torch.linalg.vector_norm(w)), float(torch.linalg.vector_norm(u))
+        else:
+            numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "step": t}
+            u, of_w, of_u = kernels.lamb_(w, g, m, v, **numbers)
+        w.sub_(u, alpha=group["lr"] * (trust_ratio(of_w, of_u) if adapts(w, group) else 1.0))

@@ -45,15 +45,20 @@ class LARS(LayerWise):
 
     def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
         """One tensor's step."""
-        beta, rate = 0.0, torch.tensor(group["lr"], dtype=w.dtype, device=w.device)
+        beta, rate = 0.0, float(group["lr"])
         if adapts(w, group):
             beta = group["weight_decay"]
-            of_w, of_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
-            rate *= trust_ratio(of_w * group["trust"], torch.where(of_g > 0, of_g + beta * of_w, of_g))
+            of_w, of_g = norms(w, g) if kernels is None else kernels.norms(w, g)
+            rate *= trust_ratio(of_w * group["trust"], of_g + beta * of_w if of_g > 0 else 0.0)
         (v,) = self.kept(w, "momentum_buffer")
         if kernels is None:
-            v.mul_(group["momentum"]).add_(torch.add(g, w, alpha=beta).mul_(rate))
+            v.mul_(group["momentum"]).add_(torch.add(g, w, alpha=beta), alpha=rate)
             w.sub_(v)
         else:
-            numbers = {"lr": 1.0, "momentum": group["momentum"], "weight_decay": rate.item() * beta}
-            kernels.update_("sgd", w, g, rate.item(), w.view(-1), v, **numbers)
+            numbers = {"lr": 1.0, "momentum": group["momentum"], "weight_decay": rate * beta}
+            kernels.update_("sgd", w, g, rate, w.view(-1), v, **numbers)
+
+
+def norms(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """‖a‖ and ‖b‖ by torch."""
+    return float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b))

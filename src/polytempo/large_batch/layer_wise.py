@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from polytempo.native.library import available
 from polytempo.native.step import RULES, Hyper
-from polytempo.native.update import DTYPES_UPDATED, Updater
+from polytempo.native.update import DTYPES_UPDATED, Updater, lamb_direction_, squares
 
 
 class LayerWise(Optimizer):
@@ -31,7 +31,7 @@ class LayerWise(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kernels = LayerKernels()
+        kernels: LayerKernels = self.__dict__.setdefault("_kernels", LayerKernels())  # not in what is pickled
         for group in self.param_groups:
             for w in group["params"]:
                 if w.grad is not None:
@@ -53,7 +53,7 @@ class LayerWise(Optimizer):
 
 
 class LayerKernels:
-    """The native updates of one step."""
+    """The native updates of one optimizer, and memory for them."""
 
     def __init__(self) -> None:
         self._updater = cache(lambda rule, dtype: Updater(Hyper(rule=RULES[rule]), dtype))
@@ -73,8 +73,19 @@ class LayerKernels:
             setattr(updater.hyper, name, value)
         updater.update_([g.view(-1)], [scale], w.view(-1), out, *(moment.view(-1) for moment in moments))
 
-    def scratch(self, w: Tensor) -> Tensor:
-        """Flat memory as large as w, until the next call."""
+    def norms(self, a: Tensor, b: Tensor) -> tuple[float, float]:
+        """‖a‖ and ‖b‖ of two tensors of one shape, in one pass over both."""
+        of_a, of_b = squares(a.view(-1), b.view(-1))
+        return math.sqrt(of_a), math.sqrt(of_b)
+
+    def lamb_(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, **hyper: float) -> tuple[Tensor, float, float]:
+        """u, ‖w‖ and ‖u‖ after m and v have taken g in, in one pass; u is memory until the next call."""
+        numbers, u = Hyper(**hyper), self._scratch_for(w)
+        of_w, of_u = lamb_direction_(numbers, g.view(-1), w.view(-1), m.view(-1), v.view(-1), u)
+        return u.view_as(w), math.sqrt(of_w), math.sqrt(of_u)
+
+    def _scratch_for(self, w: Tensor) -> Tensor:
+        """Flat memory as large as w."""
         held = self._scratch.get(w.dtype)
         if held is None or held.numel() < w.numel():
             held = self._scratch[w.dtype] = torch.empty(w.numel(), dtype=w.dtype)
@@ -86,9 +97,9 @@ def adapts(w: nn.Parameter, group: dict[str, Any]) -> bool:
     return w.ndim > 1 if group["adapts"] is None else bool(group["adapts"])
 
 
-def trust_ratio(of_weights: Tensor, of_step: Tensor) -> Tensor:
-    """of_weights / of_step, and 1 where one of them is 0: norms, as tensors of one element."""
-    return torch.where((of_weights > 0) & (of_step > 0), of_weights / of_step, torch.ones_like(of_weights))
+def trust_ratio(of_weights: float, of_step: float) -> float:
+    """of_weights / of_step, and 1 where one of these norms is 0."""
+    return of_weights / of_step if of_weights > 0 and of_step > 0 else 1.0
 
 
 def check_numbers(**given: float) -> None:

@@ -95,6 +95,20 @@ class RunMembership:
         self._wanted = min(max(wanted, self._minimum), self._maximum)
         return self.tick(now_s)
 
+    def send_away(self, lives: Iterable[int]) -> list[Order]:
+        """These processes are to leave, members at the next border of steps."""
+        orders: list[Order] = []
+        for life in lives:
+            if life in self._asked or self._places.get(life, "gone") == "gone":
+                continue
+            self._asked.add(life)
+            if self._places[life] == "member":
+                orders.append(Leave(life))
+            else:
+                self._places[life] = "gone"
+                orders.append(Dismiss(life))
+        return orders
+
     def save_and_end(self) -> None:
         """From now on no process is begun, and none leaves before the others."""
         self._ending = True
@@ -139,14 +153,7 @@ class RunMembership:
                 self._places[self._next_life] = "begun"
                 orders.append(Begin(self._next_life))
                 self._next_life += 1
-        for life in reversed(staying[self._wanted :]):
-            self._asked.add(life)
-            if self._places[life] == "member":
-                orders.append(Leave(life))
-            else:
-                self._places[life] = "gone"
-                orders.append(Dismiss(life))
-        return orders
+        return orders + self.send_away(reversed(staying[self._wanted :]))
 
     # ------------------------------------------------------------------ views
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """The answer of `pt_abi_version`; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -33,6 +33,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_update": (_i32, _i32, _pointer, _pointers, _pointer, _i32, *(_pointer,) * 6, _i64),
     "pt_unfinite": (_i64, _i32, _pointer, _i64),
     "pt_copy": (None, _pointer, _pointer, _i64),
+    "pt_squares": (_i32, _i32, _pointer, _pointer, _pointer, _i64),
+    "pt_lamb_direction": (_i32, _i32, *(_pointer,) * 7, _i64),
     "pt_descend": (_i64, _i32, _pointer, _pointer, _f64, _pointer, _pointer, _i64),
     "pt_control_bytes": (_i64, _i32),
     "pt_rings_bytes": (_i64, _i32, _i64),

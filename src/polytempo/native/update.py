@@ -34,6 +34,31 @@ def unfinite(values: Tensor) -> int:
     return index
 
 
+def squares(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """(Σ a², Σ b²) of two flat, contiguous tensors of one length and dtype, added up in f64. Reads each once."""
+    sums = (ctypes.c_double * 2)()
+    status = _library().pt_squares(DTYPES[a.dtype], a.data_ptr(), b.data_ptr(), ctypes.addressof(sums), a.numel())
+    assert status == 0, f"no kernel for {a.dtype}"
+    return sums[0], sums[1]
+
+
+def lamb_direction_(
+    hyper: Hyper, gradient: Tensor, weights: Tensor, first: Tensor, second: Tensor, out: Tensor
+) -> tuple[float, float]:
+    """LAMB's moments change in place; out ← u = m̂ / (√v̂ + ε) + λ w; answers (Σ w², Σ u²).
+
+    All are flat, contiguous, of one length and dtype; none overlap. Cost: one pass over memory.
+    """
+    sums = (ctypes.c_double * 2)()
+    status = _library().pt_lamb_direction(
+        *(DTYPES[weights.dtype], ctypes.addressof(hyper)),
+        *(each.data_ptr() for each in (gradient, weights, first, second, out)),
+        *(ctypes.addressof(sums), weights.numel()),
+    )
+    assert status == 0, f"no kernel for {weights.dtype}"
+    return sums[0], sums[1]
+
+
 class Updater:
     """One optimizer's steps by the kernel `pt::update` (native/kernels.h): in f64 inside, rounded once at the end.
 

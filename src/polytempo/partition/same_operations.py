@@ -30,7 +30,7 @@ from polytempo.partition.modes import attributes_kept
 _DECISIONS = (ast.If, ast.IfExp, ast.Match, ast.Try, ast.While, ast.With)
 
 
-class Place(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of the model's own code, and the innermost of its submodules that runs it."""
 
     file: str
@@ -48,7 +48,7 @@ class _Operation(NamedTuple):
     """What one operation was, and where the model asked for it."""
 
     what: tuple[Any, ...]
-    place: Place | None
+    place: CodeLine | None
 
 
 def first_difference(
@@ -59,7 +59,7 @@ def first_difference(
     values: Sequence[Any],
     traced_values: Sequence[Any],
     is_own: Callable[[str], bool],
-) -> Place | None:
+) -> CodeLine | None:
     """Where the model first does something else than its graph; None where they agree.
 
     `call(model, values)` calls the model; the graph is given `traced_values`. `is_own` knows the files of the model's
@@ -69,20 +69,26 @@ def first_difference(
         return None  # nothing in it decides by what it is given
     theirs, all_theirs = _operations(model, _Called(model, call), values, is_own)
     ours, all_ours = _operations(model, _Interpreted(model, graph, constants), traced_values, is_own)
-    before: Place | None = None
-    for number, (one, other) in enumerate(zip_longest(theirs, ours)):
+    before: CodeLine | None = None
+    for one, other in zip_longest(theirs, ours):
         if (one is None and not all_theirs) or (other is None and not all_ours):
             return None
         if one is None or other is None or one.what != other.what:
             found = (one.place if one is not None else None) or before
-            return found and _decision(before if number else None, found)
+            return _beginning(model) if found is None else _decision(before, found)
         before = one.place or before
     return None
 
 
-def _decision(before: Place | None, found: Place) -> Place:
+def _beginning(model: nn.Module) -> CodeLine:
+    """Of its `forward`, where no line is known."""
+    code = type(model).forward.__code__
+    return CodeLine(code.co_filename, code.co_firstlineno, code.co_firstlineno, "")
+
+
+def _decision(before: CodeLine | None, found: CodeLine) -> CodeLine:
     """The last line up to `found` at which its function decides something, since `before`; else `found`."""
-    same = before is not None and before[0] == found.file and before.function_line == found.function_line
+    same = before is not None and before.file == found.file and before.function_line == found.function_line
     first = before.line if same and before is not None and before.line <= found.line else found.function_line
     lines = [line for line in _decisions(found.file) if first <= line <= found.line]
     return found._replace(line=max(lines, default=found.line))
@@ -170,7 +176,7 @@ class _Recorder(TorchDispatchMode):
             self.found.append(_Operation((str(func), given, shapes, context), self._place()))
         return answer
 
-    def _place(self) -> Place | None:
+    def _place(self) -> CodeLine | None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._is_own(frame.f_code.co_filename):
             frame = frame.f_back
@@ -180,4 +186,4 @@ class _Recorder(TorchDispatchMode):
         while frame is not None and not module:
             module = self._names.get(id(frame.f_locals.get("self")), "")
             frame = frame.f_back
-        return Place(code.co_filename, line, code.co_firstlineno, module)
+        return CodeLine(code.co_filename, line, code.co_firstlineno, module)

@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 from polytempo.partition.checks import passing_outcome
 from polytempo.partition.cut import any_size
 from polytempo.partition.modes import attributes_kept, modes_kept, read_flags
-from polytempo.partition.same_operations import Place, first_difference
+from polytempo.partition.same_operations import CodeLine, first_difference
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -157,7 +157,7 @@ def _in_mode(model: nn.Module, inputs: Inputs, whole: dict[str, str], *, trainin
         whole[other.module] = f"{other} {_OTHERWISE}"
 
 
-def _otherwise(model: nn.Module, inputs: Inputs, traced: Traced) -> Place | None:
+def _otherwise(model: nn.Module, inputs: Inputs, traced: Traced) -> CodeLine | None:
     """Where the model does something else than the graph."""
     return first_difference(
         *(model, traced.graph, traced.constants),

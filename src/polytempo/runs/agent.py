@@ -29,6 +29,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.files import made
 from polytempo.engines import janitor
 from polytempo.engines.capacity import limits
+from polytempo.engines.command_process import CommandRun, is_command, perform_command
 from polytempo.engines.engine import EngineAddress, EngineProcess, Result, Role
 from polytempo.engines.init import host_identity
 from polytempo.engines.local_engine import LocalEngine
@@ -225,6 +226,8 @@ class _Agent:
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
         text = json.loads(self._spec)
+        if is_command(text):
+            return perform_command(CommandRun.from_plain(text), setting["name"], setting["environment"])
         if is_loop(text):
             return hold_shard_of(text, self._data, role, setting, self._address)
         return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)

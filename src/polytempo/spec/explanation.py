@@ -138,29 +138,35 @@ def explain(
         raise ValueError(f"{strategy} cuts the model into {stages} stages; workers must be a multiple, got {workers}")
     if workers % groups:
         raise ValueError(f"{strategy} has {groups} groups; workers must be a multiple, got {workers}")
-    bundle = _bundle(parameters)
-    where = range(workers) if hosts is None else hosts
-    slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
-    found: list[Planned] = []
-    memory, schedule, service = 0, strategy.schedule, strategy.server
-    if service is not None:  # that of one stage, as all exchanges are at first
-        service = replace(service, shards=service.shards // stages)
-    for of, transform in slots:
-        cost = cost_of(transform, bundle, workers // (stages * groups))
-        group = list(where)[:: stages * groups]
-        exchanges = [_summed(each, group) for each in _served(cost, service, bundle, group)]
-        found += [Planned(of, _of_groups(_of_stages(each, stages), groups)) for each in exchanges]
-        memory += cost.memory_bytes // stages
+    bundle, schedule = _bundle(parameters), strategy.schedule
+    found, memory = _exchanges(strategy, bundle, range(workers) if hosts is None else hosts)
     return Explanation(
         str(strategy),
         workers,
         len(bundle.tensors),
         sum(tensor.numel() for tensor in bundle.tensors.values()),
         num_bytes(bundle),
-        tuple(found),
+        found,
         memory,
         tuple(facts(schedule, stage) for stage in range(stages)) if isinstance(schedule, Schedule) else (),
     )
+
+
+def _exchanges(strategy: Strategy, parameters: Bundle, hosts: Sequence[int]) -> tuple[tuple[Planned, ...], int]:
+    """What is sent in all stages and groups together, and the bytes that a worker remembers."""
+    stages, groups, service = strategy.stages, strategy.groups, strategy.server
+    slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
+    if service is not None:  # that of one stage, as all exchanges are at first
+        service = replace(service, shards=service.shards // stages)
+    group = hosts[:: stages * groups]
+    found: list[Planned] = []
+    memory = 0
+    for of, transform in slots:
+        cost = cost_of(transform, parameters, len(group))
+        exchanges = [_summed(each, group) for each in _served(cost, service, parameters, group)]
+        found += [Planned(of, _of_groups(_of_stages(each, stages), groups)) for each in exchanges]
+        memory += cost.memory_bytes // stages
+    return tuple(found), memory
 
 
 def _bundle(parameters: nn.Module | Mapping[str, Tensor] | int) -> Bundle:

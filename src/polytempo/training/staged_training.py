@@ -65,7 +65,8 @@ def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any
     if isinstance(job.loss, OfBatch):
         raise ValueError(
             f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
-            "itself is called with; a model can be cut where a batch is a pair (input, target)"
+            "itself is called with; a model can be cut where a batch is a pair (input, target): write the loss as "
+            "loss(output, target), without pt.of_batch"
         )
     with kept_random_states():
         seed_step(seed, 0, 0, "the sample that a model is cut with")

@@ -54,6 +54,15 @@ def refused(url: str, wait_s: float) -> bool:
     return False
 
 
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface. ValueError where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise ValueError(f"network interface {interface!r} has no IPv4 address here; there are: {names}")
+
+
 def interface_of(address: str) -> str | None:
     """The network interface with this IPv4 address; None where it is not found."""
     if sys.platform != "linux" or ":" in address:

@@ -27,6 +27,7 @@ from polytempo.horovod.negotiation.message import (
     Perform,
     Refuse,
     TensorRequest,
+    Tune,
     Verdict,
     Verdicts,
     Word,
@@ -48,6 +49,7 @@ class NegotiationCoordinator:
         process_sets: Mapping[int, Sequence[int]] | None = None,
         *,
         fusion_bytes: int = 128 << 20,
+        fuse_groups: bool = True,
         cache_capacity: int = 1024,
         stalls: StallLimits | None = None,
     ) -> None:
@@ -58,7 +60,8 @@ class NegotiationCoordinator:
         """Lines for the log; who drives the machine takes them out."""
         self.closed = ""
         """Why the negotiation is over."""
-        self._fusion_bytes, self._stalls = fusion_bytes, stalls or StallLimits()
+        self._fusion_bytes, self._fuse_groups = fusion_bytes, fuse_groups
+        self._stalls = stalls or StallLimits()
         self._cache = ResponseCache(cache_capacity)
         self._asked = [0] * size
         """By rank: the slots that it has submitted and that are not ready yet, as bits."""
@@ -86,6 +89,21 @@ class NegotiationCoordinator:
             self._submit(rank, request, touched)
         joins = any(request.kind == "join" for request in word.requests)
         return self._answer(list(self._pending) if joins else touched)
+
+    def asked(self, rank: int, word: Word) -> list[TensorRequest]:
+        """What a rank asks for with `word`, which `receive` has not had yet. It changes nothing."""
+        if self.closed or isinstance(word, Farewell):
+            return []
+        cached = (self._cache.entry(slot).requests for slot in slots_of(int.from_bytes(word.bits, "little")))
+        return [*word.requests, *(requests[rank] for requests in cached)]
+
+    def retune(self, fusion_bytes: int, cycle_s: float) -> Verdicts | None:
+        """Fuse up to so many bytes from here on, and have all ranks gather names for so long."""
+        if self.closed:
+            return None
+        self._fusion_bytes = fusion_bytes
+        self._number += 1
+        return Verdicts(self._number, (Tune(fusion_bytes, cycle_s),))
 
     def lost(self, rank: int, reason: str) -> Verdicts | None:
         """A rank's process has ended."""
@@ -154,7 +172,7 @@ class NegotiationCoordinator:
         if self._joined and len(self._joined) == self.size:
             ready.append(Agreement(TensorRequest("join", "join", lasting=False), ((self._joined[-1],),)))
             self._joined = []
-        for group in fused(ready, self._fusion_bytes):
+        for group in fused(ready, self._fusion_bytes, groups_too=self._fuse_groups):
             entries = (each if each.slot < 0 or each.slot in fresh else each.slot for each in group)
             verdicts.append(Perform(tuple(entries)))
         for agreed in ready:

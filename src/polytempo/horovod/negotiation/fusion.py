@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
 
@@ -17,15 +17,20 @@ def num_bytes(request: TensorRequest) -> int:
     return sum(_ITEM_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in pairs)
 
 
-def fused(agreements: Iterable[Agreement], most_bytes: int) -> list[list[Agreement]]:
+def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
     """Groups, in the order of their first members. All-reduces with equal dtype, operation, process set and factors
-    share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused.
+    share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused, nor is
+    what a codec encodes, whose residuals and draws would follow from what happens to be fused. `groups_too`: whether
+    what the program has grouped is fused with others.
     """
+    if len(agreements) == 1:
+        return [list(agreements)]
     groups: list[list[Agreement]] = []
     open_groups: dict[tuple[object, ...], tuple[list[Agreement], int]] = {}
     for agreed in agreements:
         request = agreed.request
-        if request.kind != "allreduce" or request.op == "adasum" or len(set(request.dtypes)) != 1:
+        apart = request.op == "adasum" or request.codec or (len(request.shapes) > 1 and not groups_too)
+        if request.kind != "allreduce" or apart or len(set(request.dtypes)) != 1:
             groups.append([agreed])
             continue
         key = (request.dtypes[0], request.op, request.process_set, request.prescale, request.postscale)

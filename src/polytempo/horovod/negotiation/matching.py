@@ -12,6 +12,7 @@ _COMPARED: tuple[tuple[str, Callable[[TensorRequest], object]], ...] = (
     ("numbers of tensors", lambda request: len(request.shapes)),
     ("data types", lambda request: list(request.dtypes)),
     ("reduction operations", lambda request: request.op),
+    ("codecs", lambda request: request.codec or "none"),
     ("root ranks", lambda request: request.root),
     ("prescale factors", lambda request: request.prescale),
     ("postscale factors", lambda request: request.postscale),
@@ -40,9 +41,9 @@ def refusal(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
 
 def with_joined(request: TensorRequest, joined: Sequence[int]) -> str:
     """Why a request cannot be performed while ranks have joined; "" where it can."""
-    if request.kind in _JOINABLE and request.op != "adasum":
+    if request.kind in _JOINABLE and request.op != "adasum" and not request.codec:
         return ""
-    what = "adasum" if request.op == "adasum" else request.kind
+    what = "adasum" if request.op == "adasum" else request.codec or request.kind
     return f"{_named(request)}: {what} is not supported while ranks {list(joined)} have called join()"
 
 

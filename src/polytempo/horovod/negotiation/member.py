@@ -14,6 +14,7 @@ from polytempo.horovod.negotiation.message import (
     Refuse,
     Submission,
     TensorRequest,
+    Tune,
     Verdicts,
 )
 
@@ -41,7 +42,13 @@ class ToEnd(NamedTuple):
     reason: str
 
 
-ToDo = ToPerform | ToFail | ToEnd
+class ToTune(NamedTuple):
+    """Names wait so long for others from now on."""
+
+    cycle_s: float
+
+
+ToDo = ToPerform | ToFail | ToEnd | ToTune
 
 
 class NegotiationMember:
@@ -115,6 +122,8 @@ class NegotiationMember:
                         todo.append(ToFail((process_set, name), reason))
                 case Evict(slots):
                     self._forget(slots)
+                case Tune(_, cycle_s):
+                    todo.append(ToTune(cycle_s))
                 case Conclude(reason):
                     self.closed = reason
                     todo.append(ToEnd(reason))

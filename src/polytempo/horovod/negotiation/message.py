@@ -35,6 +35,8 @@ class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
     postscale: float = 1.0
     numbers: tuple[int, ...] = ()
     """This rank's splits of an "alltoall"; the ranks of "add_set"; the process set of "remove_set"."""
+    codec: str = ""
+    """By which codec the tensors of an all-reduce travel; "": as they are."""
     lasting: bool = True
     """Whether the name will come again, so that it is worth a place in the cache."""
 
@@ -82,7 +84,14 @@ class Conclude(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: str
 
 
-Verdict = Perform | Refuse | Evict | Conclude
+class Tune(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """From here on all ranks gather names for so long, and so many bytes become one."""
+
+    fusion_bytes: int
+    cycle_s: float
+
+
+Verdict = Perform | Refuse | Evict | Conclude | Tune
 
 
 class Verdicts(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch._C._distributed_c10d import (
 )
 
 from polytempo.aggregation.adasum import adasum
-from polytempo.core import Bundle
+from polytempo.core import Bundle, State, Transform
+from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
+from polytempo.interop.backend.options import Options
 from polytempo.worlds import ProcessWorld
 
 _OPS = {
@@ -36,36 +38,63 @@ _OPS = {
 class SetTransport:
     """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
 
-    All of `ranks` make it together. A set of one rank has none, and moves nothing.
+    All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none,
+    and moves nothing.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
         self._group: Any = None
+        self._world: ProcessWorld | None = None
         if self.size > 1:
             options = _DistributedBackendOptions()
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
             options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
-            self._group = create(options)
+            self._group = create(options, Options(while_connecting=look))
+
+    @property
+    def carrier(self) -> str:
+        """Where tensors travel, in the words of a timeline."""
+        if self._group is None:
+            return "LOCAL"
+        if isinstance(self._group, HostsGroup):
+            return "HIERARCHICAL"
+        return "SHARED" if isinstance(self._group, NamedGroup) else "GLOO"
 
     def reduce_(self, tensor: Tensor, op: str) -> None:
-        """`tensor`, contiguous, becomes the reduction of all ranks' tensors. An average is left as the sum."""
-        if self._group is not None and tensor.numel():
-            options = AllreduceOptions()
-            options.reduceOp, options.asyncOp = ReduceOp(_OPS[op]), False
-            self._group.allreduce([tensor], options).wait()
+        """`tensor`, contiguous, becomes the reduction of all ranks' tensors."""
+        if self._group is None or not tensor.numel():
+            return
+        averages = op == "average" and tensor.dtype != torch.bool and isinstance(self._group, NamedGroup)
+        options = AllreduceOptions()
+        options.reduceOp, options.asyncOp = ReduceOp(ReduceOp.AVG if averages else _OPS[op]), False
+        self._group.allreduce([tensor], options).wait()
+        if op == "average" and not averages:
+            divide_(tensor, self.size)
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
         """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
-        if self._group is None:
-            return
-        world = ProcessWorld(self.position, [0] * self.size, group=self._group)
         transform = adasum()
         bundle = Bundle({str(place): tensor for place, tensor in enumerate(tensors)})
-        answered, _ = world.drive(transform.apply(world.port, bundle, transform.init(bundle)))
-        assert answered is not None
-        for tensor, view in zip(tensors, answered.views.values(), strict=True):
+        answer, _ = self.transformed(transform, bundle, transform.init(bundle))
+        for tensor, view in zip(tensors, answer.views.values(), strict=True):
             tensor.copy_(view)
+
+    def transformed(self, transform: Transform, bundle: Bundle, state: State) -> tuple[Bundle, State]:
+        """What a transform of gradients answers here, where all ranks count the same, and its next state."""
+        if self._world is None:
+            self._world = ProcessWorld(self.position, [0] * self.size, group=self._group)
+        answer, after = self._world.drive(transform.apply(self._world.port, bundle, state))
+        assert answer is not None
+        return answer, after
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         """`tensor`, contiguous, becomes that of world rank `root`."""
@@ -91,7 +120,8 @@ class SetTransport:
                 tensor.view(-1).copy_(part)
 
     def reduce_scatter_(self, pieces: Sequence[Tensor], output: Tensor, op: str) -> None:
-        """`output` becomes the reduction of all ranks' `pieces[own position]`, all as long as `output`."""
+        """`output` becomes the reduction of all ranks' `pieces[own position]`, all as long as `output`. An average is
+        left as the sum."""
         if self._group is None:
             output.copy_(pieces[0])
         elif output.numel():
@@ -101,6 +131,16 @@ class SetTransport:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this one raise `PeerLost`."""
-        group, self._group = self._group, None
+        group, self._group, self._world = self._group, None, None
         if group is not None:
             group.abort()
+
+
+def divide_(tensor: Tensor, number: int) -> None:
+    """tensor ← tensor / number. Integers are rounded toward zero."""
+    if number == 1 or tensor.dtype == torch.bool:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.div_(number)
+    else:
+        tensor.div_(number, rounding_mode="trunc")

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from torch._C._distributed_c10d import Store
 
 from polytempo.core import TimedOut
 from polytempo.worlds.threads import ended
+
+Look = Callable[[], None]
 
 MOST_BYTES = 256 << 20
 """The longest message."""
@@ -47,10 +50,13 @@ class RankLink:
     """Rank `rank`'s ends: rank 0 has one to each other rank, the others have one to rank 0.
 
     `address`: where rank 0 listens for ranks of other hosts; "" where all are on one. All ranks make it together and
-    meet at `store`; a rank that does not know the store's secret is turned away. Errors: TimedOut.
+    meet at `store`; a rank that does not know the store's secret is turned away. `look` is called while rank 0 waits
+    for the others, and may raise. Errors: TimedOut.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, *, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Store, *, address: str, timeout_s: float, look: Look | None = None
+    ) -> None:
         self.rank, self.size = rank, size
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
@@ -63,8 +69,12 @@ class RankLink:
         self._peers: dict[int, _Peer] = {}
         self._by_descriptor: dict[int, _Peer] = {}
         if size > 1:
-            meet = _accepted if rank == 0 else _connected
-            for peer, each in meet(rank, size, store, address, time.monotonic() + timeout_s):
+            until_s = time.monotonic() + timeout_s
+            if rank == 0:
+                ends = _accepted(rank, size, store, address, until_s, look or (lambda: None))
+            else:
+                ends = _connected(rank, store, until_s)
+            for peer, each in ends:
                 self._add(peer, each)
 
     def _add(self, rank: int, found: socket.socket) -> None:
@@ -184,7 +194,7 @@ def _sent(to: socket.socket, data: bytes) -> int:
 _Ends = list[tuple[int, socket.socket]]
 
 
-def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: float) -> _Ends:
+def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: float, look: Look) -> _Ends:
     """Rank 0's ends, once all others have come."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     if address or sys.platform != "linux":
@@ -201,11 +211,14 @@ def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: floa
     with listener:
         store.set("link", f"{where}|{token.hex()}")
         while len(ends) < size - 1:
+            look()
             left_s = deadline_s - time.monotonic()
-            listener.settimeout(max(left_s, 0.001))
+            listener.settimeout(min(max(left_s, 0.001), _SLICE_S))
             try:
                 one, _ = listener.accept()
             except TimeoutError:
+                if left_s > 0:
+                    continue
                 late = sorted(set(range(1, size)) - set(ends))
                 raise TimedOut(rank, None, "init", max(left_s, 0), f"ranks {late} have not come") from None
             who = _greeting(one, token, size)
@@ -233,7 +246,7 @@ def _greeting(one: socket.socket, token: bytes, size: int) -> int | None:
     return rank if known else None
 
 
-def _connected(rank: int, size: int, store: Store, address: str, deadline_s: float) -> _Ends:
+def _connected(rank: int, store: Store, deadline_s: float) -> _Ends:
     where, *port, token = store.get("link").decode().split("|")
     left_s = max(deadline_s - time.monotonic(), 0.001)
     if port:

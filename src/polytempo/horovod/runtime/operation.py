@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
 
 
 class HorovodInternalError(RuntimeError):
@@ -21,6 +22,8 @@ class Operation:
     request: TensorRequest
     tensors: list[Tensor]
     outputs: list[Tensor]
+    exchange: CodecExchange | None = None
+    """By which an all-reduce with a codec is performed."""
     done: bool = False
     error: str = ""
     answer: Any = None

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
-from polytempo.horovod.runtime.groups import SetTransport
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.groups import SetTransport, divide_
 from polytempo.horovod.runtime.operation import Operation
 
+_COPIED_BYTES = 512 << 10
+"""Tensors of fewer bytes are copied into one that travels for all of them."""
+Phase = Callable[[str], None]
+"""Hears which part of an operation begins, by Horovod's names for them."""
 MakeTransport = Callable[[int, Sequence[int]], SetTransport]
 """The transport of a process set: its number and ranks."""
 
@@ -20,6 +25,7 @@ class Performer:
 
     def __init__(self, rank: int, sets: Mapping[int, Sequence[int]], make: MakeTransport) -> None:
         self._rank, self._make = rank, make
+        self.phase: Phase = lambda _: None
         self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
@@ -28,15 +34,14 @@ class Performer:
         transport = self._transports.get(first.process_set)
         if transport is None:
             return
-        with torch.no_grad():
-            if first.kind == "allreduce":
-                self._all_reduce(transport, agreements, operations)
-            elif first.kind == "add_set":
-                self._add_set(agreements[0], operations[0])
-            elif first.kind == "remove_set":
-                self._remove_set(first)
-            elif operations[0] is not None:
-                self._one(transport, agreements[0], operations[0])
+        if first.kind == "allreduce":  # nothing here has a gradient: operations hold detached tensors
+            self._all_reduce(transport, agreements, operations)
+        elif first.kind == "add_set":
+            self._add_set(agreements[0], operations[0])
+        elif first.kind == "remove_set":
+            self._remove_set(first)
+        elif operations[0] is not None:
+            self._one(transport, agreements[0], operations[0])
 
     def close(self) -> None:
         """Leave all transports."""
@@ -66,10 +71,17 @@ class Performer:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for result in results:
             by_dtype.setdefault(result.dtype, []).append(result)
+        exchange = None if operations[0] is None else operations[0].exchange
         for same in by_dtype.values():
-            reduce_together_(transport, same, request)
+            if exchange is not None and same[0].is_floating_point():
+                self.phase(f"{transport.carrier}_CODEC_ALLREDUCE")
+                reduce_encoded_(transport, same, request, exchange)
+            else:
+                reduce_together_(transport, same, request, self.phase)
 
     def _one(self, transport: SetTransport, agreed: Agreement, operation: Operation) -> None:
+        if operation.tensors:
+            self.phase(f"{transport.carrier}_{agreed.request.kind.upper()}")
         match agreed.request.kind:
             case "allgather":
                 operation.outputs = [
@@ -108,24 +120,51 @@ def zeros(request: TensorRequest) -> list[Tensor]:
     return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in pairs]
 
 
-def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest) -> None:
-    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor."""
+def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
+    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor.
+
+    Large ones travel by themselves: copying them to others and back would cost more than an operation of their own.
+    """
+    small: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.nbytes < _COPIED_BYTES or request.op == "adasum":
+            small.append(tensor)
+        else:
+            _reduce_as_one_(transport, [tensor], request, phase)
+    if small:
+        _reduce_as_one_(transport, small, request, phase)
+
+
+def _reduce_as_one_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
         flat = tensors[0]
     else:
+        phase("MEMCPY_IN_FUSION_BUFFER")
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    phase(f"{transport.carrier}_{'ADASUM_' if request.op == 'adasum' else ''}ALLREDUCE")
     scale_(flat, request.prescale)
     if request.op == "adasum":
         sizes = [tensor.numel() for tensor in tensors]
         transport.adasum_([part.view(t.shape) for part, t in zip(flat.view(-1).split(sizes), tensors, strict=True)])
     else:
-        transport.reduce_(flat, request.op)
-    if request.op == "average":
-        divide_(flat, transport.size)
+        transport.reduce_(flat.view(-1), request.op)  # on another rank it may not have lain in one piece
     scale_(flat, request.postscale)
     if flat is not tensors[0]:
+        phase("MEMCPY_OUT_FUSION_BUFFER")
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def reduce_encoded_(
+    transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, exchange: CodecExchange
+) -> None:
+    """As `reduce_together_`, for sums and averages, by a codec."""
+    for tensor in tensors:
+        scale_(tensor, request.prescale)
+    exchange.average_(transport, {f"{request.name}.{place}": tensor for place, tensor in enumerate(tensors)})
+    factor = request.postscale * (transport.size if request.op == "sum" else 1)
+    for tensor in tensors:
+        scale_(tensor, factor)
 
 
 def scale_(tensor: Tensor, factor: float) -> None:
@@ -136,16 +175,6 @@ def scale_(tensor: Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor))
-
-
-def divide_(tensor: Tensor, number: int) -> None:
-    """tensor ← tensor / number. Integers are rounded toward zero."""
-    if number == 1 or tensor.dtype == torch.bool:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.div_(number)
-    else:
-        tensor.div_(number, rounding_mode="trunc")
 
 
 def scattered_rows(rows: int, size: int) -> list[int]:

@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
-from polytempo.horovod.negotiation.member import NegotiationMember, ToDo, ToEnd, ToFail, ToPerform
-from polytempo.horovod.negotiation.message import Agreement, Farewell, Verdicts, Word
+from polytempo.horovod.negotiation.member import NegotiationMember, ToDo, ToEnd, ToFail, ToPerform, ToTune
+from polytempo.horovod.negotiation.message import Agreement, Farewell, Refuse, Verdicts, Word
 from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.operation import HorovodInternalError, Operation
+from polytempo.horovod.runtime.settings import LEVELS
+from polytempo.horovod.runtime.timeline import TimelineFile
+from polytempo.horovod.runtime.tuning import Tuning
 from polytempo.worlds.threads import close_at_exit, ended
 
 _LOG = logging.getLogger("polytempo.horovod")
@@ -27,6 +30,7 @@ _GRACE_S = 0.002
 """How long after the program's last wait the thread leaves the listening to it."""
 _SLICE_S = 0.1
 _TICK_S = 0.25
+_TRACE = LEVELS["trace"]
 _MARGIN_S = 10.0
 """How long `close` waits for another thread that performs something."""
 
@@ -41,7 +45,7 @@ class Runtime:
     """`coordinator` is rank 0's, None elsewhere. `perform` gets this process's operations; None where it has none.
 
     `cycle_s`: how long names may wait for others before they are submitted together. `limit_s`: how long a program
-    waits for one operation; 0: for ever.
+    waits for one operation; 0: for ever. `tuning`: rank 0's, where it changes the settings.
     """
 
     def __init__(
@@ -53,15 +57,18 @@ class Runtime:
         *,
         cycle_s: float,
         limit_s: float,
+        tuning: Tuning | None = None,
     ) -> None:
         self.member, self._coordinator, self._link, self._perform = member, coordinator, link, perform
-        self._cycle_s, self._limit_s = cycle_s, limit_s
+        self._cycle_s, self._limit_s, self._tuning = cycle_s, limit_s, tuning
         self._operations: dict[tuple[int, str], Operation] = {}
         self._todo: deque[ToDo] = deque()
         self._lock = threading.Lock()
         """Of the machines and what lies between them. No thread waits while it holds it."""
         self._pump = threading.Lock()
         """Of the thread that listens and performs."""
+        self.timeline: TimelineFile | None = None
+        """Rank 0's, where one is written; see `watch`."""
         self._waiting = 0
         self._helped_s = self._first_s = self._ticked_s = 0.0
         self._closed = threading.Event()
@@ -131,6 +138,7 @@ class Runtime:
             self._leave(reason)
             self._end("Horovod has been shut down")
             self._link.close()
+            self.watch(None)
         finally:
             self._pump.release()
 
@@ -143,7 +151,19 @@ class Runtime:
             if self._coordinator is None:
                 self._link.send(0, _encode(farewell))
             else:
-                self._decided(self._coordinator.receive(0, farewell))
+                self._receive(self._coordinator, 0, farewell)
+
+    def watch(self, timeline: TimelineFile | None) -> None:
+        """Tell `timeline` what happens from now on; the one before it is closed. On ranks but 0 it has no use."""
+        with self._lock:
+            before, self.timeline = self.timeline, timeline
+        if before is not None:
+            before.close()
+
+    def phase(self, name: str) -> None:
+        """A part of what is performed now begins."""
+        if self.timeline is not None:
+            self.timeline.phase(name)
 
     # ------------------------------------------------------------------ listening and performing
 
@@ -177,7 +197,9 @@ class Runtime:
             if self._coordinator is None:
                 self._link.send(0, _encode(word))
             else:
-                self._decided(self._coordinator.receive(0, word))
+                if self.timeline is not None:
+                    self.timeline.cycle()
+                self._receive(self._coordinator, 0, word)
 
     def _heard(self, rank: int, message: bytes | None) -> None:
         try:
@@ -189,9 +211,14 @@ class Runtime:
             elif message is None:
                 self._decided(self._coordinator.lost(rank, "its process has ended"))
             else:
-                self._decided(self._coordinator.receive(rank, _WORDS.decode(message)))
+                self._receive(self._coordinator, rank, _WORDS.decode(message))
         except msgspec.MsgspecError as error:
             self._todo.append(ToEnd(f"rank {rank} has sent what no rank of this version sends: {error}"))
+
+    def _receive(self, coordinator: NegotiationCoordinator, rank: int, word: Word) -> None:
+        if self.timeline is not None:
+            self.timeline.ready(rank, coordinator.asked(rank, word))
+        self._decided(coordinator.receive(rank, word))
 
     def _decided(self, told: Verdicts | None) -> None:
         """Tell all ranks, this one included."""
@@ -200,8 +227,20 @@ class Runtime:
         data = _encode(told)
         for rank in range(1, self._link.size):
             self._link.send(rank, data)
-        if not self.member.closed:
-            self._todo.extend(self.member.receive(told))
+        if self.member.closed:
+            return
+        todo = self.member.receive(told)
+        self._todo.extend(todo)
+        if self.timeline is not None:
+            self._show(self.timeline, told, todo)
+
+    def _show(self, timeline: TimelineFile, told: Verdicts, todo: Sequence[ToDo]) -> None:
+        for each in todo:
+            if isinstance(each, ToPerform):
+                timeline.agreed(agreed.request for agreed in each.agreements)
+        for verdict in told.verdicts:
+            if isinstance(verdict, Refuse):
+                timeline.refused((verdict.process_set, verdict.name))
 
     def _tick(self, coordinator: NegotiationCoordinator) -> None:
         now_s = time.monotonic()
@@ -220,12 +259,18 @@ class Runtime:
                 self._perform_together(agreements)
             case ToFail(key, reason):
                 self._over(key, reason)
+            case ToTune(cycle_s):
+                self._cycle_s = cycle_s
+                _LOG.debug("a cycle is %g ms now", 1000 * cycle_s)
             case ToEnd(reason):
                 self._end(reason)
 
     def _perform_together(self, agreements: Sequence[Agreement]) -> None:
         keys = [agreed.request.key for agreed in agreements]
         operations = [self._operations.get(key) for key in keys]
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.begins(agreements)
         try:
             self._perform(agreements, operations)
         except Exception as error:
@@ -234,8 +279,20 @@ class Runtime:
             self._leave(f"{keys[0][1]!r} could not be performed: {error}")
             self._end(f"{keys[0][1]!r} could not be performed: {error}")
             return
+        if timeline is not None:
+            timeline.ends(agreements)
+        if _LOG.isEnabledFor(_TRACE):
+            _LOG.log(_TRACE, "performed %s", ", ".join(name for _, name in keys))
         for key in keys:
             self._over(key)
+        if self._tuning is not None and self._coordinator is not None:
+            self._tune(self._tuning, self._coordinator, agreements)
+
+    def _tune(self, tuning: Tuning, coordinator: NegotiationCoordinator, agreements: Sequence[Agreement]) -> None:
+        tuned = tuning.performed(agreements, time.monotonic())
+        if tuned is not None:
+            with self._lock:
+                self._decided(coordinator.retune(*tuned))
 
     def _over(self, key: tuple[int, str], error: str = "") -> None:
         with self._lock:

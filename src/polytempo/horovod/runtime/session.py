@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -14,13 +14,17 @@ from torch.distributed import distributed_c10d
 
 from polytempo.engines.environment import recognise
 from polytempo.engines.init import init
+from polytempo.horovod.negotiation.autotuner import Autotuner
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
 from polytempo.horovod.negotiation.member import NegotiationMember
 from polytempo.horovod.runtime.groups import SetTransport
 from polytempo.horovod.runtime.link import RankLink
+from polytempo.horovod.runtime.logs import begin_log
 from polytempo.horovod.runtime.performer import Performer
 from polytempo.horovod.runtime.runtime import Runtime
 from polytempo.horovod.runtime.settings import HorovodSettings
+from polytempo.horovod.runtime.timeline import TimelineFile
+from polytempo.horovod.runtime.tuning import Tuning
 from polytempo.worlds import ProcessWorld
 
 _MARGIN_S = 30.0
@@ -29,34 +33,48 @@ _numbers = itertools.count()  # all ranks begin their sessions in the same order
 
 
 class Session:
-    """This process joins its launcher's world (`polytempo.init`), and negotiates with all of its ranks.
+    """This process negotiates with all ranks of `world`: that of a new process group, or its launcher's (`init`).
 
-    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same.
+    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same; `look` is called while
+    they wait for each other, and may raise.
     """
 
-    def __init__(self, process_sets: Mapping[int, Sequence[int]], settings: HorovodSettings) -> None:
-        self.world = init(quiet=True, timeout_s=settings.end_s)
+    def __init__(
+        self,
+        process_sets: Mapping[int, Sequence[int]],
+        settings: HorovodSettings,
+        world: ProcessWorld | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        self.world = init(quiet=True, timeout_s=settings.end_s) if world is None else world
         rank, size = self.world.rank, self.world.size
-        store = _store(self.world, next(_numbers))
+        self._end_log = begin_log(settings, rank)
+        store = _store(next(_numbers) if world is None else 0)
         self.unnamed: Counter[tuple[int, str]] = Counter()
         """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts
         self.member = NegotiationMember(rank, size, process_sets)
-        coordinator = None
+        coordinator, tuning, timeline = None, None, None
         if rank == 0:
+            if settings.timeline:
+                timeline = TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles)
             coordinator = NegotiationCoordinator(
                 size,
                 process_sets,
                 fusion_bytes=settings.fusion_bytes,
+                fuse_groups=settings.fuse_groups,
                 cache_capacity=settings.cache_capacity,
                 stalls=settings.stalls,
             )
+            if settings.autotune is not None:
+                facts = (len(set(self.hosts)) > 1, False, settings.cache_capacity > 0)
+                tuning = Tuning(Autotuner(settings.tuned, settings.autotune), settings.autotune_log, facts)
 
         def make(number: int, ranks: Sequence[int]) -> SetTransport:
-            return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s)
+            return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s, look)
 
         address = _own_address() if rank == 0 and len(set(self.hosts)) > 1 else ""
-        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s)
+        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s, look=look)
         self.performer = Performer(rank, self.member.sets, make)
         self.runtime = Runtime(
             self.member,
@@ -65,15 +83,28 @@ class Session:
             self.performer.perform,
             cycle_s=settings.cycle_s,
             limit_s=settings.end_s + _MARGIN_S,
+            tuning=tuning,
         )
+        self.performer.phase = self.runtime.phase
+        self.runtime.watch(timeline)
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Rank 0 writes one; the others do nothing."""
+        if self.world.rank == 0:
+            self.runtime.watch(TimelineFile(path, mark_cycles=mark_cycles))
+
+    def stop_timeline(self) -> None:
+        """Write all that is there, and end it."""
+        self.runtime.watch(None)
 
     def close(self) -> None:
         """Shut down. Operations of other ranks that wait for this one are errors."""
         self.runtime.close()
         self.performer.close()
+        self._end_log()
 
 
-def _store(world: ProcessWorld, number: int) -> Store:
+def _store(number: int) -> Store:
     if not dist.is_initialized():
         return HashStore()
     return PrefixStore(f"polytempo/horovod/{number}", distributed_c10d._get_default_store())

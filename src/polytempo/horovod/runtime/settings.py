@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from polytempo.horovod.negotiation.autotuner import AutotuneOptions, TunedSettings
 from polytempo.horovod.negotiation.stalls import StallLimits
+
+LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+"""HOROVOD_LOG_LEVEL, as numbers of Python's logging."""
+DYNAMIC = "DYNAMIC"
+"""The HOROVOD_TIMELINE that waits for `start_timeline`."""
 
 
 class HorovodSettings(NamedTuple):
@@ -13,6 +19,8 @@ class HorovodSettings(NamedTuple):
 
     fusion_bytes: int = 128 << 20
     """HOROVOD_FUSION_THRESHOLD: the most bytes of all-reduces that become one; 0: none do."""
+    fuse_groups: bool = True
+    """Whether grouped all-reduces are fused with others; not with HOROVOD_DISABLE_GROUP_FUSION=1."""
     cycle_s: float = 0.001
     """HOROVOD_CYCLE_TIME, there in milliseconds: how long names wait for others, to be submitted together."""
     cache_capacity: int = 1024
@@ -21,24 +29,68 @@ class HorovodSettings(NamedTuple):
     """HOROVOD_STALL_CHECK_TIME_SECONDS; 0 with HOROVOD_STALL_CHECK_DISABLE=1."""
     end_s: float = 300.0
     """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. Horovod waits for ever by default; here no wait is without an end."""
+    timeline: str = ""
+    """HOROVOD_TIMELINE: the file that rank 0 writes from the beginning."""
+    mark_cycles: bool = False
+    """HOROVOD_TIMELINE_MARK_CYCLES."""
+    log_level: str = ""
+    """HOROVOD_LOG_LEVEL, one of `LEVELS`; "": as Python's logging is set up."""
+    log_time: bool = True
+    """Whether lines of the log begin with the time; not with HOROVOD_LOG_HIDE_TIME=1."""
+    autotune: AutotuneOptions | None = None
+    """HOROVOD_AUTOTUNE=1, and its options. A threshold and a cycle time that are set are not tuned."""
+    autotune_log: str = ""
+    """HOROVOD_AUTOTUNE_LOG: the file that rank 0 writes."""
 
     @property
     def stalls(self) -> StallLimits:
         """The times after which a name that only some ranks submit is warned of, and ends everything."""
         return StallLimits(self.warn_s, self.end_s)
 
+    @property
+    def tuned(self) -> TunedSettings:
+        """What the autotuner begins with."""
+        return TunedSettings(self.fusion_bytes, self.cycle_s)
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> HorovodSettings:
-        """ValueError, naming the variable, for what is no number or below 0."""
+        """ValueError, naming the variable, for what is no number or below 0, and for a level that is none."""
         default = cls()
-        disabled = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+        level = environ.get("HOROVOD_LOG_LEVEL", "").lower()
+        if level and level not in LEVELS:
+            raise ValueError(f"HOROVOD_LOG_LEVEL={level!r} must be one of {', '.join(LEVELS)}")
+        timeline = environ.get("HOROVOD_TIMELINE", "")
+        disabled = _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE")
         return cls(
-            int(_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
-            _number(environ, "HOROVOD_CYCLE_TIME", 1000 * default.cycle_s) / 1000,
-            int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
-            0.0 if disabled else _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.warn_s),
-            _number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or default.end_s,
+            fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
+            fuse_groups=not _is_set(environ, "HOROVOD_DISABLE_GROUP_FUSION"),
+            cycle_s=_number(environ, "HOROVOD_CYCLE_TIME", 1000 * default.cycle_s) / 1000,
+            cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
+            warn_s=0.0 if disabled else _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.warn_s),
+            end_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or default.end_s,
+            timeline="" if timeline == DYNAMIC else timeline,
+            mark_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+            log_level=level,
+            log_time=not _is_set(environ, "HOROVOD_LOG_HIDE_TIME"),
+            autotune=_autotune(environ) if _is_set(environ, "HOROVOD_AUTOTUNE") else None,
+            autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG", ""),
         )
+
+
+def _autotune(environ: Mapping[str, str]) -> AutotuneOptions:
+    default = AutotuneOptions()
+    return AutotuneOptions(
+        warmup_samples=int(_number(environ, "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", default.warmup_samples)),
+        steps_per_sample=max(1, int(_number(environ, "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", default.steps_per_sample))),
+        max_samples=max(1, int(_number(environ, "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.max_samples))),
+        noise=_number(environ, "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", default.noise),
+        tunes_fusion="HOROVOD_FUSION_THRESHOLD" not in environ,
+        tunes_cycle="HOROVOD_CYCLE_TIME" not in environ,
+    )
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "0") not in ("", "0")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

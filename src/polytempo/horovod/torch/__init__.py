@@ -1,6 +1,7 @@
 """Horovod 0.28's PyTorch API: `import polytempo.horovod.torch as hvd`."""
 
 from polytempo.horovod.runtime.operation import HorovodInternalError
+from polytempo.horovod.torch import elastic
 from polytempo.horovod.torch.basics import (
     add_process_set,
     ccl_built,
@@ -24,6 +25,8 @@ from polytempo.horovod.torch.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polytempo.horovod.torch.collectives import (
     Adasum,
@@ -109,6 +112,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -139,5 +143,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from polytempo.horovod.elastic.place import elastic_place
 from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.runtime.session import Session
@@ -34,7 +35,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     else:
         given = list(process_sets or [])
     numbered = {number: list(each.ranks or []) for number, each in enumerate(given, WHOLE + 1)}
-    session = Session(numbered, HorovodSettings.from_environment(os.environ))
+    settings, place = HorovodSettings.from_environment(os.environ), elastic_place()
+    if place is None:
+        session = Session(numbered, settings)
+    else:
+        session = place.join(settings.end_s, lambda world, look: Session(numbered, settings, world, look))
     rank, size = session.world.rank, session.world.size
     for ranks in numbered.values():
         if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) != len(ranks):
@@ -57,6 +62,8 @@ def shutdown() -> None:
     """Leave. Operations of other ranks that wait for this one raise `HorovodInternalError`. Also done at exit."""
     while _open:
         _open.pop().close()
+    if (place := elastic_place()) is not None:
+        place.close()
     for each in (global_process_set, *_sets):
         each.unbind()
     _sets.clear()
@@ -177,6 +184,24 @@ def ddl_built() -> bool:
 def ccl_built() -> bool:
     """False."""
     return False
+
+
+# ---------------------------------------------------------------------- timeline
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Rank 0 begins to write what is negotiated and performed to `file_path`, for chrome://tracing or Perfetto.
+
+    One that is being written is ended. `mark_cycles`: also the instants at which rank 0 submits what it has gathered.
+    The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`, OSError
+    where the file cannot be made.
+    """
+    session().start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline; its file is whole. Does nothing where there is none. ValueError before `init`."""
+    session().stop_timeline()
 
 
 # ---------------------------------------------------------------------- process sets

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
+from polytempo.horovod.runtime.codec_exchange import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.handles import begin, every, only, synchronize
@@ -67,10 +68,12 @@ def _reduction(
     postscale_factor: float,
     process_set: ProcessSet,
     answer: Callable[[Operation], Tensor | list[Tensor]],
+    exchange: CodecExchange | None = None,
 ) -> int:
     check_reducible(tensors, op)
-    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, op=op.name.lower(), **factors)
+    details: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    details |= {"op": op.name.lower(), "exchange": exchange}
+    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, **details)
 
 
 def allreduce_async(
@@ -133,6 +136,28 @@ def grouped_allreduce_async_(
     return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given)
 
 
+def encoded_allreduce_async(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    exchange: CodecExchange,
+    *,
+    in_place: bool = False,
+) -> int:
+    """Begin a grouped all-reduce, a sum or an average, by a codec; what is no floating-point number travels as it is.
+
+    `factors`: before and after. Errors: ValueError for other operations, which are no sums of what wires say.
+    """
+    chosen, given = ReductionOp(op), list(tensors)
+    _check_group(given)
+    outputs, by_codec = given if in_place else [], exchange if encodable(given) else None
+    if by_codec is not None and chosen not in (Average, Sum):
+        raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
+    return _reduction(given, outputs, name, chosen, *factors, process_set, every, by_codec)
+
+
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
@@ -144,11 +169,11 @@ def sparse_allreduce_async(
     if chosen not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse COO tensors are summed or averaged, got {chosen.name} of {tensor.layout}")
     mine = tensor.detach().coalesce()
-    indices = allgather_async(mine.indices().T.contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(mine.values().contiguous(), f"{name}.values", process_set)
+    entries = [mine.indices().T.contiguous(), mine.values().contiguous()]
+    handle = grouped_allgather_async(entries, f"{name}.entries", process_set)
 
     def wait() -> Tensor:
-        all_indices, all_values = synchronize(indices), synchronize(values)
+        all_indices, all_values = synchronize(handle)
         if chosen is Average:
             all_values = all_values / process_set.size()
         return torch.sparse_coo_tensor(all_indices.T, all_values, tensor.shape, check_invariants=False)

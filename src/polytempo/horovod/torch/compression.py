@@ -1,11 +1,23 @@
-"""`Compression`: what tensors are on their way. Write one of your own as a subclass of `Compressor`."""
+"""`Compression`: what tensors are on their way. Write one of your own as a subclass of `Compressor`.
+
+casts    compress ─▶ sum of what travels ─▶ decompress        `none`, `fp16`, `bf16`, and your own
+codecs   an exchange by `polytempo.compression`, as `pt.attach` makes it: wires that cannot be added are gathered, or
+         added stripe by stripe; what was not sent goes with the next gradient
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from polytempo import compression
+from polytempo.compression import feedback
+from polytempo.core import Codec
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
 
 
 class Compressor:
@@ -50,8 +62,86 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
+class BF16Compressor(FP16Compressor):
+    """Floating-point tensors travel as bfloat16, and are summed so: the range of float32, and 8 significant bits."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """In bfloat16, and the dtype that it had."""
+        return (tensor.bfloat16() if tensor.is_floating_point() else tensor), tensor.dtype
+
+
+class CodecCompression:
+    """A codec of `polytempo.compression` as it is, or called with arguments: `Compression.top_k(0.05)`.
+
+    `DistributedOptimizer` keeps for each gradient what the codec left out, and adds it to the next one, wherever a
+    codec leaves something out for certain (`compression.feedback`); those that are right on average (`qsgd`,
+    `natural`, `terngrad`) go without. `allreduce` forgets it: there the answer is the sum of what wires say.
+    """
+
+    def __init__(self, make: Callable[..., Codec], arguments: Mapping[str, Any] | None = None) -> None:
+        self._make, self._arguments = make, arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CodecCompression:
+        """The same codec with these arguments, by position or by name, as in `polytempo.compression`."""
+        bound = inspect.signature(self._make).bind(*args, **kwargs).arguments
+        return CodecCompression(self._make, {name: _plain(value) for name, value in bound.items()})
+
+    def codec(self) -> Codec:
+        """The codec. Errors: those of its function, which are TypeError where an argument is missing."""
+        return self._make(**(self._arguments or {}))
+
+    def single(self) -> CodecExchange:
+        """An exchange of one tensor that has no next one. ValueError for codecs that live from what comes next."""
+        codec = self.codec()
+        if codec.facts.memory != "none":
+            raise ValueError(
+                f"{codec.facts.name} sends later what it does not send now, and an all-reduce has no later; use it in "
+                "DistributedOptimizer, or a codec without feedback(…)"
+            )
+        return CodecExchange(codec)
+
+    def lasting(self) -> CodecExchange:
+        """An exchange of gradients of one name, step by step, that loses nothing."""
+        codec = self.codec()
+        law = codec.facts.law
+        leaves_out = law.kind == "contraction" or (law.kind == "conserving" and law.bound(_LARGE) < 1)
+        return CodecExchange(feedback(codec) if codec.facts.memory == "none" and leaves_out else codec)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value}" for name, value in (self._arguments or {}).items())
+        return f"Compression.{self._make.__name__}({given})"
+
+
+_LARGE = torch.empty(1024, 1024, device="meta")
+"""A tensor on which a law has to hold."""
+
+AnyCompression = type[Compressor] | CodecCompression
+"""What `compression` can be."""
+
+
+def _plain(value: Any) -> Any:
+    return value.codec() if isinstance(value, CodecCompression) else value
+
+
 class Compression:
-    """The compressors that there are."""
+    """The compressors that there are: Horovod's two, bf16, and the codecs of `polytempo.compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    dgc = CodecCompression(compression.dgc)
+    dynamic8 = CodecCompression(compression.dynamic8)
+    exact = CodecCompression(compression.exact)
+    feedback = CodecCompression(compression.feedback)
+    int8 = CodecCompression(compression.int8)
+    natural = CodecCompression(compression.natural)
+    one_bit = CodecCompression(compression.one_bit)
+    pca = CodecCompression(compression.pca)
+    prune = CodecCompression(compression.prune)
+    qsgd = CodecCompression(compression.qsgd)
+    random_k = CodecCompression(compression.random_k)
+    sign = CodecCompression(compression.sign)
+    terngrad = CodecCompression(compression.terngrad)
+    threshold = CodecCompression(compression.threshold)
+    top_k = CodecCompression(compression.top_k)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.process_sets import ProcessSet
@@ -35,6 +36,7 @@ def begin(
     answer: Answer,
     *,
     outputs: Sequence[Tensor] = (),
+    exchange: CodecExchange | None = None,
     **details: Any,
 ) -> int:
     """Submit an operation, and answer its handle. Those without a name are matched by their order within
@@ -56,10 +58,11 @@ def begin(
         tuple(str(tensor.dtype)[6:] for tensor in tensors),
         tuple(tuple(tensor.shape) for tensor in tensors),
         process_set=number,
+        codec="" if exchange is None else exchange.name,
         lasting=name is not None,
         **details,
     )
-    operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs])
+    operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs], exchange)
     session().runtime.submit(operation)
     session().unnamed[number, kind] += name is None
     handle = next(_numbers)

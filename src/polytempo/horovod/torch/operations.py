@@ -29,13 +29,14 @@ from polytempo.horovod.torch.collectives import (
     broadcast_async,
     broadcast_async_,
     chosen_op,
+    encoded_allreduce_async,
     grouped_allgather_async,
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter_async,
     reducescatter_async,
 )
-from polytempo.horovod.torch.compression import Compression, Compressor
+from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
 
@@ -60,6 +61,22 @@ class _AllReduce(torch.autograd.Function):
         _check_differentiable(ctx.op)
         name = _grad_name(ctx.name)
         return None, None, None, None, *_AllReduce.apply(name, ctx.op, ctx.factors, ctx.where, *grads)  # type: ignore[no-untyped-call]
+
+
+class _EncodedAllReduce(torch.autograd.Function):
+    """A codec's rounding counts as none: the gradient is that of the sum or average."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: int, factors: tuple[float, float], where: Any, by: Any, *tensors: Tensor
+    ) -> Any:
+        ctx.name, ctx.op, ctx.factors, ctx.where = name, op, factors, where
+        return tuple(synchronize(encoded_allreduce_async(tensors, name, op, factors, where, by)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        reduced = _AllReduce.apply(_grad_name(ctx.name), ctx.op, ctx.factors, ctx.where, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, None, None, *reduced
 
 
 class _AllGather(torch.autograd.Function):
@@ -131,7 +148,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -142,7 +159,7 @@ def allreduce(
     `compression`: the compressor that the tensor travels through.
     """
     options = (compression, op, prescale_factor, postscale_factor, process_set)
-    if _needs_gradient([tensor]):
+    if _needs_gradient([tensor]) or isinstance(compression, CodecCompression):
         return grouped_allreduce([tensor], average, name, *options)[0]
     sent, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
@@ -169,16 +186,19 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Several all-reduces as one."""
+    chosen, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    if isinstance(compression, CodecCompression):
+        exchange = compression.single()
+        return list(_EncodedAllReduce.apply(name, chosen, factors, process_set, exchange, *tensors))  # type: ignore[no-untyped-call]
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent, contexts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    chosen, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
     if _needs_gradient(sent):
         answers = _AllReduce.apply(name, chosen, factors, process_set, *sent)  # type: ignore[no-untyped-call]
     else:
@@ -204,7 +224,7 @@ def grouped_allreduce_(
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: int = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -212,7 +232,7 @@ def reducescatter(
 ) -> Tensor:
     """This rank's rows of the reduction: the first ranks have one more, where they are not equal."""
     options = (name, compression, op, prescale_factor, postscale_factor, process_set)
-    if _needs_gradient([tensor]):
+    if _needs_gradient([tensor]) or isinstance(compression, CodecCompression):
         return grouped_reducescatter([tensor], *options)[0]
     sent, context = compression.compress(tensor)
     handle = reducescatter_async(sent, name, op, prescale_factor, postscale_factor, process_set)
@@ -222,13 +242,15 @@ def reducescatter(
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: int = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Several of them as one."""
+    if isinstance(compression, CodecCompression):
+        raise ValueError(f"{compression} is for all-reduces; a reducescatter takes Compression.none, fp16 or bf16")
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent, contexts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     factors = (prescale_factor, postscale_factor)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,23 +14,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from polytempo.core import Codec, Strategy
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
 from polytempo.horovod.torch.collectives import (
     Adasum,
     Average,
     ReductionOp,
+    Sum,
     allreduce_async_,
+    encoded_allreduce_async,
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from polytempo.horovod.torch.compression import Compression, Compressor
+from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+from polytempo.horovod.torch.strategy_optimizer import with_strategy
+from polytempo.training.requirements import check_momentum
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompression = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -36,6 +44,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    strategy: Strategy | str | None = None,
 ) -> Any:
     """`optimizer` as one whose `step` first reduces the gradients over all ranks, parameter by parameter.
 
@@ -43,17 +53,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     it has been accumulated `backward_passes_per_step` times (the sum of these, not their mean). With Average it is
     multiplied by 1/`gradient_predivide_factor` before the sum and by the factor after it. `groups`: how many parts
     the parameters are dealt to, or lists of parameters, whose gradients are reduced as one; `num_groups` is its older
-    name. Sparse gradients are gathered, or made dense first (`sparse_as_dense`). `op=Adasum` reduces what the
-    optimizer's own step changes, and applies the adaptive sum of that.
+    name. Sparse gradients are gathered, or made dense first (`sparse_as_dense`). `compression`: a cast, or a codec, by
+    which each group's gradients travel, and which sends later what it leaves out (`CodecCompression`). `op=Adasum`
+    reduces what the optimizer's own step changes, and applies the adaptive sum of that.
 
     Besides `step` it has `synchronize()`, after which `.grad` holds the answer, for clipping and the like; then call
     `step()` inside `with optimizer.skip_synchronize():`. Parameters that got no gradient count as zeros.
 
+    `strategy`, which Horovod does not have, is one of this library's (`strategy_optimizer.with_strategy`).
+
     Errors: ValueError for names that are missing or not unique, and for arguments that do not go together.
     """
+    if strategy is not None:
+        return with_strategy(optimizer, named_parameters, strategy, _given(locals()))
     chosen = ReductionOp(op)
     if gradient_predivide_factor != 1.0 and chosen is not Average:
         raise ValueError("gradient_predivide_factor is for op=Average alone")
+    if isinstance(compression, CodecCompression):
+        _check_codec(compression.codec(), chosen, optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
     if num_groups and groups is None:
@@ -67,6 +84,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     options = _Reduction(names, compression, chosen, gradient_predivide_factor, sparse_as_dense, process_set)
     distributed._begin(options, backward_passes_per_step, _grouped(names, groups))
     return distributed
+
+
+def _given(values: Mapping[str, Any]) -> list[str]:
+    """Which arguments besides the parameters' names are not as they are by default."""
+    parameters = inspect.signature(DistributedOptimizer).parameters
+    rest = {name: p.default for name, p in parameters.items() if p.default is not None or name == "groups"}
+    return [name for name, default in rest.items() if name != "optimizer" and values[name] != default]
+
+
+def _check_codec(codec: Codec, op: ReductionOp, optimizer: Optimizer) -> None:
+    if op not in (Average, Sum):
+        raise ValueError(
+            f"{codec.facts.name} goes with op=Average or Sum, not {op.name}; use Compression.none or a cast"
+        )
+    check_momentum(optimizer, codec.facts.momentum, codec.facts.name)
 
 
 def _names(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -117,15 +149,19 @@ class _Reduction:
     def __init__(
         self,
         names: dict[Tensor, str],
-        compression: type[Compressor],
+        compression: AnyCompression,
         op: ReductionOp,
         predivide: float,
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self.names, self.compression, self.op = names, compression, op
+        self.names, self.op = names, op
+        self.codec = compression if isinstance(compression, CodecCompression) else None
+        self.cast = Compression.none if isinstance(compression, CodecCompression) else compression
         self.factors = (1.0 / predivide, predivide)
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
+        self._exchanges: dict[str, CodecExchange] = {}
+        """Of a codec, by name: what of each gradient is sent later."""
 
     def begin(self, group: Sequence[Tensor]) -> Callable[[], None]:
         """Submit the gradients of `group`; what is answered waits for them, and puts them in place."""
@@ -147,7 +183,9 @@ class _Reduction:
         return wait
 
     def _begin_dense(self, group: Sequence[Tensor]) -> Callable[[], None]:
-        pairs = [self.compression.compress(_gradient(parameter)) for parameter in group]
+        if self.codec is not None:
+            return self._begin_encoded(group, self.codec)
+        pairs = [self.cast.compress(_gradient(parameter)) for parameter in group]
         sent = [pair[0] for pair in pairs]
         name, (before, after) = self.names[group[0]], self.factors
         if len(sent) == 1:
@@ -158,11 +196,20 @@ class _Reduction:
         def wait() -> None:
             synchronize(handle)
             for parameter, tensor, (_, context) in zip(group, sent, pairs, strict=True):
-                answer = self.compression.decompress(tensor, context)
+                answer = self.cast.decompress(tensor, context)
                 if answer is not parameter.grad:
                     _gradient(parameter).copy_(answer)
 
         return wait
+
+    def _begin_encoded(self, group: Sequence[Tensor], by: CodecCompression) -> Callable[[], None]:
+        name = self.names[group[0]]
+        if name not in self._exchanges:
+            self._exchanges[name] = by.lasting()
+        given, exchange = [_gradient(parameter) for parameter in group], self._exchanges[name]
+        options = (self.op, self.factors, self.process_set, exchange)
+        handle = encoded_allreduce_async(given, f"encoded.{name}", *options, in_place=True)
+        return partial(synchronize, handle)
 
     def _begin_sparse(self, parameter: Tensor) -> Callable[[], None]:
         later = sparse_allreduce_async(_gradient(parameter), self.names[parameter], self.op, self.process_set)
@@ -180,7 +227,12 @@ class _Distributed(Optimizer):
 
     def _begin(self, reduction: _Reduction, passes: int, groups: list[list[Tensor]]) -> None:
         self._reduction, self._passes, self._groups = reduction, passes, groups
-        self._takes_part = reduction.process_set.included() and reduction.process_set.size() > 1
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether there are others; their number may change in an elastic run."""
+        process_set = self._reduction.process_set
+        return process_set.included() and process_set.size() > 1
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many times gradients are accumulated from now on before they are reduced."""
@@ -205,11 +257,12 @@ class _ReducedGradients(_Distributed):
         self._waits: dict[int, Callable[[], None]] = {}
         self._synchronized = False
         self._synchronizes = True
-        if self._takes_part:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._group_of]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._group_of]
 
     def _accumulated(self, parameter: Tensor) -> None:
         """`parameter` has got a gradient."""
+        if not self._takes_part:
+            return
         group = self._group_of[parameter]
         if group in self._waits or self._counts[parameter] >= self._passes:
             raise AssertionError(
@@ -220,6 +273,13 @@ class _ReducedGradients(_Distributed):
         self._synchronized = False
         if all(self._counts[other] == self._passes for other in self._groups[group]):
             self._waits[group] = self._reduction.begin(self._groups[group])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; gradients that are under way are forgotten."""
+        self._waits = {}
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._synchronized = False
+        super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
         """Wait until `.grad` of every parameter is reduced. What has no gradient yet is submitted as it is."""
@@ -279,14 +339,14 @@ class _AdasumSteps(_Distributed):
         loss = super().step(closure)
         with torch.no_grad():
             pairs = [
-                self._reduction.compression.compress(parameter - start)
+                self._reduction.cast.compress(parameter - start)
                 for parameter, start in zip(parameters, before, strict=True)
             ]
             changes = [pair[0] for pair in pairs]
             process_set = self._reduction.process_set
             synchronize(grouped_allreduce_async_(changes, name="adasum.steps", op=Adasum, process_set=process_set))
             for parameter, start, change, (_, context) in zip(parameters, before, changes, pairs, strict=True):
-                parameter.copy_(start + self._reduction.compression.decompress(change, context))
+                parameter.copy_(start + self._reduction.cast.decompress(change, context))
         return loss
 
 

@@ -69,7 +69,7 @@ class RowConvolution(SplitLayer):
         self.convolve, self.channel_dim = convolve(whole), channel_dim(whole)
         self.in_channels, self.inputs = whole.in_channels, inputs
         self.weight = cutter.cut(f"{name}.weight", whole.weight, inputs)
-        self.bias: nn.Parameter | None = whole.bias
+        self.bias: Tensor | None = whole.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, this rank's inputs, places) or (…, inputs, places) to (…, outputs, places)."""

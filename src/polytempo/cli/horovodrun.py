@@ -1,0 +1,86 @@
+"""`polytempo horovodrun`: ranks of a script for Horovod, started as Horovod's own launcher starts them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+import typer
+
+import polytempo
+from polytempo.cli.horovodrun_arguments import variables
+from polytempo.horovod.launcher.elastic_ranks import run_elastic_ranks
+from polytempo.horovod.launcher.elastic_settings import ElasticSettings
+from polytempo.horovod.launcher.host_discovery import HostDiscovery
+from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
+from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
+from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.native.library import why_not
+
+_BUILD = """Polytempo v{version}, in the place of Horovod:
+
+Available Frameworks:
+    [ ] TensorFlow
+    [X] PyTorch
+    [ ] MXNet
+
+Available Controllers:
+    [ ] MPI
+    [X] Gloo
+
+Available Tensor Operations:
+    [ ] NCCL
+    [ ] DDL
+    [ ] CCL
+    [ ] MPI
+    [X] Gloo
+    [{native}] shared memory of a host"""
+
+
+def horovodrun(given: argparse.Namespace) -> None:
+    """Run the command that the options describe."""
+    if given.version or given.check_build:
+        native = " " if why_not() else "X"
+        print(polytempo.__version__ if given.version else _BUILD.format(version=polytempo.__version__, native=native))
+        return
+    settings = LaunchSettings(
+        start_timeout_s=given.start_timeout,
+        network_interface=given.network_interfaces,
+        ssh_port=given.ssh_port,
+        ssh_identity_file=given.ssh_identity_file,
+        output=given.output_filename,
+        timestamps=given.prefix_output_with_timestamp,
+        verbose=given.verbose,
+        exported=variables(given),
+    )
+    hosts = _hosts(given)
+    try:
+        if given.host_discovery_script or given.min_num_proc or given.max_num_proc:
+            script = given.host_discovery_script
+            discovery = HostDiscovery(script, given.slots_per_host or 1) if script else (lambda: hosts)
+            run_elastic_ranks(given.command, discovery, settings, _elastic(given))
+        else:
+            run_ranks(given.command, given.num_proc, hosts, settings)
+    except RanksFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+
+
+def _hosts(given: argparse.Namespace) -> Mapping[str, int]:
+    if given.hosts:
+        return parsed_hosts(given.hosts)
+    if given.hostfile:
+        return read_hostfile(given.hostfile)
+    return {"localhost": given.slots_per_host or given.num_proc or 1}
+
+
+def _elastic(given: argparse.Namespace) -> ElasticSettings:
+    return ElasticSettings.of(
+        given.num_proc,
+        given.min_num_proc,
+        given.max_num_proc,
+        timeout_s=given.elastic_timeout,
+        reset_limit=given.reset_limit,
+        cooldown_s=given.blacklist_cooldown_range,
+    )

@@ -1,0 +1,279 @@
+"""`run_elastic_ranks`: a command on hosts that come and go, as `horovodrun --min-np 2 --host-discovery-script …` does.
+
+launcher   RunMembership ── orders ──▶ the board ──▶ processes      who takes part (as in all elastic runs)
+           HostSlots     ── where a process may be started          discovery, failures, cool-down
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from polytempo.engines.command_process import CommandRun
+from polytempo.engines.engine import EngineProcess, Role
+from polytempo.engines.rendezvous import Rendezvous
+from polytempo.horovod.elastic.place import LIFE, MEETING
+from polytempo.horovod.launcher.elastic_settings import ElasticSettings
+from polytempo.horovod.launcher.host_discovery import HostDiscovery
+from polytempo.horovod.launcher.host_engines import HostEngines
+from polytempo.horovod.launcher.host_slots import HostSlots
+from polytempo.horovod.launcher.output import OutputRelay
+from polytempo.horovod.launcher.run_ranks import RanksFailed, code_of, ended, said, status
+from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.membership.message import Begin, Dismiss, Fail, GroupView, Interrupt, Kill, Leave, Order, Ready, Report
+from polytempo.membership.run_membership import RunMembership
+from polytempo.runs.elastic.member_board import LauncherBoard
+
+_LOOK_S = 0.02
+_STOPPED_S = 0.5
+"""A process that a signal has stopped for so long is given up."""
+_LEAVE_S = 30.0
+"""How long a process may take to end that was sent away."""
+_MOST_LIVES = 1 << 20
+
+Discover = Callable[[], Mapping[str, int]]
+"""The slots of the hosts that there are now. It is called many times a second, and does not wait."""
+
+
+def run_elastic_ranks(
+    words: Sequence[str],
+    discover: Discover,
+    settings: LaunchSettings,
+    elastic: ElasticSettings,
+    standard_input: str = "",
+    watch: Callable[[ElasticRanks], object] = lambda ranks: None,
+) -> list[str | None]:
+    """Run the command `words` until one of its processes has ended well, and all others with it.
+
+    Returns what each process of the last group left as its answer. `watch` is called as often as the launcher looks
+    for news. Errors: `RanksFailed` where all are lost, fewer than the minimum can be had, or a process fails after
+    another one has ended well; ValueError where discovery names no host.
+    """
+    with ExitStack() as stack:
+        if isinstance(discover, HostDiscovery):
+            stack.callback(discover.close)
+        hosts = _first_hosts(discover, elastic)
+        run = CommandRun(tuple(words), os.getcwd(), settings.environment(), standard_input)
+        engines = stack.enter_context(HostEngines(run, settings, hosts, _MOST_LIVES))
+        for name, slots in hosts.items():
+            engines.begin(name, slots)
+        rendezvous = Rendezvous.held(engines.address)
+        stack.callback(rendezvous.close)
+        relay = OutputRelay(settings.output, timestamps=settings.timestamps)
+        ranks = ElasticRanks(engines, rendezvous, relay, discover, settings, elastic)
+        try:
+            return ranks.conduct(watch)
+        finally:
+            engines.stop()
+            engines.poll(0.0)
+            relay.forward(last=True)
+
+
+def _first_hosts(discover: Discover, elastic: ElasticSettings) -> Mapping[str, int]:
+    """The hosts, once they have slots for `minimum` processes."""
+    until_s = time.monotonic() + elastic.timeout_s
+    while sum((hosts := discover()).values()) < elastic.minimum:
+        if time.monotonic() > until_s:
+            raise ValueError(
+                f"min-np {elastic.minimum} needs so many slots, and after {elastic.timeout_s:g} s discovery names "
+                f"{dict(hosts) or 'no hosts'}"
+            )
+        time.sleep(_LOOK_S)
+    return hosts
+
+
+class ElasticRanks:
+    """The run's processes, each by its life, and where they are."""
+
+    def __init__(
+        self,
+        engines: HostEngines,
+        rendezvous: Rendezvous,
+        relay: OutputRelay,
+        discover: Discover,
+        settings: LaunchSettings,
+        elastic: ElasticSettings,
+    ) -> None:
+        self._engines, self._url, self._relay, self._discover = engines, rendezvous.url, relay, discover
+        self._settings, self._elastic = settings, elastic
+        self._board, self._slots = LauncherBoard(rendezvous), HostSlots(elastic.cooldown_s)
+        self._machine = RunMembership(
+            elastic.minimum, elastic.maximum, elastic.num_proc, restarts=_MOST_LIVES, answer_s=elastic.timeout_s
+        )
+        self.processes: dict[int, EngineProcess] = {}
+        """All that were started, by life."""
+        self._hosts: dict[int, tuple[str, int]] = {}
+        """Each one's host, and its slot there."""
+        self._to_begin: list[int] = []
+        """Lives that wait for a free slot."""
+        self._away: dict[int, float] = {}
+        """Those that were sent away, and when they are ended."""
+        self._stopped_s: dict[int, float] = {}
+        self._last_failed: EngineProcess | None = None
+        self._is_over = False
+        """Whether a process has ended well: then no other is started."""
+
+    @property
+    def view(self) -> GroupView | None:
+        """Who takes part now."""
+        return self._machine.view
+
+    def host_of(self, life: int) -> str:
+        """Where a process is."""
+        return self._hosts[life][0]
+
+    def conduct(self, watch: Callable[[ElasticRanks], object]) -> list[str | None]:
+        """Decide and act until the run is over."""
+        self._look_for_hosts()
+        while not (self._is_over and not self._running):
+            for process in self._engines.poll(_LOOK_S):
+                self._take_end(process)
+            self._relay.forward()
+            self._end_late()
+            self._hear()
+            if not self._is_over:
+                self._look_for_hosts()
+                self._perform(self._machine.tick(time.monotonic()))
+                self._begin_waiting()
+                self._check_hope()
+            watch(self)
+        members = () if self.view is None else self.view.members
+        return [json.loads(self.processes[life].result or b"{}").get("answer") for life in members]
+
+    # ------------------------------------------------------------------ what happens
+
+    @property
+    def _running(self) -> list[int]:
+        return [life for life, process in self.processes.items() if process.exit_code is None]
+
+    def _take_end(self, process: EngineProcess) -> None:
+        life = process.role.life
+        if code_of(process) == 0 and life not in self._away:
+            self._finish()
+        elif self._is_over and life not in self._away:
+            raise self._failure(process, f"process {life} on {self.host_of(life)} {ended(process)} at the end")
+        elif life not in self._away:
+            self._last_failed = process
+            print(f"horovodrun: process {life} on {self.host_of(life)} {ended(process)}", file=sys.stderr)
+            self._slots.failed(time.monotonic(), self.host_of(life))
+        if not self._is_over:
+            self._perform(self._machine.ended(time.monotonic(), life))
+
+    def _finish(self) -> None:
+        """The script has come to its end in one process: the group's others come to theirs, and all else leaves."""
+        if self._is_over:
+            return
+        self._is_over = True
+        members = () if self.view is None else self.view.members
+        self._perform([Dismiss(life) for life in (*self._to_begin, *self._running) if life not in members])
+
+    def _look_for_hosts(self) -> None:
+        now_s, running = time.monotonic(), self._numbers()
+        self._slots.found(dict(self._discover()))
+        for host, number in self._slots.surplus(running).items():
+            there = [life for life in self._running if self.host_of(life) == host and life not in self._away]
+            self._perform(self._machine.send_away(there[::-1][:number]))
+        self._perform(self._machine.want(now_s, max(self._slots.capacity(now_s, running), self._elastic.minimum)))
+
+    def _hear(self) -> None:
+        for life in self._machine.alive:
+            for message in self._board.heard(life):
+                if self._is_over and isinstance(message, Report):
+                    why = f"process {life} needs the others at the end, and one of them has ended well already"
+                    raise self._failure(None, why)
+                if isinstance(message, Ready | Report):
+                    self._perform(self._machine.receive(time.monotonic(), message))
+
+    def _end_late(self) -> None:
+        """End processes that were sent away and do not end, and those that a signal has stopped."""
+        now_s = time.monotonic()
+        for life in self._running:
+            process = self.processes[life]
+            if not process.stopped:
+                self._stopped_s.pop(life, None)
+            stopped = process.stopped and now_s - self._stopped_s.setdefault(life, now_s) > _STOPPED_S
+            if stopped or now_s > self._away.get(life, float("inf")):
+                self._engines.stop(process)
+
+    def _check_hope(self) -> None:
+        if self._slots.is_hopeless and len(self._running) < self._elastic.minimum:
+            raise self._failure(
+                self._last_failed,
+                f"{len(self._running)} processes are left, min-np is {self._elastic.minimum}, and processes have "
+                "failed on all hosts; --blacklist-cooldown-range lets hosts be used again",
+            )
+
+    def _failure(self, process: EngineProcess | None, why: str) -> RanksFailed:
+        return RanksFailed(f"{why}; the run has ended", 1 if process is None else status(process))
+
+    # ------------------------------------------------------------------ what is done
+
+    def _perform(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            match order:
+                case Begin(life):
+                    self._to_begin.append(life)
+                case Kill(life):
+                    self._engines.stop(self.processes[life])
+                case Fail(reason):
+                    raise self._failure(self._last_failed, reason)
+                case GroupView():
+                    self._announce(order)
+                case Interrupt() if self.view is not None:
+                    for life in self.view.members:
+                        self._board.tell(life, order)
+                case Leave(life) | Dismiss(life):
+                    self._send_away(life, order)
+
+    def _announce(self, view: GroupView) -> None:
+        limit = self._elastic.reset_limit
+        if limit is not None and view.generation - 1 > limit:
+            raise self._failure(self._last_failed, f"the group has changed more than reset-limit {limit} times")
+        said(self._settings, f"{len(view.members)} processes take part: {', '.join(map(str, view.members))}")
+        for life in view.members:
+            self._board.tell(life, view)
+
+    def _send_away(self, life: int, order: Leave | Dismiss) -> None:
+        if life in self._to_begin:
+            self._to_begin.remove(life)
+        else:
+            self._board.tell(life, order)
+            if isinstance(order, Dismiss):
+                self._away[life] = time.monotonic() + _LEAVE_S
+
+    def _numbers(self) -> Counter[str]:
+        """How many processes run on each host that are not on their way out."""
+        return Counter(self.host_of(life) for life in self._running if life not in self._away)
+
+    def _begin_waiting(self) -> None:
+        while self._to_begin and (host := self._slots.room(time.monotonic(), self._numbers())) is not None:
+            self._engines.begin(host, max(1, self._discover().get(host, 1)))
+            if (problem := self._engines.problem(host)) is not None:
+                print(f"horovodrun: {problem}", file=sys.stderr)
+                self._slots.failed(time.monotonic(), host)
+            elif self._engines.is_open(host):
+                self._begin(self._to_begin.pop(0), host)
+            else:
+                return  # a thread opens it
+
+    def _begin(self, life: int, host: str) -> None:
+        taken = {self._hosts[other][1] for other in self._running if self.host_of(other) == host}
+        slot = min(set(range(len(taken) + 1)) - taken)
+        self._hosts[life] = (host, slot)
+        environment = {
+            MEETING: self._url,
+            LIFE: str(life),
+            "POLYTEMPO_RENDEZVOUS": self._url,
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_HOSTNAME": host,
+            "HOROVOD_LOCAL_RANK": str(slot),
+        }
+        process = self._engines.start(host, Role("member", life, life), str(life), environment)
+        self.processes[life] = process
+        self._relay.follow(process)
+        said(self._settings, f"process {life} is started on {host}")

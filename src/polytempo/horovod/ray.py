@@ -1,0 +1,200 @@
+"""`RayExecutor`: ranks as actors of Ray, with the signatures of `horovod.ray`.
+
+    executor = RayExecutor(RayExecutor.create_settings(), num_workers=4, use_gpu=False)
+    executor.start()
+    results = executor.run(train, args=(data,))          # what each rank returned, by rank
+    executor.shutdown()
+
+It needs the extra `ray`. Functions, arguments and results travel as Ray's own do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.core.errors import PolytempoError
+from polytempo.engines.extras import required
+from polytempo.horovod.rank_variables import free_port, leaves_where_it_fails, rank_variables
+
+
+@dataclass(frozen=True)
+class RayExecutorSettings:
+    """Made by `RayExecutor.create_settings`."""
+
+    timeout_s: float = 30.0
+    placement_group_timeout_s: float = 100.0
+
+
+class RankActor:
+    """What runs in each actor."""
+
+    def __init__(self) -> None:
+        self._executable: Any = None
+
+    def place(self) -> tuple[str, str, int]:
+        """The Ray node's id, its address, and a port that is free there."""
+        ray = required("ray", "ray")
+        address = ray.util.get_node_ip_address()
+        return ray.get_runtime_context().get_node_id(), address, free_port(address)
+
+    def become(self, variables: Mapping[str, str]) -> None:
+        """Be told which rank this is."""
+        os.environ.update(variables)
+
+    def make(self, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make the object on which `execute` works."""
+        self._executable = kind(*args, **kwargs)
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`fn(*args, **kwargs)`. Where it raises, the other ranks' operations do, too."""
+        with leaves_where_it_fails():
+            return fn(*args, **kwargs)
+
+    def execute(self, fn: Callable[[Any], Any]) -> Any:
+        """`fn` of the object that `make` has made."""
+        with leaves_where_it_fails():
+            return fn(self._executable)
+
+
+class RayExecutor:
+    """`num_workers` ranks wherever Ray has room, or `num_hosts` nodes with `num_workers_per_host` ranks each.
+
+    Each rank reserves `cpus_per_worker` CPUs and, with `use_gpu`, `gpus_per_worker` GPUs. Elastic arguments of Horovod
+    (`min_workers`, `max_workers`, `reset_limit`, …) are refused: `polytempo horovodrun --min-np` runs elastically.
+    Errors: ValueError for numbers that do not go together; PolytempoError where Ray has no room in time.
+    """
+
+    @classmethod
+    def create_settings(
+        cls, timeout_s: float = 30.0, placement_group_timeout_s: float = 100.0, **unused: Any
+    ) -> RayExecutorSettings:
+        """`timeout_s`: for actors to be there; the other for their reservation.
+
+        Horovod's other arguments, for ssh and nics, have no effect.
+        """
+        del unused
+        return RayExecutorSettings(timeout_s, placement_group_timeout_s)
+
+    def __init__(
+        self,
+        settings: RayExecutorSettings | None = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: float | None = None,
+        **elastic: Any,
+    ) -> None:
+        if refused := sorted(name for name, value in elastic.items() if value is not None):
+            raise ValueError(
+                f"{', '.join(refused)}: not supported here; for an elastic run use `polytempo horovodrun --min-np`"
+            )
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError(f"give num_workers or num_hosts, and not both: got {num_workers} and {num_hosts}")
+        if min(num_workers or 1, num_hosts or 1, num_workers_per_host) < 1:
+            raise ValueError(f"there is at least one rank: {num_workers=}, {num_hosts=}, {num_workers_per_host=}")
+        if gpus_per_worker and not use_gpu:
+            raise ValueError("gpus_per_worker is set, and use_gpu is not; set use_gpu=True")
+        self._settings = settings or RayExecutorSettings()
+        self._num_hosts, self._per_host = num_hosts, num_workers_per_host
+        self.num_workers = num_workers or (num_hosts or 1) * num_workers_per_host
+        """How many ranks there are."""
+        self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
+        self._ray = required("ray", "ray")
+        self._group: Any = None
+        self._actors: list[Any] = []
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the actors; each becomes a rank, and makes `executable_cls(…)` where there is one."""
+        if self._actors:
+            raise ValueError("this executor has been started already; call shutdown() before it starts again")
+        ray = self._ray
+        each = self._per_host if self._num_hosts else 1
+        bundle = {"CPU": float(self._cpus * each), "GPU": float(self._gpus * each)}
+        needs = [{name: amount for name, amount in bundle.items() if amount}] * (self.num_workers // each)
+        self._group = ray.util.placement_group(needs, strategy="STRICT_SPREAD" if self._num_hosts else "PACK")
+        try:
+            if not self._group.wait(self._settings.placement_group_timeout_s):
+                raise PolytempoError(
+                    f"Ray has no room for {len(needs)} times {needs[0]} within "
+                    f"{self._settings.placement_group_timeout_s:g} s; use fewer ranks, or a larger cluster"
+                )
+            self._begin([number // each for number in range(self.num_workers)], dict(extra_env_vars or {}))
+            if executable_cls is not None:
+                made = (executable_cls, list(executable_args or ()), dict(executable_kwargs or {}))
+                ray.get([actor.make.remote(*made) for actor in self._actors])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _begin(self, bundles: Sequence[int], extra: Mapping[str, str]) -> None:
+        ray, strategies = self._ray, self._ray.util.scheduling_strategies
+        kind = ray.remote(RankActor)
+        started = [
+            kind.options(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, bundle),
+            ).remote()
+            for bundle in bundles
+        ]
+        self._actors = started
+        places = ray.get([actor.place.remote() for actor in started], timeout=self._settings.timeout_s)
+        nodes = [node for node, _, _ in places]
+        order = sorted(range(len(started)), key=lambda number: (nodes.index(nodes[number]), number))
+        self._actors = [started[number] for number in order]
+        hosts, (_, address, port) = [nodes[number] for number in order], places[order[0]]
+        told = [{**extra, **rank_variables(rank, hosts, address, port)} for rank in range(len(order))]
+        ray.get([actor.become.remote(each) for actor, each in zip(self._actors, told, strict=True)])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on all ranks; what each returned, by rank. Callbacks are refused."""
+        if callbacks:
+            raise ValueError("callbacks are not supported; let fn report by itself")
+        return list(self._ray.get(self.run_remote(fn, args, kwargs)))
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """As `run`, without waiting: Ray's references to the results."""
+        return [actor.call.remote(fn, list(args or ()), dict(kwargs or {})) for actor in self._started()]
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Any] | None = None) -> list[Any]:
+        """Call `fn(executable)` on all ranks, with the object that each has made in `start`."""
+        if callbacks:
+            raise ValueError("callbacks are not supported; let fn report by itself")
+        return list(self._ray.get([actor.execute.remote(fn) for actor in self._started()]))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call `fn(executable)` on rank 0 alone."""
+        return self._ray.get(self._started()[0].execute.remote(fn))
+
+    def shutdown(self) -> None:
+        """End the actors, and give back what they have reserved."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            self._ray.kill(actor)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None
+
+    def _started(self) -> list[Any]:
+        if not self._actors:
+            raise ValueError("this executor has not been started; call start() first")
+        return self._actors

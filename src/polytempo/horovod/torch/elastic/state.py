@@ -1,0 +1,149 @@
+"""`State` and `ObjectState`: what all processes of an elastic training have alike, and go back to.
+
+commit ── the processes make sure that all are here ── save ── others want to join: HostsUpdatedInterrupt
+   ╰── steps ─╳ a process is lost: HorovodInternalError ── restore ── the next group ── sync, from its rank 0 ── on
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from polytempo.horovod.elastic.place import elastic_place
+from polytempo.horovod.torch.basics import rank
+from polytempo.horovod.torch.collectives import Sum, allreduce_async_
+from polytempo.horovod.torch.functions import broadcast_object
+from polytempo.horovod.torch.handles import synchronize
+
+Broadcast = Callable[..., Any]
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts came or are to go: the group is to be made anew. The state stays as it is.
+
+    `skip_sync` is Horovod's; here the new group synchronizes in any case, for others may come meanwhile.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("hosts have been updated")
+        self.skip_sync = skip_sync
+
+
+class State(ABC):
+    """What training goes on with. A subclass says how it is saved, restored and given to all processes."""
+
+    def __init__(self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank) -> None:
+        self._broadcast, self._get_rank = bcast_object, get_rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Call these in each new group, before the state is synchronized: to adapt learning rates, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """There is a new group."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save the state, once all processes have come to this place, and look whether hosts were updated.
+
+        All call it at the same place of the loop. Either all save this state or none, so that all go back to the same.
+        Cost: an all-reduce of 12 bytes, and `save`. Errors: HostsUpdatedInterrupt on all processes alike.
+        """
+        place = elastic_place()
+        if place is None:
+            self.save()
+            return
+        place.begins_commit()
+        stops, leaves = self._agreed(news=self._has_news())
+        self.save()
+        place.has_committed()
+        self._interrupt(stops, leaves)
+
+    def check_host_updates(self) -> None:
+        """Look whether hosts were updated, without saving. All call it at the same place of the loop.
+
+        Errors: HostsUpdatedInterrupt on all processes alike.
+        """
+        if elastic_place() is not None:
+            self._interrupt(*self._agreed(news=False))
+
+    def _agreed(self, *, news: bool) -> tuple[int, int]:
+        """How many processes have heard that others want to join, and how many are to leave."""
+        place = elastic_place()
+        assert place is not None
+        numbers = torch.tensor([*place.wishes(), news], dtype=torch.int32)
+        synchronize(allreduce_async_(numbers, name="elastic.commit", op=Sum))
+        stops, leaves, with_news = numbers.tolist()
+        if with_news:
+            self._share_news()
+        return stops, leaves
+
+    def _interrupt(self, stops: int, leaves: int) -> None:
+        if stops or leaves:
+            raise HostsUpdatedInterrupt
+
+    def _has_news(self) -> bool:
+        """Whether this process knows of what the others have to know before a commit."""
+        return False
+
+    def _share_news(self) -> None:  # noqa: B027 - a state without news has none to share
+        """Tell the others, in a commit; all processes call it."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep a copy in memory."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to the copy."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Give all processes the state of rank 0, and keep a copy."""
+
+    def reset(self) -> None:  # noqa: B027 - most states do not depend on the group
+        """There is a new group, of another size perhaps."""
+
+
+class ObjectState(State):
+    """Values that are attributes: `ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)` has `state.epoch`.
+
+    Values are what `hvd.broadcast_object` takes.
+    """
+
+    def __init__(
+        self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank, **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._names = tuple(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._saved: dict[str, Any] = {}
+        ObjectState.save(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """One of the values."""
+        raise AttributeError(f"this state has no value {name!r}; name it when the state is made")
+
+    def save(self) -> None:
+        """Keep copies of the values."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """The values become the copies."""
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        """The values become those of rank 0."""
+        ObjectState.save(self)
+        if self._names:
+            self._saved = self._broadcast(self._saved, root_rank=0, name="elastic.values")
+            ObjectState.restore(self)

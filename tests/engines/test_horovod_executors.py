@@ -1,0 +1,92 @@
+"""`polytempo.horovod.ray.RayExecutor` and `polytempo.horovod.spark.run` on Ray and Spark on this host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from pyspark.sql import SparkSession
+
+from polytempo.core.errors import PolytempoError
+from polytempo.horovod import spark
+from polytempo.horovod.ray import RayExecutor
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def work(factor: int, fails: bool = False) -> list[Any]:
+    """On every rank: its place, and a sum over all."""
+    import polytempo.horovod.torch as hvd
+
+    hvd.init()
+    if fails and hvd.rank() == 1:
+        raise KeyError("no such thing")
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    return [hvd.rank(), hvd.local_rank(), os.environ["HOROVOD_LOCAL_RANK"], os.environ.get("MINE"), factor * total]
+
+
+class Holder:
+    """What an executable class is."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+def test_actors_of_ray_are_ranks(cluster: None) -> None:
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+    with pytest.raises(ValueError, match="has not been started"):
+        executor.run(work)
+    executor.start(executable_cls=Holder, executable_args=[7], extra_env_vars={"MINE": "yes"})
+    try:
+        assert executor.run(work, args=[10]) == [[0, 0, "0", "yes", 20.0], [1, 1, "1", "yes", 20.0]]
+        assert ray.get(executor.run_remote(work, kwargs={"factor": 1}))[1][-1] == 2.0
+        assert executor.execute(lambda held: held.value + 1) == [8, 8]
+        assert executor.execute_single(lambda held: held.value) == 7
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"no such thing|is lost|shut down"):
+            executor.run(work, args=[1, True])
+    finally:
+        executor.shutdown()
+    assert executor.num_workers == 2
+
+
+def test_what_ray_cannot_place_and_what_is_refused_is_named(cluster: None) -> None:
+    executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=50)
+    with pytest.raises(PolytempoError, match="Ray has no room for 50 times"):
+        executor.start()
+    for arguments in ({}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 1, "min_workers": 1}):
+        with pytest.raises(ValueError, match=r"give num_workers or num_hosts|not supported"):
+            RayExecutor(**arguments)
+
+
+def test_tasks_of_spark_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="no active Spark session"):
+        spark.run(work)
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    session = builder.config("spark.driver.memory", "512m").getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    try:
+        found = spark.run(work, args=(10,), num_proc=2, env={"MINE": "yes"})
+        assert found == [[0, 0, "0", "yes", 20.0], [1, 1, "1", "yes", 20.0]]
+        with pytest.raises(PolytempoError, match=r"a rank of 2 has failed on Spark: .*no such thing"):
+            spark.run(work, args=(1, True), num_proc=2)
+    finally:
+        session.stop()

@@ -1,0 +1,91 @@
+"""What LARS and LAMB need of the native core: one pass that also sums squares, the same bits on any processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from native.kernels import choose, instruction_sets, library
+from polytempo.native.library import available
+from polytempo.native.step import Hyper
+from polytempo.native.update import lamb_direction_, squares
+
+pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
+SIZES = [0, 1, 15, 16, 17, 511, 512, 513, 5000]
+BETA1, BETA2, EPS, DECAY, STEP = 0.9, 0.99, 1e-6, 0.01, 3
+
+
+@pytest.fixture(params=instruction_sets() if available() else [])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = library().pt_isa().decode()
+    assert choose(request.param)
+    yield request.param
+    choose(before)
+
+
+def numbers(numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Gradient, weights, first and second moment."""
+    drawn = torch.Generator().manual_seed(numel)
+    g, w, m, v = (torch.randn(numel, generator=drawn, dtype=torch.float64).to(dtype) for _ in range(4))
+    return [g, w, m, v.square()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_squares_are_summed_in_sixteen_lanes_of_each_block(isa: str, dtype: torch.dtype, numel: int) -> None:
+    g, w, *_ = numbers(numel, dtype)
+    for found, values in zip(squares(g, w), (g, w), strict=True):
+        lanes = [0.0] * 16
+        for i, value in enumerate(values.double().tolist()):
+            lanes[i % 16] += value * value
+        total = 0.0
+        for lane in lanes:
+            total += lane
+        assert found == total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_lamb_s_direction_is_its_formula(isa: str, dtype: torch.dtype, numel: int) -> None:
+    g, w, m, v = numbers(numel, dtype)
+
+    def rounded(value: float) -> Tensor:
+        return torch.tensor(value, dtype=dtype)
+
+    first = m + rounded(1 - BETA1) * (g - m)
+    second = rounded(BETA2) * v + rounded(1 - BETA2) * (g * g)
+    root = second.sqrt() * rounded(1 / math.sqrt(1 - BETA2**STEP)) + rounded(EPS)
+    quotient = rounded(1 / (1 - BETA1**STEP)) * first / root
+    hyper = Hyper(beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY, step=STEP)
+    u = torch.empty_like(w)
+    sums = lamb_direction_(hyper, g, w, m, v, u)
+    assert torch.equal(m, first)
+    assert torch.equal(v, second)
+    terms = quotient.abs() + (DECAY * w).abs()
+    assert ((u - quotient - DECAY * w).abs() <= 4 * torch.finfo(dtype).eps * terms).all()
+    assert sums == squares(w, u)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_all_instruction_sets_have_the_same_bits(dtype: torch.dtype) -> None:
+    before, found = library().pt_isa().decode(), []
+    for isa in instruction_sets():
+        assert choose(isa)
+        g, w, m, v = numbers(5000, dtype)
+        u = torch.empty_like(w)
+        hyper = Hyper(beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY, step=STEP)
+        found.append((lamb_direction_(hyper, g, w, m, v, u), u))
+    choose(before)
+    for sums, u in found:
+        assert sums == found[0][0]
+        assert torch.equal(u, found[0][1])
+
+
+def test_what_has_no_kernel_is_no_silent_zero() -> None:
+    half = torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="no kernel"):
+        squares(half, half)

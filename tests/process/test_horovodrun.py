@@ -1,0 +1,153 @@
+"""`polytempo horovodrun` on real processes: what ranks are told, what they print, how they end."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import warm
+from polytempo.cli.main import app
+from polytempo.engines.command_process import ANSWER_FILE
+from polytempo.horovod import run
+from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
+from polytempo.horovod.launcher.settings import LaunchSettings
+
+pytestmark = pytest.mark.process
+
+MEETS = """
+import os, sys
+import torch
+import polytempo.horovod.torch as hvd
+
+hvd.init()
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+print("sum", total, "on", os.environ["HOROVOD_HOSTNAME"], os.environ["HOROVOD_LOCAL_RANK"], sys.stdin.read())
+print("also this", file=sys.stderr)
+with open(os.environ["POLYTEMPO_ANSWER_FILE"], "w") as file:
+    file.write(str(10 * hvd.rank()))
+"""
+FAILS = """
+import os, sys, time
+from pathlib import Path
+
+print("fusion", os.environ["HOROVOD_FUSION_THRESHOLD"], end="")
+Path("pid-" + os.environ["HOROVOD_RANK"]).write_text(str(os.getpid()))
+while not Path("pid-1").exists():
+    time.sleep(0.01)
+if os.environ["HOROVOD_RANK"] == "0":
+    sys.exit(3)
+time.sleep(100)
+"""
+INTERRUPTS = """
+import os, signal, time
+from pathlib import Path
+
+Path("pid-" + os.environ["HOROVOD_RANK"]).write_text(str(os.getpid()))
+while not (Path("pid-0").exists() and Path("pid-1").exists()):
+    time.sleep(0.01)
+if os.environ["HOROVOD_RANK"] == "0":
+    launcher = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(") ")[2].split()[1])
+    os.kill(launcher, signal.SIGINT)
+time.sleep(100)
+"""
+
+RANKED = """
+import os
+import polytempo.horovod.torch as hvd
+
+def work(tensor, more=0.0):
+    print("here")
+    hvd.init()
+    return hvd.rank(), os.environ.get("HOROVOD_CACHE_CAPACITY"), hvd.allreduce(tensor.float(), op=hvd.Sum) + more
+"""
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private folders come into being, those of agents too: afterwards none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert list(folder.glob("polytempo-*")) == []
+
+
+def horovodrun(folder: Path, source: str, *options: str) -> tuple[int, str, str]:
+    """Its exit code, and what it prints."""
+    (folder / "script.py").write_text(source)
+    done = warm.run(["-m", "polytempo", "horovodrun", *options, sys.executable, "script.py"], folder)
+    return done.returncode, done.stdout, done.stderr
+
+
+def still_runs(path: Path) -> bool:
+    return Path("/proc", path.read_text()).exists()
+
+
+def test_ranks_of_several_hosts_meet_print_and_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(MEETS)
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept"
+    settings = LaunchSettings(ssh=("env", "HOST={host}"), address="127.0.0.1", output=kept)
+    answers = run_ranks([sys.executable, "script.py"], 2, {"a": 1, "b": 1}, settings, standard_input="heard")
+    assert answers == ["0", "10"]
+    printed = capsys.readouterr()
+    assert sorted(printed.out.splitlines()) == [
+        "[0]<stdout>:sum 2.0 on a 0 heard",
+        "[1]<stdout>:sum 2.0 on b 0 heard",
+    ]
+    assert "[1]<stderr>:also this" in printed.err.splitlines()
+    assert (kept / "rank.1" / "stdout").read_text() == "sum 2.0 on b 0 heard\n"
+    assert ANSWER_FILE == "POLYTEMPO_ANSWER_FILE"
+
+
+def test_the_first_that_fails_ends_the_others_and_its_status_is_the_commands(tmp_path: Path) -> None:
+    code, out, error = horovodrun(tmp_path, FAILS, "-np", "2", "--fusion-threshold-mb", "3", "-H", "localhost:4")
+    assert code == 3, error
+    assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:fusion {3 << 20}" for rank in range(2)]
+    assert error.splitlines()[-1] == "error: rank 0 on localhost ended with exit code 3; the run has ended"
+    assert not still_runs(tmp_path / "pid-1")
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    code, _, error = horovodrun(tmp_path, INTERRUPTS, "-np", "2")
+    assert (code, error.splitlines()[-1]) == (130, "interrupted"), error
+    assert not any(still_runs(tmp_path / f"pid-{rank}") for rank in range(2))
+
+
+def test_a_function_is_found_by_its_name_on_hosts_and_in_elastic_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ranked.py").write_text(RANKED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    work = importlib.import_module("ranked").work
+    told = run(work, args=(torch.arange(2),), kwargs={"more": 0.5}, hosts="localhost:2", np=2, disable_cache=True)
+    assert [(rank, cache, each.tolist()) for rank, cache, each in told] == [(0, "0", [0.5, 2.5]), (1, "0", [0.5, 2.5])]
+    (alone,) = run(work, args=(torch.ones(1),), min_np=1, max_np=1, slots=1)
+    assert alone[2].tolist() == [1.0]
+    assert "[1]<stdout>:here" in capfd.readouterr().out.splitlines()
+    with pytest.raises(ValueError, match="cannot be found by name in a new interpreter"):
+        run(lambda: None, hosts="localhost:2")
+    with pytest.raises(ValueError, match="no MPI takes part"):
+        run(work, np=2, use_mpi=True)
+
+
+def test_what_cannot_start_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    built = CliRunner().invoke(app, ["horovodrun", "--check-build"])
+    assert (built.exit_code, "[X] PyTorch" in built.output) == (0, True)
+    refused = CliRunner().invoke(app, ["horovodrun", "-np", "3", "-H", "localhost:2", "python"])
+    expected = "error: -np 3 needs so many slots, and there are 2 (localhost:2)\n"
+    assert (refused.exit_code, refused.stderr) == (2, expected)
+    with pytest.raises(RanksFailed, match="rank 0 on localhost ended with exit code 127") as raised:
+        run_ranks([str(tmp_path / "none")], 1, {"localhost": 1}, LaunchSettings())
+    assert raised.value.exit_code == 127
+    assert "cannot run" in capfd.readouterr().err
