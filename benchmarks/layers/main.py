@@ -7,8 +7,8 @@ One process a host, one thread each. A host is a network namespace with a PID na
 no memory is shared. The hosts share this machine's cores.
 
 The network is a small AlexNet: three convolutions, three fully connected layers that hold 99 % of the weights. What is
-predicted is the time of a rank's computation, measured beside the others' while nothing is sent, and the plan's time of
-what a step sends, one after the other.
+predicted is the time of a rank's computation, measured beside the others' while nothing is sent (of the hybrid with
+layers of the same sizes), and the plan's time of what a step sends, one after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from polytempo.bench.machine import machine
 from polytempo.bench.tables import markdown
 from polytempo.cluster import Link
 from polytempo.partition.plan import LayerPlan
+from polytempo.partition.plan.choice import Scheme
 from polytempo.worlds import ProcessWorld
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compression"))
@@ -45,7 +46,8 @@ HOSTS = 4
 GOODPUT = 1448 / 1514
 """Of a shaped link's rate: what TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
 LATENCY_S = 100e-6
-_WARM_UP, _RUN_S = 3, 230.0
+_WARM_UP, _RUN_S = 2, 230.0
+SCHEMES: tuple[Scheme, ...] = ("data", "hybrid")
 ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
 
@@ -107,12 +109,12 @@ def on_host(settings: Settings, result: Path) -> None:
             for _ in range(_WARM_UP):
                 step()
             dist.barrier()
-            before, begun_s, update_s = sum(world.trace.bytes_sent.values()), time.perf_counter(), 0.0
+            before, begun_s = sum(world.trace.bytes_sent.values()), time.perf_counter()
             for _ in range(settings.steps):
-                update_s += step()
+                step()
             dist.barrier()
             took_s, sent = time.perf_counter() - begun_s, sum(world.trace.bytes_sent.values()) - before
-            found[name].append([each / settings.steps for each in (took_s, update_s, sent)])
+            found[name].append([took_s / settings.steps, sent / settings.steps])
     if world.rank == 0:
         result.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
@@ -124,35 +126,54 @@ def _end_with_launcher() -> None:
     os._exit(1)
 
 
-Step = Callable[[], float]
-"""One step; the seconds of its update."""
+class Part(nn.Module):
+    """As much as a rank computes of a divided layer: some of its outputs, for the samples of all ranks."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.layer = nn.Linear(whole.in_features, whole.out_features // HOSTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, inputs) to (samples, outputs): the numbers are as many, and mean nothing."""
+        out: Tensor = self.layer(x.repeat(HOSTS, 1)).view(len(x), -1)
+        return out
+
+
+def alone(plan: LayerPlan) -> nn.Module:
+    """What a rank of the hybrid computes, without the others."""
+    net = network()
+    for name in plan.model_parallel:
+        net.set_submodule(name, Part(net.get_submodule(name)))  # type: ignore[arg-type]
+    return net
+
+
+Step = Callable[[], None]
 
 
 def _step(net: nn.Module, settings: Settings, rank: int, attached: bool) -> Step:
     images, labels = batch(settings.samples, rank)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     if attached:
         pt.attach(net, optimizer, pt.strategies.sync_sgd(pt.collectives.ring))
 
-    def step() -> float:
+    def step() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images), labels).backward()
-        begun_s = time.perf_counter()
         optimizer.step()
-        return time.perf_counter() - begun_s
 
     return step
 
 
+def _hybrid(world: ProcessWorld, settings: Settings, plan: LayerPlan) -> Step:
+    exchange: Any = settings.exchange
+    return _step(pt.hybrid(network(), plan, exchange=exchange), settings, world.rank, True)
+
+
 _MAKES: dict[str, Callable[[ProcessWorld, Settings, LayerPlan], Step]] = {
-    "computation": lambda world, settings, plan: _step(network(), settings, world.rank, False),
+    "data alone": lambda world, settings, plan: _step(network(), settings, world.rank, False),
     "data": lambda world, settings, plan: _step(network(), settings, world.rank, True),
-    "hybrid": lambda world, settings, plan: _step(
-        pt.hybrid(network(), plan, exchange=settings.exchange),  # type: ignore[arg-type]
-        settings,
-        world.rank,
-        True,
-    ),
+    "hybrid alone": lambda world, settings, plan: _step(alone(plan), settings, world.rank, False),
+    "hybrid": _hybrid,
 }
 
 
@@ -170,17 +191,6 @@ def measured(script: Path, mbit_per_s: int, settings: Settings) -> dict[str, Any
     return found
 
 
-def predicted(plan: LayerPlan, computed_s: float, update_s: float) -> dict[str, float]:
-    """Seconds of a step. A divided layer is updated by each rank in part."""
-    numbers = {each.volume.name: each.volume.weights for each in plan.layers}
-    divided = sum(numbers[name] for name in plan.model_parallel)
-    own = 1 - divided * (1 - 1 / plan.workers) / sum(numbers.values())
-    return {
-        "data": computed_s + plan.seconds_of("data"),
-        "hybrid": computed_s - update_s + update_s * own + plan.seconds_of("hybrid"),
-    }
-
-
 def main() -> None:
     """Measure, predict, and print a table."""
     if sys.argv[1:2] == ["host"]:
@@ -192,17 +202,19 @@ def main() -> None:
     settings = Settings(given.samples, given.steps, given.rounds, GOODPUT * given.mbit * 1e6 / 8, given.exchange)
     found, plan = measured(given.lab, given.mbit, settings), planned(settings)
     medians = {name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in found.items()}
-    told_s = predicted(plan, *medians["computation"][:2])
-    rows = [("computation alone", f"{1e3 * medians['computation'][0]:.1f} ms", "", "", "")]
-    for name in ("data", "hybrid"):
-        took_s, _, sent = medians[name]
-        figures = (f"{1e3 * took_s:.1f} ms", f"{1e3 * told_s[name]:.1f} ms", f"{took_s / told_s[name]:.2f}")
-        rows.append((name, *figures, f"{sent / 1e6:.2f} MB"))
+    told_s = {name: medians[f"{name} alone"][0] + plan.seconds_of(name) for name in SCHEMES}
+    rows = []
+    for name in SCHEMES:
+        took_s, sent = medians[name]
+        figures = (took_s, told_s[name], medians[f"{name} alone"][0], plan.seconds_of(name))
+        shown = [f"{1e3 * each:.1f} ms" for each in figures]
+        rows.append((name, *shown[:2], f"{took_s / told_s[name]:.2f}", *shown[2:], f"{sent / 1e6:.2f} MB"))
     if given.json:
         whole = {"machine": machine(), "command": sys.argv, **vars(settings), "found": found, "predicted_s": told_s}
         given.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     print(f"divided: {', '.join(plan.model_parallel)} of {', '.join(each.volume.name for each in plan.layers)}")
-    print(markdown((("a step", "measured", "predicted", "ratio", "a rank sends"), rows)))
+    columns = ("a step", "measured", "predicted", "ratio", "computes", "exchanges, predicted", "a rank sends")
+    print(markdown((columns, rows)))
     print(f"\nhybrid: {medians['data'][0] / medians['hybrid'][0]:.2f} times as fast as data parallelism")
 
 
@@ -211,9 +223,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lab", type=Path, default=os.environ.get("POLYTEMPO_NETLAB"), help="the script of the lab")
     parser.add_argument("--mbit", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=32, help="of a rank and step")
+    parser.add_argument("--samples", type=int, default=8, help="of a rank and step")
     parser.add_argument("--exchange", default="joined", choices=("joined", "turns", "slices"))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(argv)
