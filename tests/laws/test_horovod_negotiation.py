@@ -311,10 +311,10 @@ def test_splits_and_first_dimensions_reach_every_rank() -> None:
         cluster.settle()
         assert cluster.sizes[0, "g"] == ((rows[0],), (rows[1],))
         assert cluster.sizes[0, "a"][1] == (1, rows[1] - 1)
-    cluster.members[0].submit(request((0, "b"), kind="alltoall", op="", numbers=(1, 1)))
+    cluster.members[0].submit(request((0, "b"), kind="alltoall", op="", numbers=(3, 1)))
     cluster.members[1].submit(request((0, "b"), kind="alltoall", op="", numbers=(1, 2)))
     cluster.settle()
-    assert all("rank 0 splits 3 rows into [1, 1]" in failed[0, "b"] for failed in cluster.failed)
+    assert all("rank 0 splits 3 rows into [3, 1]" in failed[0, "b"] for failed in cluster.failed)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -177,6 +177,7 @@ def polls(rank: int, size: int) -> None:
         hvd.broadcast_(gate, 0, "gate")
     while not hvd.poll(handle):
         pass
+    assert not all(hvd.poll(hvd.allreduce_async(torch.ones(1), name=f"polled.{place}")) for place in range(10))
     equal(hvd.synchronize(handle), torch.full((3,), float(size)))
     assert hvd.synchronize(handle) is None
     refused(ValueError, "not known", lambda: hvd.poll(handle))
@@ -242,6 +243,18 @@ def deals(rank: int, size: int) -> None:
     even = hvd.alltoall(torch.arange(2 * size) + 100 * rank)
     equal(even, torch.cat([torch.arange(2 * rank, 2 * rank + 2) + 100 * r for r in range(size)]))
     refused(ValueError, "equal parts", lambda: hvd.alltoall(torch.ones(size + 1)))
+    for wrong in (torch.ones(size), torch.ones(size, 1, dtype=torch.int32), [1] * (size + 1), [-1] + [1] * (size - 1)):
+        refused(
+            ValueError, "splits" if isinstance(wrong, Tensor) else "split into", lambda w=wrong: hvd.alltoall(mine, w)
+        )
+    at = torch.arange(size + 2.0).requires_grad_()  # two rows stay
+    answer, received = hvd.alltoall(at, [1] * size)
+    equal(answer.detach(), torch.full((size,), float(rank)))
+    answer.sum().backward()
+    equal(at.grad, torch.tensor([1.0] * size + [0.0, 0.0]))
+    none, received = hvd.alltoall(torch.ones(2, 3), [2] + [0] * (size - 1))
+    assert none.shape == ((2 * size, 3) if rank == 0 else (0, 3))
+    assert received.tolist() == [2 * (rank == 0)] * size
 
 
 @check
@@ -257,7 +270,11 @@ def reduce_scatters(rank: int, size: int) -> None:
     pair = hvd.grouped_reducescatter([mine, torch.ones(size, dtype=torch.int64)], op=hvd.Sum)
     equal(pair, [whole[start : start + rows], torch.full((1,), size)])
     equal(hvd.synchronize(hvd.reducescatter_async(torch.ones(1), op=hvd.Max)), torch.ones(int(rank == 0)))
-    refused(ValueError, "Adasum", lambda: hvd.reducescatter(mine, op=hvd.Adasum))
+    for dtype in (torch.float32, torch.int32):
+        whole = torch.ones(size, dtype=dtype)
+        refused(hvd.HorovodInternalError, "adasum", lambda w=whole: hvd.reducescatter(w, op=hvd.Adasum))
+    part = hvd.reducescatter(mine, None, hvd.Compression.none, hvd.Sum, hvd.global_process_set, 2.0, 0.5)
+    assert part.shape == (rows, 3)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -421,7 +438,8 @@ def disagreements(rank: int, size: int) -> None:
         refused(hvd.HorovodInternalError, last, call)
         equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(size)))
     refused(hvd.HorovodInternalError, f"root rank {size}", lambda: hvd.broadcast(torch.ones(1), size))
-    refused(hvd.HorovodInternalError, "add up", lambda: hvd.alltoall(torch.ones(4), [1] * (size - 1) + [7]))
+    error: tuple[type[Exception], str] = (ValueError, "sum is 4") if odd else (hvd.HorovodInternalError, "add up")
+    refused(*error, lambda: hvd.alltoall(torch.ones(4), [1] * (size - 1) + [7 * odd], "splits"))
     refused(hvd.HorovodInternalError, "without dimensions", lambda: hvd.allgather(torch.tensor(1.0)))
 
 
@@ -473,7 +491,10 @@ def joins(rank: int, size: int) -> None:
 
 @check
 def process_sets(rank: int, size: int) -> None:
-    refused(hvd.HorovodInternalError, "already", lambda: hvd.add_process_set(list(range(size))))
+    refused(ValueError, "already", lambda: hvd.add_process_set(list(range(size))))
+    for wrong in (["a"], [0.5], 3):
+        refused(ValueError, "list of ranks", lambda w=wrong: hvd.ProcessSet(w))
+    assert hvd.ProcessSet({1, 0}).ranks == [0, 1]
     refused(hvd.HorovodInternalError, "some of the ranks", lambda: hvd.add_process_set([size]))
     assert hvd.global_process_set.ranks == list(range(size))
     assert hvd.global_process_set.rank() == rank
@@ -497,7 +518,7 @@ def process_sets(rank: int, size: int) -> None:
         refused(ValueError, "cannot take part", lambda: hvd.allreduce(torch.ones(1), process_set=part))
         refused(ValueError, "is not in the process set", part.rank)
         equal(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first), torch.ones(1))
-    refused(hvd.HorovodInternalError, "already", lambda: hvd.add_process_set([0]))
+    refused(ValueError, "already", lambda: hvd.add_process_set([0]))
     assert hvd.remove_process_set(part)
     assert not hvd.remove_process_set(part)
     assert not hvd.remove_process_set(hvd.global_process_set)
@@ -521,7 +542,10 @@ def parameters_of_one_rank(rank: int, size: int) -> None:
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     equal(model[0].weight.detach(), torch.zeros(2, 3))
     refused(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))  # type: ignore[arg-type]
-    refused(ValueError, "named_parameters", lambda: hvd.broadcast_parameters(list(model.parameters()), 0))  # type: ignore[arg-type]
+    refused(ValueError, "named_parameters", lambda: hvd.broadcast_parameters([(1, 2)], 0))  # type: ignore[list-item]
+    nn.init.constant_(model[0].weight, float(rank))
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+    equal(model[0].weight.detach(), torch.ones(2, 3))
 
 
 @check
@@ -543,6 +567,10 @@ def optimizer_states_of_one_rank(rank: int, size: int) -> None:
         assert found
         for key in sorted(found):
             equal(hvd.broadcast(found[key], 0), found[key])
+    frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(2))
+    hvd.broadcast_optimizer_state(torch.optim.SGD([frozen, free], lr=0.1), 0)
+    assert frozen.grad is None
+    equal(free.grad, torch.zeros(2))
     lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
     refused(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
 
@@ -662,8 +690,46 @@ def misused_optimizers(rank: int, size: int) -> None:
     loss(model, rank, 0).backward()
     refused(AssertionError, "backward_passes_per_step", lambda: loss(model, rank, 0).backward())
     refused(AssertionError, "zero_grad", optimizer.zero_grad)
-    refused(ValueError, "closure", lambda: optimizer.step(lambda: 0.0))
     optimizer.step()
+    refused(ValueError, "lists of parameters", lambda: make(plain, groups=[["a"]]))
+    assert len(set(optimizer._parameter_names.values())) == len(list(model.parameters()))
+
+
+@check
+def closures(rank: int, size: int) -> None:
+    """The gradients that a closure computes are reduced; one that computes none leaves those of before."""
+    for computes in (True, False):
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(3):
+            value = loss(model, rank, step)
+            if not computes:
+                optimizer.zero_grad()
+                value.backward()
+
+            def closure(value: Tensor = value, optimizer: Any = optimizer, computes: bool = computes) -> Tensor:
+                if computes:
+                    optimizer.zero_grad()
+                    value.backward()
+                return value
+
+            assert optimizer.step(closure) is value
+        torch.testing.assert_close([p.detach() for p in model.parameters()], alone(size))
+
+
+@check
+def passes_that_change(rank: int, size: int) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=3)
+    for _ in range(2):
+        loss(model, rank, 0).backward()
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.synchronize()
+    gathered = hvd.allgather(torch.cat([p.grad.view(-1) for p in model.parameters()])[None])
+    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 @check
@@ -693,6 +759,8 @@ def embeddings(rank: int, size: int) -> None:
         )
         table(torch.tensor([rank, size])).sum().backward()
         optimizer.step()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
         expected = torch.full((size + 1, 2), 1 / size)
         expected[size] = 1.0
         equal(before - table.weight.detach(), expected)
@@ -796,6 +864,21 @@ def test_one_process_alone_is_a_world_of_one() -> None:
         return [*first.tolist(), *hvd.allgather(torch.ones(1)).tolist(), float(hvd.join())]
 
     assert run(work, np=1) == [[1.0, 1.0, 1.0, 0.0]]
+
+
+def test_ranks_begin_again_after_they_have_shut_down() -> None:
+    def work() -> list[float]:
+        found = []
+        for turn in range(4):
+            hvd.init(process_sets=[hvd.ProcessSet([turn % 2])])
+            found.append(float(hvd.allreduce(torch.ones(1) * turn, op=hvd.Sum)))
+            hvd.barrier()
+            hvd.shutdown()
+        with pytest.raises(ValueError, match="no two sets have the same"):
+            hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+        return found
+
+    assert run(work, np=2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
 def test_before_init_every_function_says_what_to_do() -> None:

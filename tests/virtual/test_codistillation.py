@@ -157,7 +157,7 @@ def test_what_groups_cannot_do_is_refused() -> None:
 def test_explain_says_what_groups_send() -> None:
     """Four workers, two groups, a vector of 1000: sums in pairs, and a model from each to its counterpart."""
     found = pt.explain(codistillation(period=5, burn_in=0, inner=gossip()), workers=4, parameters=1000)
-    assert found.at(5).payload_bytes == found.at(1).payload_bytes + 4 * 4000
+    assert (found.at(1).parameter_bytes, found.at(5).parameter_bytes) == (4 * 4000, 8 * 4000)
     assert found.memory_bytes == 4000
 
 

@@ -33,6 +33,8 @@ def refusal(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
         return _differs(requests, "process sets", lambda request: list(request.numbers))
     if first.kind == "broadcast" and first.root not in ranks:
         return f"{_named(first)}: root rank {first.root} is not among the ranks {list(ranks)} of its process set"
+    if first.kind == "reducescatter" and first.op == "adasum":
+        return f"{_named(first)}: a reducescatter is by average, sum, min, max or product, not by adasum"
     scalar = any(not shape for request in requests.values() for shape in request.shapes)
     if scalar and first.kind in ("allgather", "alltoall", "reducescatter"):
         return f"{_named(first)}: a tensor without dimensions has no rows; give it one dimension"
@@ -65,10 +67,10 @@ def _rest(shape: tuple[int, ...], request: TensorRequest) -> list[int] | tuple[i
 def _split_problem(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
     for rank, request in requests.items():
         rows = request.shapes[0][0]
-        if len(request.numbers) != len(ranks) or sum(request.numbers) != rows or min(request.numbers) < 0:
+        if len(request.numbers) != len(ranks) or sum(request.numbers) > rows or min(request.numbers) < 0:
             return (
                 f"{_named(request)}: rank {rank} splits {rows} rows into {list(request.numbers)}; {len(ranks)} splits "
-                "that add up to the rows are needed"
+                "that add up to the rows at most are needed"
             )
     return ""
 

@@ -224,7 +224,7 @@ def _broadcast(transport: SetTransport, operation: Operation, root: int) -> None
 
 def _all_to_all(transport: SetTransport, operation: Operation, splits: Sequence[Sequence[int]]) -> None:
     (tensor,) = operation.tensors
-    received = [given[transport.position] for given in splits]
+    own, received = list(splits[transport.position]), [given[transport.position] for given in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    transport.exchange(list(tensor.contiguous().split(list(splits[transport.position]))), list(output.split(received)))
+    transport.exchange(list(tensor[: sum(own)].contiguous().split(own)), list(output.split(received)))
     operation.outputs, operation.answer = [output], received

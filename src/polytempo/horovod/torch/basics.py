@@ -41,10 +41,15 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     else:
         session = place.join(settings.end_s, lambda world, look: Session(numbered, settings, world, look))
     rank, size = session.world.rank, session.world.size
+    taken = [list(range(size))]
     for ranks in numbered.values():
-        if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) != len(ranks):
+        if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) != len(ranks) or ranks in taken:
             session.close()
-            raise ValueError(f"a process set has some of the ranks 0 to {size - 1}, each once, got {ranks}")
+            raise ValueError(
+                f"a process set has some of the ranks 0 to {size - 1}, each once, and no two sets have the same; got "
+                f"{ranks} besides {taken}"
+            )
+        taken.append(ranks)
     if comm is not None and list(comm) != list(range(size)):
         session.close()
         raise ValueError(
@@ -210,14 +215,16 @@ def stop_timeline() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set, which is given back. All ranks call it, with the same ranks.
 
-    Errors: `HorovodInternalError` where there is one of these ranks already, and where ranks disagree.
+    Errors: ValueError where there is one of these ranks already, `HorovodInternalError` where ranks disagree.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.process_set_id is not None:
         raise ValueError(f"{added} is registered already")
     ranks = tuple(added.ranks or ())
-    request = TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False)
-    added.bind(int(_performed(request)), ranks, rank())
+    operation = _begun(TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False))
+    if ranks in session().member.sets.values():  # the other ranks hear of it, whatever they add
+        raise ValueError(f"there is a process set of ranks {list(ranks)} already; use that, or remove it first")
+    added.bind(int(_performed(operation)), ranks, rank())
     _sets.append(added)
     return added
 
@@ -228,15 +235,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == WHOLE:
         return False
-    _performed(TensorRequest(f"remove_process_set.{next(_changes)}", "remove_set", numbers=(number,), lasting=False))
+    request = TensorRequest(f"remove_process_set.{next(_changes)}", "remove_set", numbers=(number,), lasting=False)
+    _performed(_begun(request))
     process_set.unbind()
     if process_set in _sets:
         _sets.remove(process_set)
     return True
 
 
-def _performed(request: TensorRequest) -> Any:
+def _begun(request: TensorRequest) -> Operation:
     operation = Operation(request, [], [])
     session().runtime.submit(operation)
+    return operation
+
+
+def _performed(operation: Operation) -> Any:
     session().runtime.wait(operation)
     return operation.answer

@@ -16,7 +16,7 @@ from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.codec_exchange import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
-from polytempo.horovod.torch.handles import begin, every, only, synchronize
+from polytempo.horovod.torch.handles import begin, every, only, refuse, synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
 
 
@@ -216,16 +216,29 @@ def alltoall_async(
 ) -> int:
     """Begin to deal the rows: the first `splits[0]` go to the set's first rank, and so on; equal parts without it.
 
-    With `splits` the answer is the tensor and the received splits (int32), else the tensor.
+    Rows beyond the splits' sum stay. With `splits` the answer is the tensor and the received splits (int32), else the
+    tensor. Errors: ValueError for splits that are no integers, or not one for each rank, or more than there are rows;
+    the other ranks raise `HorovodInternalError` then.
     """
+    parts, problem = _parts(tensor, splits, process_set.size())
+    answer = only if splits is None else _with_splits
+    handle = begin("alltoall", [tensor], name, process_set, answer, numbers=parts)
+    return refuse(handle, problem) if problem else handle
+
+
+def _parts(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[tuple[int, ...], str]:
+    """How many rows go to each rank, and why they cannot."""
+    rows = len(tensor) if tensor.dim() else 0
     if splits is None:
-        parts = process_set.size()
-        if tensor.dim() and len(tensor) % parts:
-            raise ValueError(f"{len(tensor)} rows cannot be dealt to {parts} ranks in equal parts; give splits")
-        numbers = (len(tensor) // parts,) * parts if tensor.dim() else ()
-        return begin("alltoall", [tensor], name, process_set, only, numbers=numbers)
-    whole = [int(number) for number in splits]
-    return begin("alltoall", [tensor], name, process_set, _with_splits, numbers=tuple(whole))
+        if rows % size:
+            return (), f"{rows} rows cannot be dealt to {size} ranks in equal parts; give splits"
+        return (rows // size,) * size, ""
+    if isinstance(splits, Tensor) and (splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64)):
+        return (), f"splits are integers in one dimension, got {splits.dtype} of shape {tuple(splits.shape)}"
+    parts = tuple(int(number) for number in splits)
+    if len(parts) != size or min(parts) < 0 or (tensor.dim() and sum(parts) > rows):
+        return parts, f"{rows} rows cannot be split into {list(parts)}; give {size} numbers whose sum is {rows} at most"
+    return parts, ""
 
 
 def _with_splits(operation: Operation) -> tuple[Tensor, Tensor]:
@@ -236,9 +249,9 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce, and to deal the rows of the answer: to the first ranks one more, where they are not equal."""
     return _scatter([tensor], name, op, prescale_factor, postscale_factor, process_set, only)
@@ -248,9 +261,9 @@ def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Several of them as one."""
     _check_group(tensors)
@@ -267,9 +280,8 @@ def _scatter(
     answer: Callable[[Operation], Tensor | list[Tensor]],
 ) -> int:
     chosen = ReductionOp(op)
-    if chosen is Adasum:
-        raise ValueError("reducescatter reduces by Average, Sum, Min, Max or Product, not by Adasum")
-    check_reducible(tensors, chosen)
+    if chosen is not Adasum:  # which the negotiation refuses
+        check_reducible(tensors, chosen)
     factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     return begin("reducescatter", tensors, name, process_set, answer, op=chosen.name.lower(), **factors)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import rank
@@ -19,19 +19,23 @@ _VALUE, _ERROR = 0, 1
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any] | Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite parameters in place by those of rank `root_rank`: `model.state_dict()` or `model.named_parameters()`.
 
-    Errors: ValueError for something else.
+    A list of tensors will do, such as `list(model.parameters())`: they are matched by their order. Errors: ValueError
+    for something else.
     """
     pairs = sorted(params.items()) if isinstance(params, Mapping) else params
     if isinstance(pairs, Tensor | str) or not isinstance(pairs, Iterable):
         raise ValueError(f"invalid params of type: {type(params)}; give a state_dict or named_parameters()")
     handles = []
     for pair in pairs:
+        if isinstance(pair, Tensor):
+            handles.append(broadcast_async_(pair, root_rank, None, process_set))
+            continue
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError(f"params has {type(pair)} where a name and a tensor are needed; give named_parameters()")
         name, tensor = pair
@@ -49,10 +53,16 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the state and the options (learning rates, …) of rank `root_rank`'s optimizer.
 
-    `model` is Horovod's and not needed. Errors: ValueError for LBFGS, whose state is no tensors by parameter.
+    An optimizer without state gets gradients of zeros, as Horovod gives it; embeddings of `model` whose gradients are
+    sparse get none. Errors: ValueError for LBFGS, whose state is no tensors by parameter.
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError("the state of torch.optim.LBFGS cannot be broadcast; begin all ranks with a new one")
+    if not optimizer.state and not isinstance(optimizer, SparseAdam):
+        sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False)} if model else set()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.grad is None and parameter not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
     mine = optimizer.state_dict() if rank() == root_rank else None
     state = broadcast_object(mine, root_rank, "optimizer_state", process_set)
     if rank() != root_rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -71,10 +71,13 @@ def begin(
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation is done, so that `synchronize` does not wait."""
+    """Whether the operation was done before this call, which moves it on; `synchronize` does not wait then."""
     if handle not in _handles:
         raise ValueError(f"handle {handle} is not known; it may have been synchronized already")
-    return session().runtime.done(_handles[handle].operation)
+    operation = _handles[handle].operation
+    was_done = operation.done
+    session().runtime.done(operation)
+    return was_done
 
 
 def synchronize(handle: int | Later) -> Any:
@@ -93,6 +96,12 @@ def synchronize(handle: int | Later) -> Any:
     else:
         session().runtime.wait(operation)
     return outstanding.answer(operation)
+
+
+def refuse(handle: int, reason: str) -> NoReturn:
+    """Raise ValueError for an operation that was begun only so that the other ranks hear that it cannot be."""
+    del _handles[handle]
+    raise ValueError(reason)
 
 
 def only(operation: Operation) -> Tensor:

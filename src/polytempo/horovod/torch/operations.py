@@ -111,23 +111,24 @@ class _Broadcast(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Sequence[int], name: str | None, where: ProcessSet) -> Any:
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, where: ProcessSet) -> Any:
         output, received = synchronize(alltoall_async(tensor, splits, name, where))
-        ctx.received, ctx.name, ctx.where = received, name, where
+        ctx.received, ctx.name, ctx.where, ctx.rows = received, name, where, len(tensor)
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dealt, _ = _AllToAll.apply(grads[0], ctx.received.tolist(), _grad_name(ctx.name), ctx.where)  # type: ignore[no-untyped-call]
-        return dealt, None, None, None
+        stayed = dealt.new_zeros((ctx.rows - len(dealt), *dealt.shape[1:]))
+        return torch.cat([dealt, stayed]), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, op: int, factors: tuple[float, float], where: Any, *tensors: Tensor) -> Any:
         ctx.name, ctx.op, ctx.factors, ctx.where = name, op, factors, where
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, *factors, where)))
+        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, where, *factors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -226,16 +227,16 @@ def reducescatter(
     name: str | None = None,
     compression: AnyCompression = Compression.none,
     op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """This rank's rows of the reduction: the first ranks have one more, where they are not equal."""
-    options = (name, compression, op, prescale_factor, postscale_factor, process_set)
+    options = (name, compression, op, process_set, prescale_factor, postscale_factor)
     if _needs_gradient([tensor]) or isinstance(compression, CodecCompression):
         return grouped_reducescatter([tensor], *options)[0]
     sent, context = compression.compress(tensor)
-    handle = reducescatter_async(sent, name, op, prescale_factor, postscale_factor, process_set)
+    handle = reducescatter_async(sent, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(synchronize(handle), context)
 
 
@@ -244,9 +245,9 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: AnyCompression = Compression.none,
     op: int = Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Several of them as one."""
     if isinstance(compression, CodecCompression):
@@ -257,7 +258,7 @@ def grouped_reducescatter(
     if _needs_gradient(sent):
         answers = _ReduceScatter.apply(name, op, factors, process_set, *sent)  # type: ignore[no-untyped-call]
     else:
-        answers = synchronize(grouped_reducescatter_async(sent, name, op, *factors, process_set))
+        answers = synchronize(grouped_reducescatter_async(sent, name, op, process_set, *factors))
     return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
 
 
@@ -307,13 +308,11 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows dealt to all ranks; with `splits` the tensor and the received splits, else the tensor."""
+    """Rows dealt to all ranks; with `splits` the tensor and the received splits, else the tensor (`alltoall_async`)."""
     if not _needs_gradient([tensor]):
         answer: Tensor | tuple[Tensor, Tensor] = synchronize(alltoall_async(tensor, splits, name, process_set))
         return answer
-    size = process_set.size()
-    if splits is None and len(tensor) % size:
-        raise ValueError(f"{len(tensor)} rows cannot be dealt to {size} ranks in equal parts; give splits")
-    parts = [len(tensor) // size] * size if splits is None else [int(number) for number in splits]
-    output, received = _AllToAll.apply(tensor, parts, name, process_set)  # type: ignore[no-untyped-call]
+    rows, size = len(tensor), process_set.size()
+    given = [rows // size] * size if splits is None and rows % size == 0 else splits
+    output, received = _AllToAll.apply(tensor, given, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)

@@ -136,6 +136,8 @@ def _grouped(names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] 
         parts = min(groups, len(parameters)) or 1
         bounds = [place * len(parameters) // parts for place in range(parts + 1)]
         return [parameters[start:end] for start, end in pairwise(bounds) if end > start]
+    if wrong := [type(p) for group in groups for p in group if not isinstance(p, Tensor)]:
+        raise ValueError(f"groups must be lists of parameters, and have {wrong[:5]}")
     listed = [[p for p in group if p in names] for group in groups]
     inside = [p for group in listed for p in group]
     if len(set(inside)) < len(inside):
@@ -165,10 +167,12 @@ class _Reduction:
 
     def begin(self, group: Sequence[Tensor]) -> Callable[[], None]:
         """Submit the gradients of `group`; what is answered waits for them, and puts them in place."""
+        made_dense: dict[Tensor, int] = {}
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.is_sparse and self.sparse_as_dense:
+                made_dense[parameter] = parameter.grad.sparse_dim()
                 parameter.grad = parameter.grad.to_dense()
         sparse = [parameter for parameter in group if _gradient(parameter).is_sparse]
         dense = [parameter for parameter in group if not _gradient(parameter).is_sparse]
@@ -179,6 +183,8 @@ class _Reduction:
         def wait() -> None:
             for each in waits:
                 each()
+            for parameter, dims in made_dense.items():
+                parameter.grad = _gradient(parameter).to_sparse(dims)
 
         return wait
 
@@ -234,8 +240,18 @@ class _Distributed(Optimizer):
         process_set = self._reduction.process_set
         return process_set.included() and process_set.size() > 1
 
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Where Horovod has them."""
+        return self._reduction.names
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many times gradients are accumulated before they are reduced."""
+        return self._passes
+
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many times gradients are accumulated from now on before they are reduced."""
+        """Change that; accumulations are counted anew."""
         self._passes = passes
 
     def synchronize(self) -> None:
@@ -281,6 +297,11 @@ class _ReducedGradients(_Distributed):
         self._synchronized = False
         super().load_state_dict(state_dict)
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate `passes` times from now on; what is accumulated already is not counted."""
+        super().set_backward_passes_per_step(passes)
+        self._counts = dict.fromkeys(self._counts, 0)
+
     def synchronize(self) -> None:
         """Wait until `.grad` of every parameter is reduced. What has no gradient yet is submitted as it is."""
         if self._takes_part:
@@ -303,9 +324,12 @@ class _ReducedGradients(_Distributed):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is not reduced yet, then the optimizer's own step."""
+        """Reduce what is not reduced yet, then the optimizer's own step; after each call of `closure`, if there is one.
+
+        All ranks call a closure equally often: so does every optimizer whose step does not depend on the loss.
+        """
         if closure is not None and self._takes_part:
-            raise ValueError("a closure computes gradients that are not reduced; call backward() before step()")
+            return self._step_with(closure)
         if self._synchronizes:
             if self._synchronized and self._takes_part:
                 warnings.warn(
@@ -316,6 +340,17 @@ class _ReducedGradients(_Distributed):
             self.synchronize()
         self._synchronized = False
         return super().step(closure)
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        def reduced() -> Any:
+            loss = closure()
+            if self._synchronizes and not self._synchronized:
+                self.synchronize()
+            return loss
+
+        answer = super().step(reduced)
+        self._synchronized = False
+        return answer
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. AssertionError while gradients are under way."""

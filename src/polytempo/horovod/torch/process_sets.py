@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 
 
 class ProcessSet:
@@ -11,13 +12,14 @@ class ProcessSet:
     Hand it to `init(process_sets=[…])` or to `add_process_set`; from then on it has a `process_set_id`.
     """
 
-    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        if not isinstance(ranks_or_comm, Sequence) or isinstance(ranks_or_comm, str):
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        try:
+            self.ranks: list[int] | None = sorted(index(rank) for rank in ranks_or_comm)
+        except TypeError:
             raise ValueError(
                 f"a process set is given as a list of ranks, got {ranks_or_comm!r}; communicators of MPI are not "
                 "supported, as no MPI takes part here"
-            )
-        self.ranks: list[int] | None = sorted(int(rank) for rank in ranks_or_comm)
+            ) from None
         self.process_set_id: int | None = None
         self._own_rank = -1
 
