@@ -195,6 +195,8 @@ class ServedProgram:
 
     def first_worker(self, shard: int) -> int:
         """The node of the first worker that a shard serves; the others follow it."""
+        if self.stages is None:  # every shard serves all, also one that comes later
+            return 0
         return shard * self.topology.stages // len(self.spans) * len(self.topology.firsts)
 
     def context(self, flops_per_sample: float = 0.0, stages: Port | None = None) -> ServedContext:
