@@ -87,6 +87,8 @@ def test_what_does_not_go_with_divided_layers_is_refused() -> None:
                 pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), strategy)
         with pytest.raises(ValueError, match="looks at whole layers, of which this rank has parts"):
             pt.attach(net, torch.optim.LBFGS(net.parameters()))
+        with pytest.raises(ValueError, match="takes a rank's model from another"):
+            pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), on_drift="restore")
         handle: Any = pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
         with pytest.raises(ValueError, match="a rank that has left join"), handle.join():
             pass

@@ -23,7 +23,7 @@ from polytempo.training.agree import agree_to_train
 from polytempo.training.attached import handle_of, set_handle
 from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
-from polytempo.training.divided_parameters import check_divided, own_parameters
+from polytempo.training.divided_parameters import check_divided, check_restorable, own_parameters
 from polytempo.training.drift_watch import OnDrift, watch
 from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
@@ -66,6 +66,7 @@ def attach_replica(
 ) -> Handle:
     """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
+    check_restorable(model, options.on_drift)
     world = world or current()
     _check_meeting(world, strategy)
     handle = _handle(world, model, optimizer, strategy, options)

@@ -26,6 +26,15 @@ def own_parameters(model: nn.Module) -> frozenset[str]:
     )
 
 
+def check_restorable(model: nn.Module, on_drift: str) -> None:
+    """Raise ValueError where a rank that has drifted should be given what no other rank has."""
+    if on_drift == "restore" and own_parameters(model):
+        raise ValueError(
+            'on_drift="restore" takes a rank\'s model from another, and of layers that pt.hybrid divides each rank has '
+            'parts of its own; use on_drift="stop"'
+        )
+
+
 def check_divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise ValueError where ranks would not meet in every step's gradients, which divided layers take for granted."""
     if not own_parameters(model):
