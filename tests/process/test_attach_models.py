@@ -32,6 +32,8 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "post_local_sgd": (s.post_local_sgd(switch_step=2, period=3), 5),
     "robust_sgd": (s.robust_sgd(), 3),
     "shared_memory": (s.shared_memory(), 3),
+    "slowmo": (s.slowmo(period=4), 8),
+    "stochastic_gradient_push": (s.stochastic_gradient_push(), 3),
     "sync_sgd": (s.sync_sgd(), 3),
     "bf16_sgd": (s.bf16_sgd(), 3),
     "dgc": (s.dgc(0.1, momentum=0.0), 3),  # Adam has momentum of its own
@@ -54,7 +56,8 @@ def test_every_strategy_is_here() -> None:
     served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
     staged = {name for name in s.__all__ if getattr(s, name)().schedule is not None}  # pt.pipeline takes them
     hogwild = {"hogwild"}  # where no worker waits nothing repeats
-    assert set(STRATEGIES) | served | staged | hogwild == set(s.__all__)
+    grouped = {name for name in s.__all__ if getattr(s, name)().groups > 1}  # for jobs alone
+    assert set(STRATEGIES) | served | staged | grouped | hogwild == set(s.__all__)
 
 
 def test_many_buckets_equal_one_bucket_bitwise() -> None:

@@ -29,12 +29,14 @@ STRATEGIES: dict[str, list[Strategy]] = {
     "adasum": [s.adasum()],
     "delayed_sgd": [s.delayed_sgd(), s.delayed_sgd(delay=3)],
     "diloco": [s.diloco(period=4), s.diloco(period=1)],
-    "gossip": [s.gossip(), s.gossip(pt.aggregation.random_pairs(), period=3)],
+    "gossip": [s.gossip(), s.gossip(pt.aggregation.random_pairs(), period=3), s.gossip(period=3, overlap=True)],
     "local_sgd": [s.local_sgd(period=4), s.local_sgd(period=1)],
     "parameter_averaging": [s.parameter_averaging(period=4), s.parameter_averaging(period=1, optimizer_state=False)],
     "post_local_sgd": [s.post_local_sgd(switch_step=7, period=2), s.post_local_sgd(switch_step=15, period=2)],
     "robust_sgd": [s.robust_sgd()],
     "shared_memory": [s.shared_memory()],
+    "slowmo": [s.slowmo(period=4)],
+    "stochastic_gradient_push": [s.stochastic_gradient_push()],
     "sync_sgd": [s.sync_sgd(), s.sync_sgd(pt.collectives.ring)],
 }
 """Every strategy, with periods that the cut at step 10 falls into."""
@@ -111,9 +113,10 @@ def fitted(strategy: Strategy, **options: Any) -> list[Any]:
 def test_every_strategy_is_here() -> None:
     served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
     staged = {name for name in s.__all__ if getattr(s, name)().schedule is not None}  # so have they
+    grouped = {name for name in s.__all__ if getattr(s, name)().groups > 1}  # and they: `test_codistillation`
     compressed = {str(strategy).partition("(")[0] for strategy in COMPRESSED}
     hogwild = {"hogwild"}  # where no worker waits nothing repeats
-    assert set(STRATEGIES) | compressed | served | staged | hogwild == set(s.__all__)
+    assert set(STRATEGIES) | compressed | served | staged | grouped | hogwild == set(s.__all__)
 
 
 @pytest.mark.parametrize("strategy", [one for several in STRATEGIES.values() for one in several], ids=str)

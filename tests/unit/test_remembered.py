@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from polytempo.aggregation.outer import AnchorState, MomentumState, anchors
+from polytempo.aggregation.outer import MomentumState
 from polytempo.core import Bundle, Residual
+from polytempo.core.anchor import AnchorState, anchors
 from polytempo.core.state import duplicate, equal, renewed, residual_tensors
 from polytempo.synchronization.every import PeriodState
 

@@ -6,30 +6,15 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Port, State, Transform, inside
+from polytempo.core import Bundle, Cost, Port, Transform, inside
+from polytempo.core.anchor import AnchorState
 from polytempo.core.cost import num_bytes
 from polytempo.core.transform import cost_of
-
-
-class AnchorState(NamedTuple):
-    """The parameters at the last synchronisation, and the inner transform's state."""
-
-    anchor: Bundle
-    inner: State
-
-
-def anchors(state: Any) -> Iterator[Bundle]:
-    """The anchors in a state, so that who puts parameters elsewhere can let these follow."""
-    if isinstance(state, AnchorState):
-        yield state.anchor
-    if isinstance(state, dict | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from anchors(value)
 
 
 def from_anchor(transform: Transform) -> Transform:

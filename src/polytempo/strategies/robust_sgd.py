@@ -7,9 +7,9 @@ from polytempo.core import Strategy, call_name
 
 
 def robust_sgd(merge: Merge = median) -> Strategy:
-    """Merge gradients by a rule that outvotes wrong workers: `median`, `trimmed_mean(cut)`, `krum(wrong)`,
-    `multi_krum(wrong)` or `bulyan(wrong)`.
+    """Merge gradients by a rule that outvotes wrong workers, such as `median` or `krum(wrong)`.
 
+    The others are `trimmed_mean(cut)`, `multi_krum(wrong)` and `bulyan(wrong)`.
     Every worker gathers all gradients and applies the same rule, so no server has to be trusted. Running statistics
     (batch norm) are merged by the same rule.
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core.anchor import AnchorState
 from polytempo.core.cost import Cost, num_bytes
 from polytempo.core.state import duplicate, settled
 from polytempo.core.transform import cost_of
 
 
 class OverlappedState(NamedTuple):
-    """The exchange under way, what this rank gave to it (None before the first), and the inner transform's state."""
+    """The exchange under way (None before the first), what this rank gave to it, and the inner transform's state."""
 
     coming: Late | Bundle | None
-    given: Bundle | None
-    inner: Late | State
+    given: AnchorState
 
 
 def overlapped(transform: Transform) -> Transform:
@@ -31,23 +31,20 @@ def overlapped(transform: Transform) -> Transform:
     """
 
     def init(parameters: Bundle) -> OverlappedState:
-        return OverlappedState(None, None, transform.init(parameters))
+        return OverlappedState(None, AnchorState(parameters.copy(), transform.init(parameters)))
 
     async def begin(port: Port, bundle: Bundle, inner: State) -> tuple[Bundle | None, State]:
         return await transform.apply(port, bundle, duplicate(inner))
 
     async def apply(port: Port, bundle: Bundle, state: OverlappedState) -> tuple[Bundle | None, OverlappedState]:
-        came, inner = await settled(state.coming), await settled(state.inner)
-        out = bundle
-        if came is not None:
-            assert state.given is not None, "what was given is kept as long as the exchange"
-            out = bundle.with_flat(came.flat + (bundle.flat - state.given.flat))
+        came, inner = await settled(state.coming), await settled(state.given.inner)
+        out = bundle if came is None else bundle.with_flat(came.flat + (bundle.flat - state.given.anchor.flat))
         work = await port.start(begin(port, out.copy(), inner))
-        return out, OverlappedState(Late(work, 0), out.copy(), Late(work, 1))
+        return out, OverlappedState(Late(work, 0), AnchorState(out.copy(), Late(work, 1)))
 
     async def beside(port: Port, bundle: Bundle, state: OverlappedState) -> Bundle:
         assert transform.beside is not None
-        return await transform.beside(port, bundle, await settled(state.inner))
+        return await transform.beside(port, bundle, await settled(state.given.inner))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).remembering(2 * num_bytes(parameters))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.aggregation.outer import anchors
 from polytempo.core import Port
+from polytempo.core.anchor import anchors
 from polytempo.training.replica import Replica
 from polytempo.training.weak_hook import WeakHook
 from polytempo.worlds import ProcessWorld

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.aggregation.outer import anchors
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Program, State, Strategy
+from polytempo.core.anchor import anchors
 from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
 from polytempo.core.transform import apply_at_once
 from polytempo.training.buffers import AppliedTransform
