@@ -25,11 +25,13 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
-RUNS := $(patsubst %,tests/process/test_%.py,attach_served codistillation elastic elastic_hosts elastic_loop elastic_round \
-	elastic_rounds engines held_agent horovod_elastic horovod_tools horovod_torch horovodrun host_mail hybrid init loop_servers \
-	lost_launcher mesh_training pipeline_runs preemption probe remote_engine served_faults served_resume \
-	served_stages split url_runs) \
-	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples) tests/virtual/test_pipeline_convergence.py
+# With them are searches for planted bugs.
+RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench codistillation elastic elastic_hosts elastic_loop \
+	elastic_round elastic_rounds engines held_agent horovod_elastic horovod_tools horovod_torch horovodrun host_mail \
+	hybrid init loop_servers lost_launcher mesh_training pipeline_runs preemption probe remote_engine served_faults \
+	served_resume served_stages split url_runs) \
+	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples) \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs pipeline_convergence)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
