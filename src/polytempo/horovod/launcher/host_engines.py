@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.engines.capacity import limits
 from polytempo.engines.command_process import CommandRun, perform_command
 from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local
@@ -95,7 +94,7 @@ class HostEngines:
             return
         host = self._hosts[name] = _Host(name)
         if self.is_local(name):
-            host.engine = host.stack.enter_context(Local().open(self._launch(host, slots, limits().cores)))
+            host.engine = host.stack.enter_context(Local().open(self._launch(host, slots)))
         else:
             host.opening = threading.Thread(target=self._open_remote, args=(host, slots), daemon=True)
             host.opening.start()
@@ -151,14 +150,13 @@ class HostEngines:
             if host.engine is not None:
                 host.engine.stop()
 
-    def _launch(self, host: _Host, slots: int, cores: int | None) -> Launch:
+    def _launch(self, host: _Host, slots: int) -> Launch:
         return Launch(
             work=lambda role: perform_command(self._run, **host.told),
             spec=None,
             setting=lambda: host.told,
             workers=slots,
             most=self._most,
-            threads=None if cores is None else max(1, cores // slots),
         )
 
     def _open_remote(self, host: _Host, slots: int) -> None:
@@ -172,7 +170,7 @@ class HostEngines:
             run = TravellingRun(self._run.to_json(), Topology.collective(slots))
             host.engine = host.stack.enter_context(
                 opened_remote(
-                    self._launch(host, slots, None),
+                    self._launch(host, slots),
                     host.starter,
                     1,
                     address=self.address,
