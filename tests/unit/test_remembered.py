@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
+from polytempo.aggregation import mix, push_sum, random_targets, ring_graph
 from polytempo.aggregation.outer import MomentumState
-from polytempo.core import Bundle, Residual
+from polytempo.core import Bundle, Residual, Transform
 from polytempo.core.anchor import AnchorState, anchors
 from polytempo.core.state import duplicate, equal, renewed, residual_tensors
+from polytempo.synchronization import overlapped
 from polytempo.synchronization.every import PeriodState
 
 
@@ -60,3 +63,10 @@ def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
 def test_renewed_drops_what_was_owed() -> None:
     found = renewed(state(1.0, step=9), Some(0, {"0": Residual(), "none": Residual()}))
     assert found == Some(9, {"0": Residual(), "none": Residual()})
+
+
+@pytest.mark.parametrize("transform", [push_sum(random_targets()), overlapped(mix(ring_graph))])
+def test_what_gossip_remembers_of_parameters_follows_those_that_are_loaded(transform: Transform) -> None:
+    """By its anchor `training.loaded_parameters` knows that there is something to begin anew."""
+    parameters = Bundle({"w": torch.arange(3.0)})
+    assert [anchor.flat.tolist() for anchor in anchors(transform.init(parameters))] == [[0.0, 1.0, 2.0]]

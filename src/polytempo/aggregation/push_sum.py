@@ -13,19 +13,20 @@ from torch import Tensor
 from polytempo.aggregation.graphs import Graph, pushing_matrix
 from polytempo.aggregation.mix import sum_cost, weighted_sum
 from polytempo.core import Bundle, Cost, Exchange, Port, Transform
+from polytempo.core.anchor import AnchorState
 from polytempo.core.cost import num_bytes
 
 _WEIGHT_BYTES = 8
 
 
 class PushSumState(NamedTuple):
-    """How often ranks have pushed, and what a rank's numerator x is beside its parameters z = x / w."""
+    """How often ranks have pushed, and where that has brought them: a rank's numerator x was w z then."""
 
     step: int
     weights: Tensor
     """w of all ranks, float64, shape (N,); empty before the first exchange."""
-    offset: Bundle
-    """x - z."""
+    last: AnchorState
+    """z after the last exchange."""
 
 
 def push_sum(graph: Graph) -> Transform:
@@ -49,11 +50,14 @@ def push_sum(graph: Graph) -> Transform:
             return bundle, state._replace(step=state.step + 1)
         matrix, weights = begin(port, state)
         known = len(state.weights) == port.size
-        x = bundle.flat + state.offset.flat if known else bundle.flat
+        owed = float(weights[port.rank]) - 1  # x = w z + what has moved z since
+        x = bundle.flat.add(state.last.anchor.flat, alpha=owed) if known and owed else bundle.flat
         mixed = await weighted_sum(port, x, matrix.tolist())
         weights = matrix @ weights
         z = mixed / float(weights[port.rank])
-        return bundle.with_flat(z), PushSumState(state.step + 1, weights, bundle.with_flat(mixed - z))
+        return bundle.with_flat(z), PushSumState(
+            state.step + 1, weights, AnchorState(bundle.with_flat(z.clone()), None)
+        )
 
     async def beside(port: Port, bundle: Bundle, state: PushSumState) -> Bundle:
         matrix, weights = begin(port, state)
@@ -61,8 +65,7 @@ def push_sum(graph: Graph) -> Transform:
         return bundle.with_flat(await weighted_sum(port, bundle.flat, (shares / shares.sum(1, keepdim=True)).tolist()))
 
     def init(parameters: Bundle) -> PushSumState:
-        offset = parameters.map(lambda flat: flat.new_zeros(flat.shape))
-        return PushSumState(0, torch.ones(0, dtype=torch.float64), offset)
+        return PushSumState(0, torch.ones(0, dtype=torch.float64), AnchorState(parameters.copy(), None))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         """In the graph's first step."""
